@@ -1,0 +1,76 @@
+# prejit: the Makefile is the interface. `make demo` and `make test` need only python3 (3.11 or newer) and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Stamps: an environment is made again when what it is made from changes.
+READY := $(VENV)/.ready
+# A second interpreter, where there is one, for the jax versions that the first cannot have.
+OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '' 2>/dev/null && echo $$p && break; \
+	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
+OTHER_VENV := .venv-other
+OTHER_READY := $(OTHER_VENV)/.ready
+
+.PHONY: help demo artifacts test test-fast test-other lint format bench parity demo-model clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
+
+demo: $(READY) ## build the demo bundle, then generate from it in a new process
+	@$(BIN)/prejit build manifests/demo.toml -o artifacts
+	@$(BIN)/python -m prejit.runtime generate artifacts/demo --prompt 'def main(' --max-new-tokens 64 --stats
+
+artifacts: $(READY) ## build every manifest that this machine can build
+	@$(BIN)/prejit build manifests/*.toml -o artifacts
+
+test: $(READY) test-other ## all tests
+	$(BIN)/python -m pytest
+
+test-fast: $(READY) ## the unit tests
+	$(BIN)/python -m pytest tests/unit
+
+test-other: ## the unit tests on a newer interpreter and jax, where one is present
+ifneq ($(OTHER),)
+	@$(MAKE) --no-print-directory $(OTHER_READY)
+	$(OTHER_VENV)/bin/python -m pytest tests/unit tests/parity -q
+else
+	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
+endif
+
+lint: $(READY) ## formatter, linter, type checker
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY) ## format, and fix what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## the measured table of the README
+	$(BIN)/python benchmarks/run.py
+
+parity: $(READY) ## models against transformers' torch models (installs torch)
+	$(BIN)/python -m pip install --quiet torch
+	$(BIN)/python -m pytest tests/parity
+
+demo-model: $(READY) ## train the demo model again
+	$(BIN)/python -m pip install --quiet --group demo-model
+	$(BIN)/python manifests/demo-model/train.py
+
+clean: ## remove environments, bundles and caches of this checkout
+	rm -rf .venv .venv-other artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define environment
+	@echo 'setting up $(1) (a few minutes the first time)'
+	@$(2) -m venv $(1)
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler]' --group test --group lint
+	@touch $(1)/.ready
+endef
+
+$(READY): pyproject.toml
+	$(call environment,$(VENV),$(PYTHON))
+
+$(OTHER_READY): pyproject.toml
+	$(call environment,$(OTHER_VENV),$(OTHER))
