@@ -1,0 +1,171 @@
+"""The command line: `prejit`, or `python -m prejit.runtime` where only the server side is installed.
+
+What reads or runs a bundle is here and in commands.py. What builds one belongs to the build side, which
+need not be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from prejit.runtime.errors import PrejitError, UsageError
+
+BUILD_COMMANDS = {
+    "plan": "show what a manifest asks for: what is cached, what will compile and why",
+    "build": "compile manifests and write their bundles",
+}
+
+_EXAMPLES = {
+    "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
+    "verify": "prejit verify artifacts/demo",
+    "fingerprint": "prejit fingerprint > web-3.json",
+    "explain": "prejit explain artifacts/demo\n"
+    "  prejit explain artifacts/demo --fingerprint web-3.json",
+    "generate": "prejit generate artifacts/demo --prompt 'def main(' --max-new-tokens 64\n"
+    "  prejit generate artifacts/demo --prompt-ids 1,5,9 --temperature 0.8 --top-p 0.9 --seed 7\n"
+    "  prejit generate artifacts/demo --prompt 'import' --require-aot --json",
+    "call": "prejit call artifacts/score score --arg x=x.npy -o results",
+    "bench": "prejit bench artifacts/demo\n  prejit bench artifacts/demo --runs 7 --json",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands that the server side has."""
+    top = argparse.ArgumentParser(
+        prog="prejit",
+        description="Compile JAX models ahead of time, package them, and run them without compiling.",
+        epilog="build side (pip install 'prejit[compiler]'):\n"
+        + "\n".join(f"  {name:<12}{text}" for name, text in BUILD_COMMANDS.items())
+        + "\n\n`prejit COMMAND --help` gives options and examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(
+        name: str, text: str, *, bundle: bool = True, json: bool = True
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"examples:\n  {_EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if bundle:
+            command.add_argument("bundle", metavar="BUNDLE", help="directory of a bundle")
+        if json:
+            command.add_argument("--json", action="store_true", help="print JSON on stdout")
+        return command
+
+    def add_machine(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--fingerprint",
+            metavar="FILE",
+            help="take this machine for the one that FILE was saved on",
+        )
+
+    def add_running(command: argparse.ArgumentParser) -> None:
+        add_machine(command)
+        command.add_argument(
+            "--require-aot",
+            action="store_true",
+            help="fail (exit 3) rather than compile where this machine is none of the targets",
+        )
+
+    add("inspect", "show what a bundle holds: targets, programs, sizes, versions")
+    add("verify", "check every byte of a bundle; runs nothing and needs no network")
+    add("fingerprint", "print what this machine is, as JSON", bundle=False, json=False)
+    add_machine(
+        add("explain", "compare each target with this machine, axis by axis (exit 3: none fits)")
+    )
+
+    command = add("generate", "generate text from a prompt, as it comes")
+    prompt = command.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to go on from")
+    prompt.add_argument("--prompt-ids", metavar="IDS", help="token ids, separated by commas")
+    command.add_argument("--max-new-tokens", type=int, metavar="N", help="stop after N tokens")
+    command.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0: the most likely token (default)",
+    )
+    command.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="0: all tokens (default)"
+    )
+    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: all (default)")
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the sampling (default 0)"
+    )
+    command.add_argument("--stats", action="store_true", help="say on stderr what it cost")
+    add_running(command)
+
+    command = add("call", "run a program of a [[program]] section on .npy files")
+    command.add_argument("program", metavar="PROGRAM", help="its name in the manifest")
+    command.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="an argument; NAME may be a path such as batch.tokens or layers.0",
+    )
+    command.add_argument(
+        "-o", "--output", required=True, metavar="DIR", help="where the results go, one .npy each"
+    )
+    add_running(command)
+
+    command = add("bench", "measure start-up, prefill, decode and calls of a bundle")
+    command.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="fresh processes (default 5)"
+    )
+    add_running(command)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Returns:
+        The exit status: 0 ok, 1 build failed, 2 usage, 3 fingerprint mismatch, 4 integrity,
+        6 store, 7 network.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in BUILD_COMMANDS:
+            return _build_side(arguments)
+        options = parser().parse_args(arguments)
+        from prejit.runtime import commands
+
+        status: int = getattr(commands, options.command)(options)
+        sys.stdout.flush()
+        return status
+    except PrejitError as error:
+        print(error.describe(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _build_side(arguments: Sequence[str]) -> int:
+    # By name, not by an import statement: the server side does not depend on the build side.
+    try:
+        command_line = importlib.import_module("prejit.compiler.cli")
+    except ImportError as error:
+        raise UsageError(
+            f"`prejit {arguments[0]}` needs the build side, and {error.name} is not installed",
+            hint="pip install 'prejit[compiler]'",
+        ) from error
+    return int(command_line.run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,410 @@
+"""The bundle format: what the files of a bundle say. No JAX, no file access.
+
+A bundle is an OCI image layout; docs/bundle-format.md describes it for a second implementation.
+
+    oci-layout                    {"imageLayoutVersion":"1.0.0"}
+    index.json                    one descriptor for each target, its requirement in the annotations
+    blobs/sha256/<digest>         manifest -> config (the program table) + layers
+
+Layers are told apart by media type. Executables and portable programs are *packs*: zstd frames behind
+each other, one frame a program, addressed by the program table.
+
+All JSON here is canonical (sorted keys, no spaces, ASCII, no floats) and is read strictly: bytes that
+differ in any way from what a writer writes are rejected, so no two spellings of one bundle exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from prejit.runtime.errors import RejectError
+
+FORMAT_VERSION = 1
+"""Raised when a reader of the last version could no longer read what we write.
+
+1 (2026-11-20): the first.
+"""
+
+OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
+INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
+MANIFEST_MEDIA_TYPE = "application/vnd.oci.image.manifest.v1+json"
+ARTIFACT_TYPE = "application/vnd.prejit.bundle.v1"
+CONFIG_MEDIA_TYPE = "application/vnd.prejit.config.v1+json"
+EXECUTABLES_MEDIA_TYPE = "application/vnd.prejit.executables.v1+zstd"
+PORTABLE_MEDIA_TYPE = "application/vnd.prejit.stablehlo.v1+zstd"
+WEIGHTS_MEDIA_TYPE = "application/vnd.prejit.weights.v1.safetensors"
+TOKENIZER_MEDIA_TYPE = "application/vnd.prejit.tokenizer.v1+json"
+GENERATION_MEDIA_TYPE = "application/vnd.prejit.generation-config.v1+json"
+LICENSE_MEDIA_TYPE = "application/vnd.prejit.license.v1+text"
+LAYER_MEDIA_TYPES = (
+    EXECUTABLES_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+    TOKENIZER_MEDIA_TYPE,
+    GENERATION_MEDIA_TYPE,
+    LICENSE_MEDIA_TYPE,
+)
+
+REF_NAME = "org.opencontainers.image.ref.name"
+TITLE = "org.opencontainers.image.title"
+BUNDLE_NAME = "dev.prejit.name"
+BUNDLE_FORMAT = "dev.prejit.format"
+INDEX_DIGEST = "dev.prejit.index-digest"
+REQUIREMENT = "dev.prejit.requirement"
+
+# Caps on what is read before anything is trusted. Generous: 10,000 programs make a config of 10 MB.
+MAX_INDEX_BYTES = 4 << 20
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 64 << 20
+MAX_PROGRAM_BYTES = 1 << 30
+"""One executable or portable program, decompressed."""
+GAP_PREFIX = ".gap"
+"""safetensors allows no holes: bytes between aligned tensors are tensors of this name."""
+WEIGHTS_ALIGNMENT_BYTES = 64
+"""XLA takes a host buffer without a copy only at this alignment (xla/service/cpu/cpu_runtime)."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """An OCI content descriptor.
+
+    Attributes:
+        mediaType, digest, size, artifactType, platform, annotations: as in the OCI image specification.
+    """
+
+    mediaType: str  # noqa: N815 (the name is OCI's)
+    digest: str
+    size: int
+    artifactType: str | None = None  # noqa: N815
+    platform: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """`index.json`: an OCI image index, one descriptor for each target in order of preference."""
+
+    schemaVersion: int  # noqa: N815
+    mediaType: str  # noqa: N815
+    artifactType: str  # noqa: N815
+    manifests: tuple[Descriptor, ...]
+    annotations: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An OCI image manifest: everything that one target needs."""
+
+    schemaVersion: int  # noqa: N815
+    mediaType: str  # noqa: N815
+    artifactType: str  # noqa: N815
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    annotations: dict[str, str]
+
+    def layer(self, media_type: str) -> Descriptor | None:
+        """The layer of that media type, or None."""
+        return next((layer for layer in self.layers if layer.mediaType == media_type), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One zstd frame in a pack.
+
+    Attributes:
+        offset, size: where the frame lies in the pack, in bytes.
+        digest: of the frame as stored.
+        raw_size, raw_digest: of what it decompresses to.
+    """
+
+    offset: int
+    size: int
+    digest: str
+    raw_size: int
+    raw_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One argument or result of a program: a leaf of its pytree.
+
+    The program table holds it as text, in the manifest's own notation behind its path:
+
+        ["cache",0,1] float32[1,12,128,64] donated
+
+    so that a table of hundreds of programs is read in milliseconds; only programs that run are parsed.
+
+    Attributes:
+        path: where the leaf sits in the pytree, outermost key first; an integer is a place in a sequence.
+        dtype: NumPy's name for it (`float32`, `bfloat16`, `int32`, ...).
+        shape: in elements.
+        donated: the program reuses the argument's memory; the caller must not touch it again.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    donated: bool = False
+
+    def __str__(self) -> str:
+        path = json.dumps(self.path, separators=(",", ":"), ensure_ascii=True)
+        shape = ",".join(map(str, self.shape))
+        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Array:
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: the text is not of that form.
+        """
+        path, end = json.JSONDecoder().raw_decode(text)
+        match = re.fullmatch(r" ([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]( donated)?", text[end:])
+        if match is None or not all(type(key) in (str, int) for key in path):
+            raise ValueError(f"expected '[path] dtype[shape]', found {text!r:.80}")
+        shape = tuple(map(int, match[2].split(","))) if match[2] else ()
+        return cls(tuple(path), match[1], shape, match[3] is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the compiler says a program needs while it runs, in bytes."""
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One function at one bucket of shapes, compiled for one target.
+
+    Attributes:
+        name: unique in the bundle: `decode/b1-c128`, `prefill/b1-t16-c128`, `score/b8`.
+        kind: `prefill`, `decode` or `call`.
+        bucket: the static sizes, by name.
+        key: digest of everything the executable was made from (cache key).
+        arguments: those that follow the weights, in order, each as `Array` prints itself.
+        results: in order, likewise.
+        executable: its frame in the executables pack.
+        portable: its frame in the portable pack: StableHLO, a versioned portable artifact.
+        memory: what the compiler expects it to need.
+        weights: the tensors that come first among the arguments: a key of `Config.weight_sets`.
+    """
+
+    name: str
+    kind: str
+    bucket: dict[str, int]
+    key: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    executable: Segment
+    portable: Segment
+    memory: Memory
+    weights: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What generation needs to know of a decoder.
+
+    Attributes:
+        family: `gpt2`, `llama`.
+        vocab_size: logits a token.
+        num_layers, num_kv_heads, head_size: the KV cache is num_layers x (keys, values), each
+            [B, num_kv_heads, S, head_size].
+        cache_dtype: NumPy's name.
+        max_positions: the longest context that the model was made for.
+        eos_token_ids: generation stops at any of them.
+        bos_token_id: None where the model has none.
+    """
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    cache_dtype: str
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What an executable needs of a machine. Empty or None: does not matter.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `tpu`.
+        architecture: `x86_64`, `aarch64`.
+        cpu_features: instruction-set extensions in LLVM's names.
+        jaxlib: exact version; executables have no promise beyond it.
+    """
+
+    platform: str
+    architecture: str
+    cpu_features: tuple[str, ...]
+    jaxlib: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The config blob of a target's manifest: the program table.
+
+    Attributes:
+        format: FORMAT_VERSION of the writer.
+        bundle: name of the bundle.
+        target: name of the target.
+        requirement: the same as in the index's annotation.
+        versions: of what the bundle was built with: prejit, jax, jaxlib, stablehlo, ...
+        programs: the program table.
+        weight_sets: ordered names of tensors of the weights layer, by name of the set.
+        decoder: None where the bundle holds no decoder.
+    """
+
+    format: int
+    bundle: str
+    target: str
+    requirement: Requirement
+    versions: dict[str, str]
+    programs: tuple[Program, ...]
+    weight_sets: dict[str, tuple[str, ...]]
+    decoder: Decoder | None = None
+
+
+def digest_of(content: bytes | bytearray | memoryview) -> str:
+    """The OCI digest of bytes: `sha256:` and 64 hexadecimal digits."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def is_digest(text: str) -> bool:
+    """Whether text has the form of an OCI sha256 digest."""
+    head, _, digits = text.partition(":")
+    return head == "sha256" and len(digits) == 64 and not set(digits) - set("0123456789abcdef")
+
+
+def to_json(value: Any) -> bytes:
+    """Canonical JSON of a dataclass of this module or of plain data. Fields that are None are left out."""
+    return _dumps(_plain(value))
+
+
+def from_json(cls: type[T], content: bytes, path: str) -> T:
+    """Reads canonical JSON as a dataclass of this module.
+
+    Args:
+        cls: the dataclass that the content must be.
+        content: bytes as `to_json` writes them.
+        path: the file that they came from, for errors.
+
+    Raises:
+        RejectError: not JSON, not canonical, a key missing, unknown or of another type.
+    """
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RejectError(path, f"expected JSON: {error}") from error
+    try:
+        value: T = _typed(cls, plain, "$")
+    except (TypeError, ValueError) as error:
+        raise RejectError(path, str(error)) from error
+    if _dumps(plain) != content:
+        raise RejectError(
+            path, "expected canonical JSON (sorted keys, no spaces, no repeated keys)"
+        )
+    return value
+
+
+def _dumps(plain: Any) -> bytes:
+    text = json.dumps(
+        plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+    return text.encode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {name: _plain(item) for name, item in pairs if item is not None}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+@cache
+def _field_types(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """Checks a JSON value against a type annotation of this module and builds it."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            raise TypeError(f"{where}: expected a value, found null")
+        for option in args:
+            if option is type(None):
+                continue
+            if not isinstance(option, type) or is_dataclass(option) or type(value) is option:
+                return _typed(option, value, where)
+        raise TypeError(f"{where}: expected {kind}, found {value!r:.80}")
+    if origin is tuple:
+        if type(value) is not list:
+            raise TypeError(f"{where}: expected a list, found {value!r:.80}")
+        if args[0] is str and all(type(item) is str for item in value):
+            return tuple(value)
+        return tuple(_typed(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if type(value) is not dict:
+            raise TypeError(f"{where}: expected an object, found {value!r:.80}")
+        return {key: _typed(args[1], item, f"{where}.{key}") for key, item in value.items()}
+    if is_dataclass(kind):
+        if type(value) is not dict:
+            raise TypeError(f"{where}: expected an object, found {value!r:.80}")
+        hints = _field_types(typing.cast(Any, kind))
+        if unknown := value.keys() - hints.keys():
+            raise TypeError(f"{where}: unknown key {min(unknown)!r}")
+        built = {key: _typed(hints[key], item, f"{where}.{key}") for key, item in value.items()}
+        return typing.cast(Any, kind)(**built)
+    if type(value) is not kind:  # `type is`, not isinstance: True is no integer here
+        raise TypeError(f"{where}: expected {kind.__name__}, found {value!r:.80}")
+    return value
+
+
+def encode_index(name: str, manifests: tuple[Descriptor, ...]) -> bytes:
+    """`index.json` of a bundle. It carries a digest of itself, so that a changed byte is noticed.
+
+    The digest is that of the same index without its `dev.prejit.index-digest` annotation. It guards
+    against damage, not against forgery: for that, sign the bundle's digest.
+    """
+    annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(FORMAT_VERSION)}
+    index = Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations)
+    sealed = {**annotations, INDEX_DIGEST: digest_of(to_json(index))}
+    return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, sealed))
+
+
+def index_digest(index: Index) -> str:
+    """What an index's `dev.prejit.index-digest` annotation must say."""
+    open_annotations = {k: v for k, v in index.annotations.items() if k != INDEX_DIGEST}
+    return digest_of(
+        to_json(
+            Index(
+                index.schemaVersion,
+                index.mediaType,
+                index.artifactType,
+                index.manifests,
+                open_annotations,
+            )
+        )
+    )

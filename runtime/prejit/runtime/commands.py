@@ -1,0 +1,402 @@
+"""The commands that read or run a bundle. Data goes to stdout; everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prejit.runtime import bundle as format
+from prejit.runtime import verify as checks
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.layout import Layout
+from prejit.runtime.loader import check_blobs, load, match, open_index, read_contents
+
+if TYPE_CHECKING:
+    from prejit.runtime.generate import Piece
+    from prejit.runtime.loaded import Bundle
+
+
+def inspect(options: Namespace) -> int:
+    """What a bundle holds."""
+    with Layout(options.bundle) as layout:
+        index, digest = open_index(layout)
+        targets = match(layout, index, Fingerprint.current())
+        contents = [read_contents(layout, target) for target in targets]
+    if options.json:
+        described = [
+            {
+                "config": json.loads(format.to_json(c.config)),
+                "layers": [asdict(x) for x in c.manifest.layers],
+            }
+            for c in contents
+        ]
+        return _print_json({"digest": digest, "targets": described})
+    first = contents[0].config
+    print(f"{first.bundle}  {digest}")
+    print(_table(["built with", "version"], sorted(first.versions.items())))
+    layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
+    print(
+        _table(
+            ["layer", "size"], [(_layer_name(x.mediaType), _size(x.size)) for x in layers.values()]
+        )
+    )
+    for target, content in zip(targets, contents, strict=True):
+        fits = "fits this machine" if target.verdict.matches else target.verdict.reason()
+        print(f"\n{target.name}: {fits}")
+        print(
+            _table(
+                ["program", "kind", "executable", "StableHLO", "temporary memory"],
+                [
+                    (
+                        p.name,
+                        p.kind,
+                        _size(p.executable.size),
+                        _size(p.portable.size),
+                        _size(p.memory.temp_bytes),
+                    )
+                    for p in content.config.programs
+                ],
+            )
+        )
+    return 0
+
+
+def verify(options: Namespace) -> int:
+    """Checks every byte: digests of all blobs, every frame of every pack, the weights' header."""
+    started = time.perf_counter()
+    with Layout(options.bundle) as layout:
+        index, digest = open_index(layout)
+        targets = match(layout, index, Fingerprint.current())
+        contents = [read_contents(layout, target) for target in targets]
+        hashed = check_blobs(layout, contents, receipts=None)
+        programs = 0
+        for content in contents:
+            manifest, config = content.manifest, content.config
+            for media_type in (format.EXECUTABLES_MEDIA_TYPE, format.PORTABLE_MEDIA_TYPE):
+                layer = manifest.layer(media_type)
+                if layer is None:
+                    raise _missing_layer(layout, media_type)
+                packed = layout.read_blob(layer.digest, layer.size)
+                path = layout.blob_path(layer.digest)
+                for program in config.programs:
+                    executables = media_type == format.EXECUTABLES_MEDIA_TYPE
+                    segment = program.executable if executables else program.portable
+                    frame = packed[segment.offset : segment.offset + segment.size]
+                    checks.unpack(frame, segment, path)
+            programs += len(config.programs)
+            if weights := manifest.layer(format.WEIGHTS_MEDIA_TYPE):
+                mapped = layout.map_blob(weights.digest, weights.size)
+                checks.check_weights(memoryview(mapped), layout.blob_path(weights.digest))
+    seconds = time.perf_counter() - started
+    if options.json:
+        found = {"digest": digest, "targets": len(targets), "programs": programs, "bytes": hashed}
+        return _print_json({**found, "seconds": round(seconds, 3)})
+    print(
+        f"{options.bundle}: ok: {len(targets)} targets, {programs} programs, {_size(hashed)} hashed "
+        f"in {seconds:.1f} s\n{digest}"
+    )
+    return 0
+
+
+def _missing_layer(layout: Layout, media_type: str) -> Exception:
+    from prejit.runtime.errors import RejectError
+
+    return RejectError(str(layout.path), f"expected a layer {media_type}, found none")
+
+
+def fingerprint(options: Namespace) -> int:
+    """What this machine is."""
+    print(format.to_json(Fingerprint.current()).decode())
+    return 0
+
+
+def explain(options: Namespace) -> int:
+    """Each target's verdict, axis by axis."""
+    machine = _machine(options) or Fingerprint.current()
+    with Layout(options.bundle) as layout:
+        index, _ = open_index(layout)
+        targets = match(layout, index, machine)
+    chosen = next((target.name for target in targets if target.verdict.matches), None)
+    if options.json:
+        _print_json(
+            {
+                "target": chosen,
+                "verdicts": [{"matches": t.verdict.matches, **asdict(t.verdict)} for t in targets],
+            }
+        )
+        return 0 if chosen else 3
+    rows = [
+        (
+            target.name,
+            axis.name,
+            axis.rule,
+            _short(axis.needed),
+            _short(axis.found),
+            "yes" if axis.matches else "NO",
+        )
+        for target in targets
+        for axis in target.verdict.axes
+    ]
+    print(_table(["target", "axis", "rule", "needed", "found", "fits"], rows))
+    where = f"the machine of {options.fingerprint}" if options.fingerprint else "this machine"
+    if chosen:
+        print(f"\n{where} loads {chosen}: nothing is compiled")
+        return 0
+    print(f"\n{where} is none of the targets: every program would be compiled there")
+    return 3
+
+
+def generate(options: Namespace) -> int:
+    """Generates and prints text as it comes."""
+    bundle = _load(options)
+    prompt = options.prompt if options.prompt is not None else _token_ids(options.prompt_ids)
+    pieces: list[Piece] = []
+    first_seconds = 0.0
+    started = time.perf_counter()
+    for piece in bundle.stream(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    ):
+        if not pieces:
+            first_seconds, started = _seconds_since_exec(), time.perf_counter()
+        pieces.append(piece)
+        if not options.json:
+            text = (
+                piece.text
+                if bundle.has_tokenizer
+                else f"{piece.token_id} " * (piece.token_id is not None)
+            )
+            print(text, end="", flush=True)
+    seconds = time.perf_counter() - started
+    tokens = [piece.token_id for piece in pieces if piece.token_id is not None]
+    rate = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
+    if options.json:
+        return _print_json(
+            {
+                "text": "".join(piece.text for piece in pieces),
+                "token_ids": tokens,
+                "finish_reason": pieces[-1].finish_reason,
+                "first_token_seconds_since_exec": round(first_seconds, 4),
+                "load_seconds": round(bundle.load_seconds, 4),
+                "tokens_per_second": round(rate, 2),
+                "target": bundle.target,
+                "matched": bundle.matched,
+                "programs": [asdict(report) for report in bundle.report()],
+            }
+        )
+    print()
+    if options.stats:
+        used = [report for report in bundle.report() if report.source != "unused"]
+        compiled = [report.program for report in used if report.source == "compiled"]
+        rows = [(r.program, r.source, f"{r.seconds * 1e3:.0f} ms") for r in used]
+        print(f"\n{_table(['program', 'how', 'took'], rows)}", file=sys.stderr)
+        print(
+            f"\n{bundle.name} for {bundle.target}, {bundle.digest[:19]}\n"
+            f"first token {first_seconds:.2f} s after the start of the process, "
+            f"then {rate:.0f} tokens a second\n"
+            f"compiled: {', '.join(compiled) or 'nothing'}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def call(options: Namespace) -> int:
+    """Runs a program on .npy files."""
+    import numpy as np
+
+    from prejit.runtime import pytree
+
+    given: dict[pytree.Path, Any] = {}
+    for text in options.arg:
+        name, separator, file = text.partition("=")
+        if not separator or not name:
+            raise UsageError(f"--arg: expected NAME=FILE, found {text!r}")
+        try:
+            value = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
+            ) from error
+        given[tuple(int(key) if key.isdigit() else key for key in name.split("."))] = value
+    bundle = _load(options)
+    result = bundle.call(options.program, **pytree.unflatten(list(given), list(given.values())))
+    directory = Path(options.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for path, value in pytree.leaves(result):
+        name = ".".join(map(str, path)) or "result"
+        np.save(directory / f"{name}.npy", value)
+        written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
+    if options.json:
+        return _print_json({"results": written, "programs": [asdict(r) for r in bundle.report()]})
+    for name, array in written.items():
+        print(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
+    return 0
+
+
+def bench(options: Namespace) -> int:
+    """Measures a bundle: fresh processes for start-up, one warm process for the rest."""
+    from prejit.runtime.generate import Sampling, Session
+
+    bundle = _load(options)
+    rows: list[dict[str, Any]] = []
+    if bundle.config.decoder is not None:
+        rows.append({"what": "exec to first token", **_start_up(options)})
+        decoder = bundle.decoder
+        for batch in decoder.batches:
+            for context in decoder.contexts:
+                for program in decoder.prefills(batch, context):
+                    size = program.bucket["prompt"]
+
+                    def prefill(
+                        batch: int = batch, context: int = context, size: int = size
+                    ) -> None:
+                        Session(decoder, [Sampling()] * batch, context).prefill(
+                            [[0] * size] * batch
+                        )
+
+                    rows.append({"what": program.name, **_time(prefill, tokens=batch * size)})
+                session = Session(decoder, [Sampling()] * batch, context)
+                session.prefill([[0]] * batch)
+                name = decoder.decode_for(batch, context).name
+                steps = min(32, context - 2)
+                rows.append({"what": name, **_time(session.step, tokens=batch, runs=steps)})
+    for program in bundle.config.programs:
+        if program.kind == "call":
+            run = bundle.runner_with_zeros(program)
+            rows.append({"what": program.name, **_time(run)})
+    if options.json:
+        return _print_json(
+            {
+                "bundle": bundle.digest,
+                "target": bundle.target,
+                "matched": bundle.matched,
+                "rows": rows,
+            }
+        )
+    cells = [
+        (
+            row["what"],
+            f"{row['p50_ms']:.2f}",
+            f"{row['p95_ms']:.2f}",
+            f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else "",
+            str(row["runs"]),
+        )
+        for row in rows
+    ]
+    print(_table(["", "p50 ms", "p95 ms", "tokens/s", "runs"], cells))
+    return 0
+
+
+def _time(
+    function: Callable[[], object], tokens: int = 0, runs: int = 10
+) -> dict[str, float | int]:
+    function()
+    seconds = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return _summary(seconds, tokens)
+
+
+def _summary(seconds: Sequence[float], tokens: int = 0) -> dict[str, float | int]:
+    ordered = sorted(seconds)
+    median = statistics.median(ordered)
+    row: dict[str, float | int] = {
+        "p50_ms": round(median * 1e3, 3),
+        "p95_ms": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] * 1e3, 3),
+        "runs": len(ordered),
+    }
+    return {**row, "tokens_per_second": round(tokens / median, 1)} if tokens else row
+
+
+def _start_up(options: Namespace) -> dict[str, float | int]:
+    """Fresh processes that load the bundle and give one token, after one that warms the page cache."""
+    command = [sys.executable, "-m", "prejit.runtime", "generate", options.bundle]
+    command += ["--prompt-ids", "0", "--max-new-tokens", "1", "--json"]
+    seconds = []
+    for _ in range(options.runs + 1):
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode:
+            raise UsageError(f"a fresh process failed: {done.stderr.decode()[-500:]}")
+        seconds.append(json.loads(done.stdout)["first_token_seconds_since_exec"])
+    return _summary(seconds[1:])
+
+
+def _load(options: Namespace) -> Bundle:
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(
+            f"warning: {message}", file=sys.stderr
+        )
+        return load(
+            options.bundle,
+            on_mismatch="error" if options.require_aot else "jit",
+            fingerprint=_machine(options),
+        )
+
+
+def _machine(options: Namespace) -> Fingerprint | None:
+    return Fingerprint.read(options.fingerprint) if options.fingerprint else None
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError as error:
+        raise UsageError(
+            f"--prompt-ids: expected integers separated by commas, found {text!r}"
+        ) from error
+
+
+def _seconds_since_exec() -> float:
+    """Seconds since this process was started, as the kernel counts them (in steps of 10 ms)."""
+    with open("/proc/self/stat", encoding="ascii") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value, indent=2))
+    return 0
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _layer_name(media_type: str) -> str:
+    return media_type.removeprefix("application/vnd.prejit.")
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _short(text: str, width: int = 48) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

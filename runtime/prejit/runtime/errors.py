@@ -1,0 +1,122 @@
+"""Every error that prejit raises, in one place: what a caller may catch and what a script may test for.
+
+Each class has a stable `code` (printed as `error[code]`) and the exit status that the command line ends
+with. A message says what was expected and what was found; the hint says what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from prejit.runtime.fingerprint import Verdict
+
+
+class PrejitError(Exception):
+    """Base of all errors of prejit.
+
+    Attributes:
+        code: stable name of the kind of error.
+        exit_code: exit status of the command line.
+        hint: the next step for the person who meets it, or None.
+    """
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def describe(self) -> str:
+        """The error as the command line prints it: one sentence, then the next step."""
+        text = f"error[{self.code}]: {self}"
+        return f"{text}\n\nhint: {self.hint}" if self.hint else text
+
+
+class BuildError(PrejitError):
+    """A build could not be finished; what was finished before stays cached."""
+
+    code = "build-failed"
+
+
+class CheckpointError(BuildError):
+    """A checkpoint cannot be read, or does not fit its model."""
+
+    code = "checkpoint"
+
+
+class UsageError(PrejitError):
+    """A command or a call got an argument that it cannot take."""
+
+    code = "usage"
+    exit_code = 2
+
+
+class ManifestError(UsageError):
+    """A manifest says something that cannot be built."""
+
+    code = "manifest"
+
+
+class ContextError(UsageError):
+    """A prompt, or a prompt with its new tokens, is longer than the bundle's longest context."""
+
+    code = "context"
+
+
+class MismatchError(PrejitError):
+    """MISMATCH: this machine is none of the bundle's targets, and falling back was not allowed.
+
+    Attributes:
+        verdicts: the comparison for each target of the bundle, axis by axis.
+    """
+
+    code = "mismatch"
+    exit_code = 3
+
+    def __init__(
+        self, message: str, *, verdicts: tuple[Verdict, ...] = (), hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.verdicts = verdicts
+
+
+class RejectError(PrejitError):
+    """REJECT: the bundle is damaged, forged or oversized. It never runs and never falls back.
+
+    Attributes:
+        path: the file that is at fault.
+    """
+
+    code = "reject"
+    exit_code = 4
+
+    def __init__(self, path: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(
+            f"{path}: {message}",
+            hint=hint or "the bundle is damaged or was altered: build it or fetch it again",
+        )
+        self.path = path
+
+
+class StoreError(PrejitError):
+    """A file or directory cannot be read or written: missing, not permitted, disk full."""
+
+    code = "store"
+    exit_code = 6
+
+
+class NetworkError(PrejitError):
+    """Something had to be fetched and could not be."""
+
+    code = "network"
+    exit_code = 7
+
+
+class PrejitWarning(UserWarning):
+    """Something works, but not as built: most often a fallback to compiling."""
+
+
+class FallbackWarning(PrejitWarning):
+    """This machine is none of the bundle's targets: its programs are compiled here."""

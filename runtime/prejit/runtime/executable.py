@@ -1,0 +1,337 @@
+"""Executables on a device. The only module that touches the private parts of jax and jaxlib.
+
+It is small on purpose: put arrays on a device, load or compile a program, run it, read a result. It
+works on jaxlib's client (PJRT) directly, below `jax.jit`, so nothing is traced and nothing is dispatched
+in Python. tests/unit/runtime/test_executable.py runs on every jax version that we support.
+
+Importing all of jax costs more than loading a program, and a loader needs 44 of its modules only, those
+that jaxlib asks for when it makes an array. So `jax/__init__.py` is deferred: a placeholder package takes
+its place and turns into the real one when anybody else wants anything of it. `PREJIT_EAGER_JAX=1`
+turns this off.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.bundle import Memory
+from prejit.runtime.errors import BuildError, RejectError
+
+DeviceArray = Any
+"""A `jaxlib._jax.ArrayImpl`: what `isinstance(x, jax.Array)` accepts, without its Python methods while
+jax is deferred."""
+
+
+@final
+class _DeferredPackage(ModuleType):
+    """Stands for a package whose `__init__` has not run; runs it when an attribute is first wanted.
+
+    `importlib.util.LazyLoader` cannot do this: it would also run `__init__` for `import jax._src.config`,
+    because the import system reads `jax.__path__` then.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        state = self.__dict__
+        with state["_prejit_lock"]:
+            if not state["_prejit_running"]:
+                state["_prejit_running"] = True
+                self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+                # No __getattr__ of ours any more. jax may have set one of its own (deprecations).
+                self.__class__ = ModuleType  # type: ignore[assignment]
+        return getattr(self, name) if type(self) is ModuleType else _raise(self, name)
+
+
+def _raise(module: ModuleType, name: str) -> Any:
+    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+
+def _defer_jax() -> None:
+    if "jax" in sys.modules or os.environ.get("PREJIT_EAGER_JAX"):
+        return
+    spec = importlib.util.find_spec("jax")
+    if spec is None:
+        return  # jaxlib says it better
+    package = importlib.util.module_from_spec(spec)
+    package.__dict__.update(_prejit_lock=threading.RLock(), _prejit_running=False)
+    package.__class__ = _DeferredPackage
+    sys.modules["jax"] = package
+
+
+@functools.cache
+def _jaxlib() -> tuple[Any, Any]:
+    """jaxlib's client module and its C++ core, imported without running `jax/__init__.py`."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as jax does: no INFO lines on stderr
+    _defer_jax()
+    from jaxlib import _jax, xla_client
+
+    return xla_client, _jax
+
+
+@final
+class Executable:
+    """A program loaded on a device, ready to run."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+        self.run = loaded.execute
+        """Runs the program: `run(list of DeviceArray) -> list of DeviceArray`, asynchronously.
+
+        Donated arguments are deleted. The compiled program itself checks number and sizes.
+        """
+
+    def serialize(self) -> bytes:
+        """The executable's bytes, for `Device.load` on the same kind of machine."""
+        return bytes(self._loaded.serialize())
+
+
+@final
+class Device:
+    """One device of this machine and the client that runs it."""
+
+    def __init__(self, platform: str = "cpu") -> None:
+        if platform != "cpu":
+            raise NotImplementedError(platform)
+        xla_client, _jax = _jaxlib()
+        self._client = xla_client.make_cpu_client()
+        self._device = self._client.devices()[0]
+        self._devices = _jax.DeviceList((self._device,))
+        self._from_dlpack = _jax.dlpack_managed_tensor_to_buffer
+        self.platform: str = self._device.platform
+
+    def put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
+        """The array on this device.
+
+        On a CPU nothing is copied where the data is C-contiguous, writable and aligned to 64 bytes: the
+        device then reads the caller's memory, which must not change while it is in use.
+        """
+        if not array.flags.c_contiguous or not array.flags.writeable:
+            array = np.array(array, order="C")
+        try:
+            return self._from_dlpack(array.__dlpack__(), self._device, None)
+        except BufferError:  # bfloat16, float8, int4: NumPy cannot say them in DLPack
+            return self._put_extended(array)
+
+    def _put_extended(self, array: np.ndarray[Any, Any]) -> DeviceArray:
+        _, _jax = _jaxlib()
+        from jax._src import core, sharding_impls
+
+        sharding = sharding_impls.SingleDeviceSharding(self._device)
+        aval = core.ShapedArray(array.shape, array.dtype)
+        return _jax.batched_device_put(aval, sharding, [array], [self._device])
+
+    def load(self, serialized: bytes, path: str) -> Executable:
+        """Deserializes an executable. The bytes must have been verified: XLA crashes on damaged ones.
+
+        Args:
+            serialized: as `Executable.serialize` gave them.
+            path: the file that they came from, for errors.
+
+        Raises:
+            RejectError: XLA does not accept the bytes.
+        """
+        try:
+            return Executable(self._client.deserialize_executable(serialized, self._devices, None))
+        except Exception as error:
+            raise RejectError(path, f"XLA does not load this executable: {error}") from error
+
+    def compile(self, portable: bytes) -> Executable:
+        """Compiles a portable program for this device.
+
+        Raises:
+            BuildError: XLA does not compile it.
+        """
+        xla_client, _ = _jaxlib()
+        options = xla_client.CompileOptions()
+        try:
+            module = _stablehlo_module(portable)
+            return Executable(self._client.compile_and_load(module, self._devices, options))
+        except Exception as error:
+            raise BuildError(f"XLA does not compile this program: {error}") from error
+
+
+def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
+    """The array's values, once they are there; on a CPU a read-only view, not a copy."""
+    value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
+    return value
+
+
+def is_jax_array(value: Any) -> bool:
+    """Whether a value is a jax.Array, without importing jax for the answer."""
+    core = sys.modules.get("jaxlib._jax")
+    return core is not None and isinstance(value, core.ArrayImpl)
+
+
+def to_jax(array: DeviceArray) -> Any:
+    """The array as one of the host program's own jax client (ours is another), without a copy."""
+    import jax
+
+    return (
+        jax.dlpack.from_dlpack(array)
+        if array.dtype.kind != "V"
+        else jax.device_put(to_numpy(array))
+    )
+
+
+def _stablehlo_module(portable: bytes) -> Any:
+    """The MLIR module of a versioned portable artifact, upgraded to this jaxlib's StableHLO."""
+    from jaxlib.mlir import ir
+
+    _, _jax = _jaxlib()
+    with ir.Context():
+        return _jax.mlir.deserialize_portable_artifact(portable)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A program compiled for a target.
+
+    Attributes:
+        serialized: for `Device.load`.
+        cpu_features: the instruction-set extensions that the code may use, in LLVM's names.
+        memory: what it needs while it runs.
+    """
+
+    serialized: bytes
+    cpu_features: tuple[str, ...]
+    memory: Memory
+
+
+def cross_compiles() -> bool:
+    """Whether this jaxlib compiles for a CPU described in data (0.11 and later).
+
+    Older ones compile for the build host's own features, capped by `--xla_cpu_max_isa` in XLA_FLAGS.
+    """
+    _, _jax = _jaxlib()
+    return hasattr(_jax.DeviceTopology, "deserialize")
+
+
+def compile_portable(
+    portable: bytes, *, cpu: str | None = None, cpu_features: tuple[str, ...] | None = None
+) -> CompiledProgram:
+    """Compiles a portable program for a CPU that need not be this machine's.
+
+    Args:
+        portable: StableHLO as a versioned portable artifact.
+        cpu: LLVM's name for the CPU to tune for; None: this machine's.
+        cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
+            Ignored where `cross_compiles()` is false.
+
+    Raises:
+        BuildError: XLA does not compile it.
+    """
+    xla_client, _jax = _jaxlib()
+    client = xla_client.make_cpu_client()
+    options = xla_client.CompileOptions()
+    try:
+        module = _stablehlo_module(portable)
+        if cpu is None or cpu_features is None or not cross_compiles():
+            devices = _jax.DeviceList(tuple(client.devices()[:1]))
+            compiled = client.compile_and_load(module, devices, options)
+        else:
+            host = _jax.get_topology_for_devices(client.devices()[:1])
+            changed = _with_cpu(host.serialize(), cpu, cpu_features)
+            compiled = client.compile(module, _jax.DeviceTopology.deserialize(changed), options)
+        serialized = bytes(compiled.serialize())
+        stats = compiled.get_compiled_memory_stats()
+    except Exception as error:
+        raise BuildError(f"XLA does not compile this program: {error}") from error
+    memory = Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+    )
+    return CompiledProgram(serialized, _features_in(serialized), memory)
+
+
+def _features_in(serialized: bytes) -> tuple[str, ...]:
+    """The extensions that an XLA:CPU executable was compiled with: LLVM's feature string inside it."""
+    longest = max(re.findall(rb"(?:[+-][a-z0-9.\-]+,){8,}[+-][a-z0-9.\-]+", serialized), key=len)
+    features = (name[1:] for name in longest.decode().split(",") if name.startswith("+"))
+    # `prefer-*` is tuning. The last name may run into the next field of the protobuf: it is dropped
+    # unless it is known, see fingerprint.LINUX_CPU_FLAGS.
+    from prejit.runtime.fingerprint import CPU_FEATURES
+
+    return tuple(sorted(name for name in features if name in CPU_FEATURES))
+
+
+def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
+    """A serialized topology of this machine, with another CPU in it.
+
+    xla/pjrt/proto/topology_description.proto holds, as an Any in field 9, a CpuTopologyProto, whose
+    field 5 is TargetMachineOptionsProto {1: triple, 2: cpu, 3: features}
+    (xla/service/cpu/executable.proto).
+    """
+    listed = ",".join(f"+{name}" for name in features)
+    machine = {2: cpu.encode(), 3: listed.encode()}
+    return _edit(topology, (9, 2, 5), machine)
+
+
+def _edit(message: bytes, path: tuple[int, ...], values: dict[int, bytes]) -> bytes:
+    """A protobuf message with fields of the submessage at path replaced."""
+    out = bytearray()
+    for number, value in _protobuf_fields(message):
+        if path and number == path[0] and isinstance(value, bytes):
+            value = _edit(value, path[1:], values)
+        elif not path:
+            value = values.get(number, value)
+        if isinstance(value, bytes):
+            out += _varint(number << 3 | 2) + _varint(len(value)) + value
+        else:
+            out += _varint(number << 3) + _varint(value)
+    return bytes(out)
+
+
+def _protobuf_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        tag = varint()
+        if tag & 7 == 0:
+            yield tag >> 3, varint()
+        elif tag & 7 == 2:
+            size = varint()
+            yield tag >> 3, message[at : at + size]
+            at += size
+        else:
+            raise ValueError(f"unexpected protobuf wire type {tag & 7}")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Zeros at a 64-byte boundary, so that a CPU device takes them without a copy."""
+    size = dtype.itemsize * math.prod(shape)
+    raw = np.zeros(size + 64, np.uint8)  # calloc: the pages are made when they are first written
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)

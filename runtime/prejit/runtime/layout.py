@@ -1,0 +1,282 @@
+"""An OCI image layout on disk: all reading and writing of bundle files.
+
+Reading follows no links, reads no more than it was told to expect and never touches a path outside of
+the layout. Writing is atomic: blobs first, each as temporary file, fsync, rename; `index.json` last. So a
+build that is killed leaves either the bundle that was there before or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from prejit.runtime.bundle import OCI_LAYOUT
+from prejit.runtime.errors import RejectError, StoreError
+
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells that a file is still the one that was verified, as the kernel keeps it.
+
+    A program cannot set ctime_ns: any write to the file, or to its times, changes it.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """The identity in a result of stat."""
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+@final
+class Layout:
+    """An OCI image layout that is open for reading. Close it, or use it in a `with` statement."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens the directories, so that what is read later is read from the same place.
+
+        Raises:
+            StoreError: there is no such directory, or it is not permitted.
+            RejectError: the directory is not an OCI image layout.
+        """
+        self.path = Path(path)
+        self._directories: list[int] = []
+        try:
+            self._root = self._open_directory(os.fspath(path), None)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
+                hint="give the directory of a bundle, as `prejit build` wrote it",
+            ) from error
+        try:
+            self._blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
+            self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
+        except OSError as error:
+            self.close()
+            raise RejectError(
+                str(self.path),
+                f"expected an OCI image layout, found no blobs/sha256: {os.strerror(error.errno or 0)}",
+                hint="give the directory of a bundle; a build that was interrupted leaves none",
+            ) from error
+
+    def _open_directory(self, name: str, parent: int | None, flags: int = 0) -> int:
+        flags |= os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=parent)
+        self._directories.append(descriptor)
+        return descriptor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the directories. Mapped blobs stay valid."""
+        while self._directories:
+            os.close(self._directories.pop())
+
+    def blob_path(self, digest: str) -> str:
+        """Where a blob is, for messages."""
+        return str(self.path / "blobs" / "sha256" / digest.removeprefix("sha256:"))
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """A file at the top of the layout.
+
+        Raises:
+            RejectError: it is missing, no regular file, or larger than max_bytes.
+        """
+        path = str(self.path / name)
+        with self._open_file(name, self._root, path) as (descriptor, status):
+            if status.st_size > max_bytes:
+                raise RejectError(
+                    path, f"expected at most {max_bytes} bytes, found {status.st_size}"
+                )
+            return _read_all(descriptor, status.st_size, path)
+
+    def read_blob(self, digest: str, size: int) -> bytes:
+        """A blob's bytes, of the expected size; the digest is the caller's to check.
+
+        Raises:
+            RejectError: it is missing, no regular file, or of another size.
+        """
+        path = self.blob_path(digest)
+        with self.open_blob(digest, size) as (descriptor, _):
+            return _read_all(descriptor, size, path)
+
+    @contextlib.contextmanager
+    def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:
+        """A blob as open file descriptor, and its identity.
+
+        Raises:
+            RejectError: it is missing, no regular file, or of another size.
+        """
+        path = self.blob_path(digest)
+        name = digest.removeprefix("sha256:")
+        with self._open_file(name, self._sha256, path) as (descriptor, status):
+            if status.st_size != size:
+                raise RejectError(path, f"expected {size} bytes, found {status.st_size}")
+            yield descriptor, Identity.of(status)
+
+    def map_blob(self, digest: str, size: int) -> mmap.mmap:
+        """A blob mapped into memory, private to this process (its pages are shared until written).
+
+        Raises:
+            RejectError: it is missing, empty, no regular file, or of another size.
+        """
+        with self.open_blob(digest, size) as (descriptor, _):
+            if size == 0:
+                raise RejectError(
+                    self.blob_path(digest), "expected a layer with content, found 0 bytes"
+                )
+            # ACCESS_COPY makes the memory writable, which DLPack asks for; nobody writes to it.
+            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+
+    @contextlib.contextmanager
+    def _open_file(
+        self, name: str, directory: int, path: str
+    ) -> Iterator[tuple[int, os.stat_result]]:
+        # O_NONBLOCK: opening a FIFO that somebody put there must not wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, dir_fd=directory)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.EIO):
+                raise StoreError(f"{path}: cannot open: {error.strerror}") from error
+            what = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+            raise RejectError(path, f"expected a file, found: {what}") from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RejectError(path, "expected a regular file")
+            yield descriptor, status
+        finally:
+            os.close(descriptor)
+
+
+def _read_all(descriptor: int, size: int, path: str) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        try:
+            piece = os.read(descriptor, size - len(content))
+        except OSError as error:
+            raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+        if not piece:
+            raise RejectError(path, f"expected {size} bytes, found {len(content)}")
+        content += piece
+    return bytes(content)
+
+
+def digest_file(descriptor: int) -> str:
+    """The digest of an open file, read from its start."""
+    hasher = hashlib.sha256()
+    buffer = bytearray(_COPY_BYTES)
+    offset = 0
+    while count := os.preadv(descriptor, [buffer], offset):
+        hasher.update(memoryview(buffer)[:count])
+        offset += count
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def write_file(path: Path, content: bytes | Path) -> None:
+    """Writes a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
+
+    Args:
+        path: the file; its directory exists.
+        content: the bytes, or a file whose bytes are copied.
+
+    Raises:
+        StoreError: the disk is full, or writing is not permitted.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as out:
+            if isinstance(content, Path):
+                with open(content, "rb") as source:
+                    while piece := source.read(_COPY_BYTES):
+                        out.write(piece)
+            else:
+                out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"{path}: cannot write: {error.strerror}", hint=_write_hint(error)
+        ) from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_hint(error: OSError) -> str | None:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space on that disk, or write to another; nothing was lost"
+    return None
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames in a directory last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_layout(path: Path, index: bytes, blobs: dict[str, bytes | Path]) -> None:
+    """Writes a bundle, or replaces one.
+
+    The blobs that the old bundle had and the new one has not are removed at the end.
+
+    Args:
+        path: the directory, made where it is missing.
+        index: `index.json`.
+        blobs: digest -> bytes, or the file that holds them. Blobs that are there already stay.
+
+    Raises:
+        StoreError: the disk is full, or writing is not permitted. A bundle that was there still opens.
+    """
+    directory = path / "blobs" / "sha256"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
+    names = {digest.removeprefix("sha256:"): content for digest, content in blobs.items()}
+    for name, content in names.items():
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        blob = directory / name
+        # A damaged blob is the caller's to remove first: here size is all that is looked at.
+        if not (blob.is_file() and blob.stat().st_size == size):
+            write_file(blob, content)
+    write_file(path / "oci-layout", OCI_LAYOUT)
+    write_file(path / "index.json", index)
+    for stale in directory.iterdir():
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)

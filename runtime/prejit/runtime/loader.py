@@ -1,0 +1,228 @@
+"""`load`: from the directory of a bundle to programs that run, in a fixed order.
+
+    open -> layout -> index -> fingerprint -> manifest -> config -> digests of all blobs -> map -> run
+
+Two families of failure are never mixed. MISMATCH (this machine is none of the targets) falls back to
+compiling the portable programs, with a warning that names the axis, or is an error where the caller wants
+that. REJECT (damaged, forged, oversized) is always an error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prejit.runtime import bundle, verify
+from prejit.runtime.bundle import Config, Descriptor, Index, Manifest
+from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
+from prejit.runtime.fingerprint import Fingerprint, Verdict, compare
+from prejit.runtime.layout import Layout, digest_file
+from prejit.runtime.loaded import Bundle
+from prejit.runtime.programs import Layer
+from prejit.runtime.receipt import Receipts
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One target of an opened bundle.
+
+    Attributes:
+        name: of the target.
+        verdict: whether its executables run on the machine that was asked about.
+        descriptor: of its manifest.
+    """
+
+    name: str
+    verdict: Verdict
+    descriptor: Descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a target's manifest leads to.
+
+    Attributes:
+        manifest: the OCI manifest.
+        config: the program table.
+    """
+
+    manifest: Manifest
+    config: Config
+
+
+def open_index(layout: Layout) -> tuple[Index, str]:
+    """Reads and checks `oci-layout` and `index.json`.
+
+    Returns:
+        The index and the bundle's digest.
+
+    Raises:
+        RejectError: either is missing or damaged.
+    """
+    path = str(layout.path / "oci-layout")
+    verify.check_layout_file(layout.read("oci-layout", len(bundle.OCI_LAYOUT)), path)
+    content = layout.read("index.json", bundle.MAX_INDEX_BYTES)
+    index = verify.check_index(content, str(layout.path / "index.json"))
+    return index, bundle.digest_of(content)
+
+
+def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, ...]:
+    """Every target of a bundle with its verdict, those that need most of the machine first.
+
+    Raises:
+        RejectError: a requirement in the index is damaged.
+    """
+    targets = []
+    for descriptor in index.manifests:
+        name, needs = verify.target_of(descriptor, str(layout.path / "index.json"))
+        targets.append(
+            (-len(needs.cpu_features), Target(name, compare(name, needs, machine), descriptor))
+        )
+    targets.sort(key=lambda item: item[0])
+    return tuple(target for _, target in targets)
+
+
+def read_contents(layout: Layout, target: Target) -> Contents:
+    """Reads and checks a target's manifest and config.
+
+    Raises:
+        RejectError: either is missing or damaged, or they disagree with the index.
+    """
+    at = target.descriptor
+    content = layout.read_blob(at.digest, at.size)
+    verify.check_digest(content, at.digest, layout.blob_path(at.digest))
+    manifest = verify.check_manifest(content, layout.blob_path(at.digest))
+    at = manifest.config
+    content = layout.read_blob(at.digest, at.size)
+    verify.check_digest(content, at.digest, layout.blob_path(at.digest))
+    name, needs = verify.target_of(target.descriptor, str(layout.path / "index.json"))
+    return Contents(
+        manifest, verify.check_config(content, name, needs, layout.blob_path(at.digest))
+    )
+
+
+def check_blobs(layout: Layout, targets: Sequence[Contents], receipts: Receipts | None) -> int:
+    """Hashes every layer of every target, but for those with a valid receipt.
+
+    Args:
+        layout: the bundle.
+        targets: all of its targets.
+        receipts: of earlier verifications; None: hash everything.
+
+    Returns:
+        How many bytes were hashed.
+
+    Raises:
+        RejectError: a layer is missing, of another size, or has another digest.
+    """
+    sizes = {layer.digest: layer.size for target in targets for layer in target.manifest.layers}
+    unknown = []
+    for digest, size in sizes.items():
+        with layout.open_blob(digest, size) as (_, identity):
+            if receipts is None or not receipts.holds(digest, identity):
+                unknown.append(digest)
+    if not unknown:
+        return 0
+
+    def check(digest: str) -> int:
+        with layout.open_blob(digest, sizes[digest]) as (descriptor, identity):
+            found = digest_file(descriptor)
+            if found != digest:
+                raise RejectError(layout.blob_path(digest), f"expected {digest}, found {found}")
+            if receipts is not None:
+                receipts.add(digest, identity)
+            return sizes[digest]
+
+    from concurrent.futures import ThreadPoolExecutor  # not needed at most starts
+
+    with ThreadPoolExecutor() as pool:
+        hashed = sum(pool.map(check, unknown))
+    if receipts is not None:
+        receipts.save()
+    return hashed
+
+
+def map_layers(layout: Layout, manifest: Manifest) -> dict[str, Layer]:
+    """Maps every layer of a target, by media type.
+
+    Raises:
+        RejectError: a layer is missing or of another size.
+    """
+    return {
+        layer.mediaType: Layer(
+            layout.map_blob(layer.digest, layer.size), layout.blob_path(layer.digest)
+        )
+        for layer in manifest.layers
+    }
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    on_mismatch: Literal["jit", "error"] = "jit",
+    fingerprint: Fingerprint | None = None,
+) -> Bundle:
+    """Loads a bundle: checks this machine, verifies every file and maps the weights.
+
+    Args:
+        path: directory of the bundle.
+        on_mismatch: what to do where this machine is none of the bundle's targets: `jit` compiles the
+            portable programs, with a FallbackWarning; `error` raises.
+        fingerprint: what to take this machine for; None: what it is.
+
+    Returns:
+        The bundle. Its programs get ready when they are first wanted.
+
+    Raises:
+        StoreError: the directory cannot be opened.
+        RejectError: the bundle is damaged.
+        MismatchError: this machine is no target, and on_mismatch is `error`.
+    """
+    started = time.perf_counter()
+    if on_mismatch not in ("jit", "error"):
+        raise UsageError(f"on_mismatch: expected 'jit' or 'error', found {on_mismatch!r}")
+    with Layout(path) as layout:
+        index, digest = open_index(layout)
+        targets = match(layout, index, fingerprint or Fingerprint.current())
+        chosen = next((target for target in targets if target.verdict.matches), None)
+        if chosen is None and on_mismatch == "error":
+            raise _mismatch(layout, targets)
+        contents = {target.name: read_contents(layout, target) for target in targets}
+        check_blobs(layout, tuple(contents.values()), Receipts(layout.path))
+        if chosen is None:
+            warnings.warn(_fallback_warning(layout, targets), FallbackWarning, stacklevel=2)
+        served = contents[(chosen or _closest(targets)).name]
+        return Bundle(
+            digest,
+            served.config,
+            map_layers(layout, served.manifest),
+            tuple(target.verdict for target in targets),
+            matched=chosen is not None,
+            started=started,
+        )
+
+
+def _closest(targets: Sequence[Target]) -> Target:
+    return min(targets, key=lambda target: len(target.verdict.mismatches))
+
+
+def _mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:
+    reasons = "; or ".join(f"{target.name} ({target.verdict.reason()})" for target in targets)
+    return MismatchError(
+        f"{layout.path}: this machine is none of the bundle's targets: {reasons}",
+        verdicts=tuple(target.verdict for target in targets),
+        hint="add a [[target]] for this machine and build again, or allow compiling here "
+        '(on_mismatch="jit", without --require-aot)',
+    )
+
+
+def _fallback_warning(layout: Layout, targets: Sequence[Target]) -> str:
+    target = _closest(targets)
+    return (
+        f"{layout.path}: this machine is none of the bundle's targets, so programs are compiled here; "
+        f"closest is {target.name}: {target.verdict.reason()}. See `prejit explain {layout.path}`."
+    )

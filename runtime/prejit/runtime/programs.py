@@ -1,0 +1,154 @@
+"""The programs of a bundle, each made ready when it is first wanted: loaded, or compiled as a fallback."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime import compile_cache, verify
+from prejit.runtime.bundle import Config, Program, Segment
+from prejit.runtime.errors import RejectError
+from prejit.runtime.executable import Device, DeviceArray, Executable
+from prejit.runtime.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of a bundle, mapped.
+
+    Attributes:
+        content: its bytes.
+        path: the file, for errors.
+    """
+
+    content: mmap.mmap
+    path: str
+
+    def unpack(self, segment: Segment) -> bytes:
+        """A frame of a pack, decompressed: what is returned are the bytes that were verified."""
+        frame = self.content[
+            segment.offset : segment.offset + segment.size
+        ]  # a copy: nobody else's
+        return verify.unpack(frame, segment, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """How a program was obtained.
+
+    Attributes:
+        program: its name.
+        source: `loaded` (the bundle's executable), `compiled` (here, now), `cached` (compiled here at an
+            earlier start) or `unused` (not wanted so far).
+        seconds: that it took to get ready; 0 where unused.
+    """
+
+    program: str
+    source: str
+    seconds: float
+
+
+@final
+class Programs:
+    """The executables of a bundle on one device. Safe for many threads."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        executables: Layer | None,
+        portable: Layer,
+        weights: dict[str, np.ndarray[Any, Any]],
+    ) -> None:
+        """Binds the programs to a device.
+
+        Args:
+            config: the program table.
+            device: where they run.
+            executables: None where the machine does not match: programs are compiled from portable.
+            portable: StableHLO of the same programs.
+            weights: tensors of the weights layer, by name.
+        """
+        self.table = {program.name: program for program in config.programs}
+        self._config = config
+        self._device = device
+        self._executables = executables
+        self._portable = portable
+        self._weights = weights
+        self._weights_on_device: dict[str, list[DeviceArray]] = {}
+        self._ready: dict[str, Executable] = {}
+        self._reports: dict[str, ProgramReport] = {}
+        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
+
+    def __getitem__(self, name: str) -> Executable:
+        """The executable of a program.
+
+        Raises:
+            RejectError: its bytes are not those that the program table names.
+            BuildError: it had to be compiled here, and XLA refused.
+        """
+        if (executable := self._ready.get(name)) is not None:
+            return executable
+        with self._locks[name]:
+            if name not in self._ready:
+                started = time.perf_counter()
+                executable, source = self._obtain(self.table[name])
+                self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
+                self._ready[name] = executable
+            return self._ready[name]
+
+    def _obtain(self, program: Program) -> tuple[Executable, str]:
+        if self._executables is not None:
+            serialized = self._executables.unpack(program.executable)
+            return self._device.load(serialized, self._executables.path), "loaded"
+        compiled: list[Executable] = []
+
+        def compile_program() -> bytes:
+            compiled.append(self._device.compile(self._portable.unpack(program.portable)))
+            return compiled[0].serialize()
+
+        serialized, now = compile_cache.compiled_here(
+            program.portable.raw_digest, Fingerprint.current(), compile_program
+        )
+        if now:
+            return compiled[0], "compiled"
+        return self._device.load(serialized, self._portable.path), "cached"
+
+    def prepare(self, *names: str) -> None:
+        """Begins to make programs ready in threads of their own; errors show when they are wanted."""
+        for name in names:
+            if name not in self._ready:
+                threading.Thread(target=self._prepare, args=(name,), daemon=True).start()
+
+    def _prepare(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # the caller who wants the program meets it again
+            self[name]
+
+    def weights(self, name: str | None) -> list[DeviceArray]:
+        """The tensors of a weight set, on the device: the memory of the mapped file on a CPU."""
+        if name is None:
+            return []
+        with self._lock:
+            if name not in self._weights_on_device:
+                tensors = self._config.weight_sets[name]
+                if unknown := [tensor for tensor in tensors if tensor not in self._weights]:
+                    raise RejectError(
+                        self._portable.path, f"no tensor {unknown[0]!r} in the weights"
+                    )
+                self._weights_on_device[name] = [
+                    self._device.put(self._weights[t]) for t in tensors
+                ]
+            return self._weights_on_device[name]
+
+    def report(self) -> tuple[ProgramReport, ...]:
+        """How each program was obtained, in the order of the table."""
+        return tuple(
+            self._reports.get(name) or ProgramReport(name, "unused", 0.0) for name in self.table
+        )

@@ -1,0 +1,44 @@
+"""Nested dicts, lists and tuples of arrays to the flat lists that programs take and give, and back.
+
+jax.tree_util does this too, but belongs to a jax that a loader need not import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+
+def leaves(tree: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of a tree with its path: dicts by key, lists and tuples by place."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from leaves(item, (*at, key))
+    elif isinstance(tree, list | tuple):
+        for place, item in enumerate(tree):
+            yield from leaves(item, (*at, place))
+    elif tree is not None:
+        yield at, tree
+
+
+def unflatten(paths: Sequence[Path], values: Sequence[Any]) -> Any:
+    """The tree that has these values at these paths: dicts for names, tuples for places."""
+    if len(paths) == 1 and not paths[0]:
+        return values[0]
+    branches: dict[str | int, tuple[list[Path], list[Any]]] = {}
+    for path, value in zip(paths, values, strict=True):
+        below, found = branches.setdefault(path[0], ([], []))
+        below.append(path[1:])
+        found.append(value)
+    built = {key: unflatten(*branch) for key, branch in branches.items()}
+    if all(type(key) is int for key in built):
+        return tuple(built[place] for place in sorted(built))
+    return built
+
+
+def spell(path: Path) -> str:
+    """A path as one writes it in Python: `params['dense'][0]`."""
+    head, *rest = path or ("value",)
+    return str(head) + "".join(f"[{key!r}]" for key in rest)

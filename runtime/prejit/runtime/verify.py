@@ -1,0 +1,204 @@
+"""The checks between a file and its use, numbered in the order of docs/bundle-format.md. No file access.
+
+Every function takes bytes and says whether they may be used; none of them reads, and none of them trusts
+what a later check is for. Each raises RejectError with the file at fault.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import zstandard
+
+from prejit.runtime import bundle
+from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Requirement, Segment
+from prejit.runtime.errors import RejectError
+
+NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
+MAX_WEIGHTS_HEADER_BYTES = 100 << 20
+"""As the safetensors library caps it."""
+
+
+def check_layout_file(content: bytes, path: str) -> None:
+    """1. `oci-layout` has exactly the bytes that the format gives it."""
+    if content != bundle.OCI_LAYOUT:
+        raise RejectError(path, f"expected {bundle.OCI_LAYOUT!r}, found {content[:64]!r}")
+
+
+def check_index(content: bytes, path: str) -> Index:
+    """2. `index.json` is canonical, of a format we read, undamaged, and lists targets."""
+    index = bundle.from_json(Index, content, path)
+    written = index.annotations.get(bundle.BUNDLE_FORMAT, "")
+    if written != str(bundle.FORMAT_VERSION):
+        newer = written.isdigit() and int(written) > bundle.FORMAT_VERSION
+        raise RejectError(
+            path,
+            f"expected bundle format {bundle.FORMAT_VERSION}, found {written!r}",
+            hint=NEWER_FORMAT_HINT if newer else None,
+        )
+    expected = bundle.index_digest(index)
+    found = index.annotations.get(bundle.INDEX_DIGEST)
+    if found != expected:
+        raise RejectError(path, f"expected {bundle.INDEX_DIGEST} {expected}, found {found}")
+    if not index.manifests:
+        raise RejectError(path, "expected at least one target, found none")
+    for descriptor in index.manifests:
+        check_descriptor(descriptor, bundle.MANIFEST_MEDIA_TYPE, bundle.MAX_MANIFEST_BYTES, path)
+    return index
+
+
+def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
+    """3. A target's name and requirement, from its descriptor in the index."""
+    annotations = descriptor.annotations or {}
+    name = annotations.get(bundle.REF_NAME)
+    requirement = annotations.get(bundle.REQUIREMENT)
+    if not name or requirement is None:
+        raise RejectError(
+            path, f"expected {bundle.REF_NAME} and {bundle.REQUIREMENT} on each target"
+        )
+    return name, bundle.from_json(Requirement, requirement.encode(), path)
+
+
+def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, path: str) -> None:
+    """4. A descriptor names a sha256 digest, the expected media type and a size under the cap."""
+    if descriptor.mediaType != media_type:
+        raise RejectError(path, f"expected media type {media_type}, found {descriptor.mediaType}")
+    if not bundle.is_digest(descriptor.digest):
+        raise RejectError(path, f"expected a sha256 digest, found {descriptor.digest!r:.80}")
+    if not 0 <= descriptor.size <= max_bytes:
+        raise RejectError(path, f"expected at most {max_bytes} bytes, found {descriptor.size}")
+
+
+def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
+    """5. A blob's bytes are those that its digest names."""
+    found = bundle.digest_of(content)
+    if found != digest:
+        raise RejectError(path, f"expected {digest}, found {found}")
+
+
+def check_manifest(content: bytes, path: str) -> Manifest:
+    """6. A target's manifest is canonical and names layers that we know, each once."""
+    manifest = bundle.from_json(Manifest, content, path)
+    check_descriptor(manifest.config, bundle.CONFIG_MEDIA_TYPE, bundle.MAX_CONFIG_BYTES, path)
+    media_types = [layer.mediaType for layer in manifest.layers]
+    for layer in manifest.layers:
+        if (
+            layer.mediaType not in bundle.LAYER_MEDIA_TYPES
+            or media_types.count(layer.mediaType) > 1
+        ):
+            raise RejectError(path, f"unexpected layer {layer.mediaType}")
+        check_descriptor(layer, layer.mediaType, 1 << 50, path)
+    return manifest
+
+
+def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
+    """7. A target's config is canonical and agrees with the index that led to it."""
+    config = bundle.from_json(Config, content, path)
+    if config.format != bundle.FORMAT_VERSION:
+        raise RejectError(path, f"expected format {bundle.FORMAT_VERSION}, found {config.format}")
+    if config.target != target or config.requirement != requirement:
+        raise RejectError(path, f"expected target {target!r} with the requirement of the index")
+    names = [program.name for program in config.programs]
+    if len(set(names)) != len(names):
+        raise RejectError(path, "expected each program once")
+    for program in config.programs:
+        if program.weights is not None and program.weights not in config.weight_sets:
+            raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r}")
+    return config
+
+
+def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
+    """8. A frame of a pack: digest, bounded decompression, digest. Gives the bytes that were verified."""
+    check_digest(frame, segment.digest, path)
+    if not 0 <= segment.raw_size <= bundle.MAX_PROGRAM_BYTES:
+        raise RejectError(
+            path, f"expected at most {bundle.MAX_PROGRAM_BYTES} bytes, found {segment.raw_size}"
+        )
+    try:
+        parameters = zstandard.get_frame_parameters(frame)
+        if parameters.content_size != segment.raw_size or not parameters.has_checksum:
+            raise RejectError(path, "expected a zstd frame with its content size and a checksum")
+        raw = zstandard.ZstdDecompressor().decompress(
+            frame, max_output_size=segment.raw_size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise RejectError(path, f"expected a zstd frame: {error}") from error
+    check_digest(raw, segment.raw_digest, path)
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Where a tensor lies in the weights layer: byte offsets from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+SAFETENSORS_DTYPES = {
+    # safetensors' name -> (NumPy's or ml_dtypes' name, bytes an element)
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "U16": ("uint16", 2),
+    "I16": ("int16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+    "U64": ("uint64", 8),
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+}
+
+
+def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
+    """9. A weights layer is a safetensors file whose tensors lie inside it, aligned and apart.
+
+    8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of 64
+    """
+    if len(content) < 8:
+        raise RejectError(path, f"expected a safetensors file, found {len(content)} bytes")
+    header_size = int.from_bytes(content[:8], "little")
+    if not 0 < header_size <= min(MAX_WEIGHTS_HEADER_BYTES, len(content) - 8):
+        raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
+    data = 8 + header_size
+    try:
+        header = json.loads(bytes(content[8:data]))
+        slices = {
+            name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RejectError(path, f"expected a safetensors header: {error!r:.80}") from error
+    end = data
+    for name, tensor in sorted(slices.items(), key=lambda item: item[1].start):
+        if tensor.start < end or tensor.end > len(content):
+            raise RejectError(
+                path, f"{name}: its bytes are not inside the file and apart from others"
+            )
+        gap = name.startswith(bundle.GAP_PREFIX)
+        if not gap and tensor.start % bundle.WEIGHTS_ALIGNMENT_BYTES:
+            raise RejectError(path, f"{name}: expected at a multiple of 64, found {tensor.start}")
+        end = tensor.end
+    return slices
+
+
+def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
+    (start, end), shape = entry["data_offsets"], entry["shape"]
+    dtype, item_bytes = SAFETENSORS_DTYPES[entry["dtype"]]
+    size = item_bytes
+    for extent in shape:
+        if type(extent) is not int or extent < 0:
+            raise ValueError(f"shape {shape}")
+        size *= extent
+    if type(start) is not int or type(end) is not int or end - start != size:
+        raise ValueError(f"data_offsets {start}, {end}")
+    return TensorSlice(dtype, tuple(shape), data + start, data + end)
