@@ -15,6 +15,7 @@ differ in any way from what a writer writes are rejected, so no two spellings of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -111,9 +112,13 @@ class Manifest:
     layers: tuple[Descriptor, ...]
     annotations: dict[str, str]
 
-    def layer(self, media_type: str) -> Descriptor | None:
-        """The layer of that media type, or None."""
-        return next((layer for layer in self.layers if layer.mediaType == media_type), None)
+    def layer(self, media_type: str) -> Descriptor:
+        """The layer of that media type; `verify.check_manifest` says which are always there."""
+        return next(layer for layer in self.layers if layer.mediaType == media_type)
+
+    def has_layer(self, media_type: str) -> bool:
+        """Whether there is a layer of that media type."""
+        return any(layer.mediaType == media_type for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +172,16 @@ class Array:
         Raises:
             ValueError: the text is not of that form.
         """
-        path, end = json.JSONDecoder().raw_decode(text)
-        match = re.fullmatch(r" ([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]( donated)?", text[end:])
-        if match is None or not all(type(key) in (str, int) for key in path):
+        array = None
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            path, end = json.JSONDecoder().raw_decode(text)
+            match = re.fullmatch(r" ([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]( donated)?", text[end:])
+            if match is not None and all(type(key) in (str, int) for key in path):
+                shape = tuple(map(int, match[2].split(","))) if match[2] else ()
+                array = cls(tuple(path), match[1], shape, match[3] is not None)
+        if array is None or str(array) != text:  # one spelling, as everywhere in the format
             raise ValueError(f"expected '[path] dtype[shape]', found {text!r:.80}")
-        shape = tuple(map(int, match[2].split(","))) if match[2] else ()
-        return cls(tuple(path), match[1], shape, match[3] is not None)
+        return array
 
 
 @dataclass(frozen=True, slots=True)

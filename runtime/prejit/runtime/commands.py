@@ -85,17 +85,15 @@ def verify(options: Namespace) -> int:
             manifest, config = content.manifest, content.config
             for media_type in (format.EXECUTABLES_MEDIA_TYPE, format.PORTABLE_MEDIA_TYPE):
                 layer = manifest.layer(media_type)
-                if layer is None:
-                    raise _missing_layer(layout, media_type)
                 packed = layout.read_blob(layer.digest, layer.size)
-                path = layout.blob_path(layer.digest)
                 for program in config.programs:
                     executables = media_type == format.EXECUTABLES_MEDIA_TYPE
                     segment = program.executable if executables else program.portable
                     frame = packed[segment.offset : segment.offset + segment.size]
-                    checks.unpack(frame, segment, path)
+                    checks.unpack(frame, segment, layout.blob_path(layer.digest))
             programs += len(config.programs)
-            if weights := manifest.layer(format.WEIGHTS_MEDIA_TYPE):
+            if manifest.has_layer(format.WEIGHTS_MEDIA_TYPE):
+                weights = manifest.layer(format.WEIGHTS_MEDIA_TYPE)
                 mapped = layout.map_blob(weights.digest, weights.size)
                 checks.check_weights(memoryview(mapped), layout.blob_path(weights.digest))
     seconds = time.perf_counter() - started
@@ -107,12 +105,6 @@ def verify(options: Namespace) -> int:
         f"in {seconds:.1f} s\n{digest}"
     )
     return 0
-
-
-def _missing_layer(layout: Layout, media_type: str) -> Exception:
-    from prejit.runtime.errors import RejectError
-
-    return RejectError(str(layout.path), f"expected a layer {media_type}, found none")
 
 
 def fingerprint(options: Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -24,6 +25,8 @@ from prejit.runtime.bundle import OCI_LAYOUT
 from prejit.runtime.errors import RejectError, StoreError
 
 _COPY_BYTES = 1 << 20
+_STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
+"""What says nothing about the bundle, only that it cannot be read here and now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,10 @@ class Layout:
             self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
         except OSError as error:
             self.close()
+            if error.errno in _STORE_ERRORS:
+                raise StoreError(
+                    f"{self.path}: cannot open blobs/sha256: {error.strerror}"
+                ) from error
             raise RejectError(
                 str(self.path),
                 f"expected an OCI image layout, found no blobs/sha256: {os.strerror(error.errno or 0)}",
@@ -165,7 +172,7 @@ class Layout:
         try:
             descriptor = os.open(name, flags, dir_fd=directory)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EMFILE, errno.ENFILE, errno.EIO):
+            if error.errno in _STORE_ERRORS:
                 raise StoreError(f"{path}: cannot open: {error.strerror}") from error
             what = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
             raise RejectError(path, f"expected a file, found: {what}") from error
@@ -225,13 +232,13 @@ def write_file(path: Path, content: bytes | Path) -> None:
             os.fsync(out.fileno())
         os.replace(temporary, path)
         sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"{path}: cannot write: {error.strerror}", hint=_write_hint(error)
-        ) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise StoreError(
+                f"{path}: cannot write: {error.strerror}", hint=_write_hint(error)
+            ) from error
         raise
 
 
@@ -253,7 +260,8 @@ def sync_directory(path: Path) -> None:
 def write_layout(path: Path, index: bytes, blobs: dict[str, bytes | Path]) -> None:
     """Writes a bundle, or replaces one.
 
-    The blobs that the old bundle had and the new one has not are removed at the end.
+    The blobs that the old bundle had and the new one has not are removed at the end, and what writers
+    that were killed left. Writers of one bundle wait for each other.
 
     Args:
         path: the directory, made where it is missing.
@@ -269,14 +277,37 @@ def write_layout(path: Path, index: bytes, blobs: dict[str, bytes | Path]) -> No
     except OSError as error:
         raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
     names = {digest.removeprefix("sha256:"): content for digest, content in blobs.items()}
-    for name, content in names.items():
-        size = content.stat().st_size if isinstance(content, Path) else len(content)
-        blob = directory / name
-        # A damaged blob is the caller's to remove first: here size is all that is looked at.
-        if not (blob.is_file() and blob.stat().st_size == size):
-            write_file(blob, content)
-    write_file(path / "oci-layout", OCI_LAYOUT)
-    write_file(path / "index.json", index)
-    for stale in directory.iterdir():
-        if stale.name not in names:
-            stale.unlink(missing_ok=True)
+    try:
+        with _locked(path):
+            for name, content in names.items():
+                size = content.stat().st_size if isinstance(content, Path) else len(content)
+                # A damaged blob is the caller's to remove first: here size is all that is looked at.
+                if not _is_file_of(directory / name, size):
+                    write_file(directory / name, content)
+            write_file(path / "oci-layout", OCI_LAYOUT)
+            write_file(path / "index.json", index)
+            stale = [file for file in directory.iterdir() if file.name not in names]
+            for file in (*stale, *path.glob(".oci-layout.*.tmp"), *path.glob(".index.json.*.tmp")):
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write a bundle: {error}") from error
+
+
+def _is_file_of(path: Path, size: int) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == size
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the lock of a directory; the kernel releases it when the process ends, however it ends."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, such as some NFS
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime import bundle, pytree
 from prejit.runtime.bundle import Array, Config, Program
@@ -22,8 +22,10 @@ from prejit.runtime.generate import (
     stream_text,
 )
 from prejit.runtime.programs import Layer, ProgramReport, Programs
-from prejit.runtime.tokenizer import Tokenizer
 from prejit.runtime.weights import dtype_of, tensors
+
+if TYPE_CHECKING:
+    from prejit.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -242,7 +244,11 @@ class Bundle:
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         layer = self._layers.get(bundle.TOKENIZER_MEDIA_TYPE)
-        return Tokenizer(layer.content[:], layer.path) if layer is not None else None
+        if layer is None:
+            return None
+        from prejit.runtime.tokenizer import Tokenizer  # costs 20 ms, and only text needs it
+
+        return Tokenizer(layer.content[:], layer.path)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

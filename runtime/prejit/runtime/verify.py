@@ -7,6 +7,7 @@ what a later check is for. Each raises RejectError with the file at fault.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +30,21 @@ def check_layout_file(content: bytes, path: str) -> None:
 
 def check_index(content: bytes, path: str) -> Index:
     """2. `index.json` is canonical, of a format we read, undamaged, and lists targets."""
-    index = bundle.from_json(Index, content, path)
-    written = index.annotations.get(bundle.BUNDLE_FORMAT, "")
-    if written != str(bundle.FORMAT_VERSION):
-        newer = written.isdigit() and int(written) > bundle.FORMAT_VERSION
+    written = _format_of(content)
+    if written is not None and written != str(bundle.FORMAT_VERSION):
+        newer = re.fullmatch("[1-9][0-9]{0,8}", written) and int(written) > bundle.FORMAT_VERSION
         raise RejectError(
             path,
-            f"expected bundle format {bundle.FORMAT_VERSION}, found {written!r}",
+            f"expected bundle format {bundle.FORMAT_VERSION}, found {written!r:.80}",
             hint=NEWER_FORMAT_HINT if newer else None,
         )
+    index = bundle.from_json(Index, content, path)
+    if (index.schemaVersion, index.mediaType, index.artifactType) != (
+        2,
+        bundle.INDEX_MEDIA_TYPE,
+        bundle.ARTIFACT_TYPE,
+    ):
+        raise RejectError(path, f"expected an OCI image index of {bundle.ARTIFACT_TYPE}")
     expected = bundle.index_digest(index)
     found = index.annotations.get(bundle.INDEX_DIGEST)
     if found != expected:
@@ -46,7 +53,19 @@ def check_index(content: bytes, path: str) -> Index:
         raise RejectError(path, "expected at least one target, found none")
     for descriptor in index.manifests:
         check_descriptor(descriptor, bundle.MANIFEST_MEDIA_TYPE, bundle.MAX_MANIFEST_BYTES, path)
+    names = [(descriptor.annotations or {}).get(bundle.REF_NAME) for descriptor in index.manifests]
+    if len(set(names)) != len(names):
+        raise RejectError(path, "expected each target once")
     return index
+
+
+def _format_of(content: bytes) -> str | None:
+    """The format that an index says it is of, even where its other keys are of a later one."""
+    try:
+        found = json.loads(content)["annotations"][bundle.BUNDLE_FORMAT]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
@@ -58,7 +77,8 @@ def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
         raise RejectError(
             path, f"expected {bundle.REF_NAME} and {bundle.REQUIREMENT} on each target"
         )
-    return name, bundle.from_json(Requirement, requirement.encode(), path)
+    encoded = requirement.encode("ascii", "replace")  # what is not ASCII is not canonical either
+    return name, bundle.from_json(Requirement, encoded, path)
 
 
 def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, path: str) -> None:
@@ -72,15 +92,21 @@ def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, pa
 
 
 def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
-    """5. A blob's bytes are those that its digest names."""
+    """5 and 8. A blob's bytes are those that its digest names."""
     found = bundle.digest_of(content)
     if found != digest:
         raise RejectError(path, f"expected {digest}, found {found}")
 
 
 def check_manifest(content: bytes, path: str) -> Manifest:
-    """6. A target's manifest is canonical and names layers that we know, each once."""
+    """6. A target's manifest is canonical and names layers that we know, each once, programs among them."""
     manifest = bundle.from_json(Manifest, content, path)
+    if (manifest.schemaVersion, manifest.mediaType, manifest.artifactType) != (
+        2,
+        bundle.MANIFEST_MEDIA_TYPE,
+        bundle.ARTIFACT_TYPE,
+    ):
+        raise RejectError(path, f"expected an OCI image manifest of {bundle.ARTIFACT_TYPE}")
     check_descriptor(manifest.config, bundle.CONFIG_MEDIA_TYPE, bundle.MAX_CONFIG_BYTES, path)
     media_types = [layer.mediaType for layer in manifest.layers]
     for layer in manifest.layers:
@@ -90,6 +116,9 @@ def check_manifest(content: bytes, path: str) -> Manifest:
         ):
             raise RejectError(path, f"unexpected layer {layer.mediaType}")
         check_descriptor(layer, layer.mediaType, 1 << 50, path)
+    for media_type in (bundle.EXECUTABLES_MEDIA_TYPE, bundle.PORTABLE_MEDIA_TYPE):
+        if media_type not in media_types:
+            raise RejectError(path, f"expected a layer {media_type}, found none")
     return manifest
 
 
@@ -110,7 +139,7 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
 
 
 def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
-    """8. A frame of a pack: digest, bounded decompression, digest. Gives the bytes that were verified."""
+    """9. A frame of a pack: digest, bounded decompression, digest. Gives the bytes that were verified."""
     check_digest(frame, segment.digest, path)
     if not 0 <= segment.raw_size <= bundle.MAX_PROGRAM_BYTES:
         raise RejectError(
@@ -161,7 +190,7 @@ SAFETENSORS_DTYPES = {
 
 
 def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
-    """9. A weights layer is a safetensors file whose tensors lie inside it, aligned and apart.
+    """10. A weights layer is a safetensors file whose tensors lie inside it, aligned and apart.
 
     8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of 64
     """
@@ -172,14 +201,14 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
         raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
     data = 8 + header_size
     try:
-        header = json.loads(bytes(content[8:data]))
+        header = json.loads(bytes(content[8:data]), object_pairs_hook=_each_key_once)
         slices = {
             name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RejectError(path, f"expected a safetensors header: {error!r:.80}") from error
     end = data
-    for name, tensor in sorted(slices.items(), key=lambda item: item[1].start):
+    for name, tensor in sorted(slices.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start < end or tensor.end > len(content):
             raise RejectError(
                 path, f"{name}: its bytes are not inside the file and apart from others"
@@ -191,12 +220,21 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     return slices
 
 
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
 def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
     (start, end), shape = entry["data_offsets"], entry["shape"]
+    if type(shape) is not list:
+        raise TypeError(f"shape {shape}")
     dtype, item_bytes = SAFETENSORS_DTYPES[entry["dtype"]]
     size = item_bytes
     for extent in shape:
-        if type(extent) is not int or extent < 0:
+        if type(extent) is not int or not 0 <= extent < 1 << 63:
             raise ValueError(f"shape {shape}")
         size *= extent
     if type(start) is not int or type(end) is not int or end - start != size:

@@ -1,0 +1,74 @@
+"""Keys of the build cache: named ingredients, hashed in order, so that a miss explains itself.
+
+An ingredient is text that is the same on every machine and at every path: versions, flags, digests
+of contents. Never a time, never an absolute path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True)  # no slots: cached_property needs a __dict__
+class Key:
+    """What a cached result was made from.
+
+    Attributes:
+        kind: what made it: `compile`, `lower`, `weights`. A result is found under its kind only.
+        name: what it was made for, for people: `demo/cpu-host/decode/b1-c128`. It is no part of the
+            digest: two names with the same ingredients share their result.
+        ingredients: (name, value) pairs; each name once.
+    """
+
+    kind: str
+    name: str
+    ingredients: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.ingredients]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"expected each ingredient once, found {', '.join(repeated)} again")
+
+    @cached_property
+    def digest(self) -> str:
+        """`sha256:` and the hash of kind and ingredients as canonical JSON."""
+        content = json.dumps(
+            [self.kind, self.ingredients], separators=(",", ":"), ensure_ascii=True
+        ).encode("ascii")
+        return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def why(old: Key | None, new: Key) -> str:
+    """Why a result has to be made: which ingredients differ from those of the last time.
+
+    Args:
+        old: the key under which this name's last result was stored; None: there is none.
+        new: the key that was not found.
+    """
+    if old is None:
+        return "first build of this program"
+    before, after = dict(old.ingredients), dict(new.ingredients)
+    names = [*after, *(name for name in before if name not in after)]
+    changes = [
+        f"{name}: {_short(before.get(name, _ABSENT))} -> {_short(after.get(name, _ABSENT))}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+    if changes:
+        return "; ".join(changes)
+    if old.digest != new.digest:
+        return "the order of its ingredients changed"
+    return "its last result is gone from the cache, or was damaged"
+
+
+def _short(value: str) -> str:
+    """A value as a person compares it: digests by 12 digits, an empty text in quotes."""
+    head, separator, digits = value.partition(":")
+    if head == "sha256" and separator and len(digits) > 12:
+        return f"sha256:{digits[:12]}"
+    return value or "''"

@@ -1,0 +1,253 @@
+"""Published checkpoints: from a directory in the Hugging Face layout to the parameters of our modules.
+
+Torch naming and flax naming are both taken as they are published:
+
+    torch   h.0.mlp.c_fc.weight, with or without the model's prefix; GPT-2's matrices (in, out)
+    flax    h.0.mlp.c_fc.kernel, .scale and .embedding for .weight; matrices (in, out) as flax.linen has
+            them, or (out, in) as transformers' FlaxConv1D has them
+
+Our parameters are called as in torch, and matrices are (out, in). Opening reads no tensor and imports
+neither JAX nor transformers, so that a build that changes nothing stays fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from prejit.compiler.source import resolve_source
+from prejit.compiler.tensor_files import Tensor, read_parameters, tensors
+from prejit.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from prejit.compiler.models import Naming
+
+__all__ = ["Checkpoint", "open_checkpoint", "read_parameters", "resolve_source"]
+
+_SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
+_INDEX = "model.safetensors.index.json"
+_FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+_FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter comes from.
+
+    Attributes:
+        published: its name in the file.
+        transposed: whether it is stored (in, out).
+    """
+
+    published: str
+    tensor: Tensor
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As our parameter."""
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    def read(self) -> np.ndarray[Any, Any]:
+        values = self.tensor.read()
+        return np.ascontiguousarray(values.T if self.transposed else values, np.float32)
+
+
+@final
+class Checkpoint:
+    """A model's tensors, under the names and in the layout of our module's parameters.
+
+    Attributes:
+        directory: that it was opened at.
+        files: what decides the tensors, in a fixed order: config.json, an index, the weights.
+    """
+
+    def __init__(self, directory: Path, files: tuple[Path, ...]) -> None:
+        self.directory = directory
+        self.files = files
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in alphabetical order.
+
+        Raises:
+            CheckpointError: the tensors do not fit config.json; names every one that is missing, too
+                many or of the wrong shape.
+        """
+        return tuple(self._sources)
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """A parameter: float32, C-contiguous, in the module's shape. Nothing is kept.
+
+        Args:
+            name: one of `names`.
+
+        Raises:
+            CheckpointError: as `names`; or the file is damaged.
+        """
+        return self._sources[name].read()
+
+    @cached_property
+    def _sources(self) -> dict[str, _Source]:
+        from flax import nnx
+
+        from prejit.compiler import models
+
+        config = models.load_config(self.directory)
+        module = models.decoder(config)
+        shapes = {
+            name: leaf.shape for name, leaf in models.flat_parameters(nnx.state(module)).items()
+        }
+        published: dict[str, Tensor] = {}
+        for file in self.files:
+            if file.suffix != ".json":
+                published |= tensors(file)
+        naming = models.naming(config)
+        found, problems = _named(published, naming, shapes)
+        if naming.head not in shapes:
+            problems += _tie(found, naming)
+        problems += _misfits(found, shapes)
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
+                hint="config.json and the weights must come from the same model",
+            )
+        return dict(sorted(found.items()))
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Finds the files of a checkpoint. The tensors are looked at when they are first wanted.
+
+    Args:
+        directory: in the Hugging Face layout: config.json, and model.safetensors, or
+            model.safetensors.index.json with its shards, or flax_model.msgpack.
+
+    Raises:
+        CheckpointError: files are missing, or the index cannot be read.
+    """
+    config = directory / "config.json"
+    if not config.is_file():
+        raise CheckpointError(
+            f"{config}: expected a file, found none",
+            hint="expected a directory in the Hugging Face layout, with config.json in it",
+        )
+    index = directory / _INDEX
+    if not (directory / _SINGLE[0]).is_file() and index.is_file():
+        return Checkpoint(directory, (config, index, *_shards(index)))
+    for name in _SINGLE:
+        if (directory / name).is_file():
+            return Checkpoint(directory, (config, directory / name))
+    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    raise CheckpointError(
+        f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found "
+        f"{', '.join(pickled) or 'none'}",
+        hint="a pickle can run code when it is read: convert it with transformers' save_pretrained"
+        if pickled
+        else None,
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, sorted."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{index}: expected JSON with a table `weight_map`: {type(error).__name__}: {error}"
+        ) from error
+    shards = [index.parent / Path(name).name for name in names]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise CheckpointError(
+            f"{index}: expected {len(shards)} files beside it, missing {_listed(missing)}",
+            hint="fetch the missing shards into the same directory",
+        )
+    return shards
+
+
+def _named(
+    published: Mapping[str, Tensor], naming: Naming, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, _Source], list[str]]:
+    """Published tensors by the names of our parameters, and what is wrong with them."""
+    flax_in_out = not _kernels_are_out_in(published, naming, shapes)
+    found: dict[str, _Source] = {}
+    problems = []
+    for name, tensor in published.items():
+        if name.endswith(naming.buffers):
+            continue
+        ours = _our_name(name, naming)
+        matrix = len(tensor.shape) == 2
+        if name.endswith(".kernel"):
+            transposed = matrix and flax_in_out
+        else:
+            transposed = matrix and name.endswith(naming.transposed)
+        if ours in found:
+            problems.append(f"both {found[ours].published} and {name} are given")
+        elif tensor.dtype not in _FLOATS:
+            problems.append(f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits")
+        found[ours] = _Source(name, tensor, transposed)
+    return found, problems
+
+
+def _our_name(published: str, naming: Naming) -> str:
+    """`h.0.ln_1.scale` of a headless flax GPT-2 is our `transformer.h.0.ln_1.weight`."""
+    name = published.removeprefix("params.")
+    for end, ours in _FLAX_ENDS.items():
+        if name.endswith(end):
+            name = name.removesuffix(end) + ours
+    return name if name == naming.head or name.startswith(naming.prefix) else naming.prefix + name
+
+
+def _kernels_are_out_in(
+    published: Mapping[str, Tensor], naming: Naming, shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Whether a flax checkpoint stores matrices (out, in), which those that are not square tell."""
+    kernels = {
+        _our_name(name, naming): tensor.shape
+        for name, tensor in published.items()
+        if name.endswith(".kernel")
+    }
+    votes = [shapes.get(name) == shape for name, shape in kernels.items() if len(set(shape)) == 2]
+    return bool(votes) and all(votes)
+
+
+def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
+    """Leaves one tensor for head and embedding, as transformers does (modeling_utils.py, tie_weights)."""
+    head = found.pop(naming.head, None)
+    if head is None:
+        return []
+    embedding = found.setdefault(naming.embedding, head)
+    if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
+        return [
+            f"tie_word_embeddings is true, and {head.published} differs from {embedding.published}"
+        ]
+    return []
+
+
+def _misfits(
+    found: Mapping[str, _Source], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterable[str]:
+    """What is missing, too many, or of another shape than the module's parameters."""
+    if missing := sorted(shapes.keys() - found.keys()):
+        yield f"missing {_listed(missing)}"
+    if unexpected := sorted(found[name].published for name in found.keys() - shapes.keys()):
+        yield f"unexpected {_listed(unexpected)}"
+    wrong = [
+        f"{found[name].published} (expected {list(shape)}, found {list(found[name].shape)})"
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != tuple(shape)
+    ]
+    if wrong:
+        yield f"of the wrong shape {_listed(wrong)}"
+
+
+def _listed(items: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

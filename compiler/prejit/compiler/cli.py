@@ -1,0 +1,180 @@
+"""The commands of the build side: `prejit plan` and `prejit build`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from prejit.compiler.plan import Inputs, PlannedProgram
+
+PLAN_HAS_CHANGES = 8
+
+_manifest = click.Path(path_type=Path)
+_targets = click.option(
+    "--target", "targets", multiple=True, metavar="NAME", help="Only this target; may be repeated."
+)
+_cache = click.option(
+    "--cache",
+    type=_manifest,
+    metavar="DIR",
+    help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+
+
+@click.group()
+def commands() -> None:
+    """Compile JAX models ahead of time and package them."""
+
+
+@commands.command(
+    epilog="Examples:\n\n\b\n  prejit plan manifests/demo.toml\n"
+    "  prejit plan manifests/demo.toml --target cpu-x86-64-v3 --json\n\n"
+    f"Exit status: 0 everything is cached, {PLAN_HAS_CHANGES} something will compile."
+)
+@click.argument("manifest", type=_manifest)
+@_targets
+@_cache
+@_json
+def plan(manifest: Path, targets: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
+    """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
+    from prejit.compiler.plan import make_plan
+
+    programs = make_plan(_inputs(manifest, targets, cache))
+    changes = [program for program in programs if not program.cached]
+    if as_json:
+        rows = [
+            {
+                "program": p.spec.name,
+                "kind": p.spec.kind,
+                "bucket": p.spec.bucket,
+                "target": p.target.name,
+                "cached": p.cached,
+                "why": p.why,
+            }
+            for p in programs
+        ]
+        click.echo(json.dumps({"programs": rows, "to_compile": len(changes)}, indent=2))
+    else:
+        _print_plan(programs)
+        click.echo(
+            f"\n{len(programs)} programs: {len(programs) - len(changes)} cached, "
+            f"{len(changes)} to compile"
+        )
+    return PLAN_HAS_CHANGES if changes else 0
+
+
+def _print_plan(programs: Sequence[PlannedProgram]) -> None:
+    """One row a program, one column a target; reasons below, once each."""
+    targets = list(dict.fromkeys(program.target.name for program in programs))
+    state: dict[str, dict[str, str]] = {}
+    for p in programs:
+        state.setdefault(p.spec.name, {})[p.target.name] = "cached" if p.cached else "compile"
+    rows = [["program", *targets]] + [
+        [name, *(cells[t] for t in targets)] for name, cells in state.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    reasons: dict[str, int] = {}
+    for p in programs:
+        if not p.cached:
+            reasons[p.why] = reasons.get(p.why, 0) + 1
+    if reasons:
+        click.echo("\nwhy:")
+    for reason, count in reasons.items():
+        click.echo(f"  {count:>4} x  {reason}")
+
+
+@commands.command(
+    epilog="Examples:\n\n\b\n  prejit build manifests/demo.toml\n"
+    "  prejit build manifests/*.toml -o /srv/bundles --jobs 8\n"
+    "  prejit build manifests/demo.toml --target cpu-x86-64-v3"
+)
+@click.argument("manifests", nargs=-1, required=True, type=_manifest, metavar="MANIFEST...")
+@click.option(
+    "-o",
+    "--output",
+    type=_manifest,
+    default=Path("artifacts"),
+    show_default=True,
+    metavar="DIR",
+    help="Directory of bundles; each is written to DIR/NAME.",
+)
+@_targets
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Compile processes side by side (default: cores).",
+)
+@_cache
+@_json
+def build(
+    manifests: tuple[Path, ...],
+    output: Path,
+    targets: tuple[str, ...],
+    jobs: int | None,
+    cache: Path | None,
+    as_json: bool,
+) -> int:
+    """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
+    from prejit.compiler.build import build as build_bundle
+    from prejit.compiler.compilation import default_workers
+    from prejit.compiler.progress import open_progress
+
+    built = []
+    for manifest in manifests:
+        started = time.perf_counter()
+        with open_progress() as progress:
+            result = build_bundle(
+                _inputs(manifest, targets, cache),
+                output,
+                workers=jobs or default_workers(),
+                progress=progress,
+            )
+        seconds = time.perf_counter() - started
+        built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
+        if not as_json:
+            wrote = "wrote" if result.written else "up to date:"
+            click.echo(
+                f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "
+                f"{seconds:.1f} s, {result.digest[:19]}",
+                file=sys.stderr,
+            )
+    if as_json:
+        click.echo(json.dumps(built, indent=2))
+    return 0
+
+
+def _inputs(manifest: Path, targets: tuple[str, ...], cache: Path | None) -> Inputs:
+    from prejit.compiler.cache import Cache
+    from prejit.compiler.manifest import read_manifest
+    from prejit.compiler.plan import Inputs
+
+    return Inputs(read_manifest(manifest), Cache.open(cache), targets)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs a command; errors of prejit are the caller's to print.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        return commands.main(list(arguments), prog_name="prejit", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130

@@ -1,0 +1,138 @@
+"""Decoder families as flax nnx modules, for Hugging Face directories as they are published.
+
+A family is a module with `describe`, `NAMING` and a class; it is added to `_FAMILIES` here. Its parameters
+have the names of the published tensors, one array each, nothing stacked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+from flax import nnx
+
+from prejit.compiler.models import gpt2, llama
+from prejit.compiler.models.decoder import DecoderConfig, KVCache, Naming, unsupported
+from prejit.compiler.wording import did_you_mean, shown
+from prejit.runtime.errors import CheckpointError
+
+__all__ = [
+    "DecoderConfig",
+    "KVCache",
+    "Naming",
+    "decoder",
+    "describe",
+    "flat_parameters",
+    "load_config",
+    "naming",
+    "with_parameters",
+]
+
+_FAMILIES: dict[str, tuple[ModuleType, type[nnx.Module]]] = {
+    "gpt2": (gpt2, gpt2.GPT2),
+    "llama": (llama, llama.Llama),
+}
+"""By model_type."""
+
+
+def load_config(directory: Path) -> Any:
+    """The configuration of a checkpoint, read by transformers.
+
+    Args:
+        directory: holds config.json.
+
+    Raises:
+        CheckpointError: no config.json, not one that transformers accepts, or of no family here.
+    """
+    file = directory / "config.json"
+    try:
+        said = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: cannot read: {error}",
+            hint="expected a directory in the Hugging Face layout, with config.json in it",
+        ) from error
+    family = said.get("model_type") if isinstance(said, dict) else None
+    known = ", ".join(map(shown, _FAMILIES))
+    if family not in _FAMILIES:
+        raise CheckpointError(
+            f"{file}: model_type: expected one of {known}; found {shown(family)}"
+            f"{did_you_mean(str(family), _FAMILIES)}",
+            hint="write the model as a JAX function or flax module and compile it as a [[program]]",
+        )
+    if said.get("quantization_config"):
+        raise CheckpointError(
+            f"{file}: quantization_config: expected none, found {shown(said['quantization_config'])}",
+            hint="take the checkpoint in float32, bfloat16 or float16",
+        )
+    # At import transformers would advise to install torch, which no step here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # of many kinds: KeyError, ValueError, huggingface_hub's own
+        reason = error.args[0] if error.args else type(error).__name__
+        raise CheckpointError(f"{file}: transformers refuses it: {reason}") from error
+
+
+def describe(config: Any) -> DecoderConfig:
+    """What lowering and generation need to know of a model.
+
+    Args:
+        config: from load_config.
+
+    Raises:
+        CheckpointError: a setting that is not supported; names file, key, value and what is allowed.
+    """
+    described: DecoderConfig = _family(config)[0].describe(config)
+    return described
+
+
+def decoder(config: Any) -> nnx.Module:
+    """The model, abstract: its parameters are shapes without values.
+
+    It is called as model(tokens, start, length, cache); see GPT2.__call__.
+
+    Raises:
+        CheckpointError: as describe.
+    """
+    describe(config)
+    module = _family(config)[1]
+    return nnx.eval_shape(lambda: module(config))
+
+
+def naming(config: Any) -> Naming:
+    """How published checkpoints of the family name tensors."""
+    names: Naming = _family(config)[0].NAMING
+    return names
+
+
+def flat_parameters(state: nnx.State) -> dict[str, Any]:
+    """The leaves of a split module by name, `transformer.h.0.ln_1.weight`, in alphabetical order."""
+    return dict(sorted(zip(_names(state), jax.tree.leaves(state), strict=True)))
+
+
+def with_parameters(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
+    """A split module's state with other values, named as flat_parameters names them."""
+    return jax.tree.unflatten(jax.tree.structure(state), [values[name] for name in _names(state)])
+
+
+def _names(state: nnx.State) -> list[str]:
+    """Of the leaves. A step that is no key leads from a flax variable to its value."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return [
+        ".".join(str(step.key) for step in path if isinstance(step, jax.tree_util.DictKey))
+        for path in paths
+    ]
+
+
+def _family(config: Any) -> tuple[ModuleType, type[nnx.Module]]:
+    if config.model_type not in _FAMILIES:
+        raise unsupported(config, f"model_type: found {shown(config.model_type)}")
+    return _FAMILIES[config.model_type]

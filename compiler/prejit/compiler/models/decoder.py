@@ -1,0 +1,243 @@
+"""What decoder families share: linear layers, attention over a KV cache, writing into the cache.
+
+The forms were chosen by measuring XLA:CPU (jax 0.10.2 and 0.12.0, GPT-2-124M shape, 2 threads).
+Where a comment gives a factor, it comes from there; `benchmarks/` repeats it.
+
+Shapes: B batch, T new positions, S cache positions, L layers, N query heads, K key/value heads,
+H head size, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from prejit.compiler.wording import did_you_mean, shown
+from prejit.runtime.errors import CheckpointError
+
+LayerCache = tuple[jax.Array, jax.Array]
+"""Keys and values of one layer, each float32 [B, K, S, H]."""
+
+KVCache = tuple[LayerCache, ...]
+"""One LayerCache for each of the L layers."""
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}
+"""By the names of transformers/activations.py, ACT2CLS."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What lowering and generation need to know of any decoder.
+
+    Attributes:
+        family: `gpt2`, `llama`.
+        vocab_size: V, logits of a token.
+        num_layers, num_kv_heads, head_size: L, K, H; the cache is L x (keys, values) of [B, K, S, H].
+        cache_dtype: NumPy's name.
+        max_positions: the longest context that the model was made for.
+    """
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    cache_dtype: str
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the published checkpoints of a family name what its module calls otherwise or has not.
+
+    Attributes:
+        prefix: that checkpoints of the model without a head leave out: `transformer.`.
+        head, embedding: a checkpoint of a tied model may hold either, or both with equal values.
+        transposed: ends of the names of matrices that torch publishes (in, out).
+        buffers: ends of the names of tensors that are no parameters.
+    """
+
+    prefix: str
+    head: str
+    embedding: str
+    transposed: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+
+
+class Linear(nnx.Module):
+    """x W^T + b, W stored (out, in) as torch's Linear does."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs)))
+        self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Float32 [..., in] to [..., out]."""
+        y = matmul(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table of rows, [number, D]."""
+
+    def __init__(self, number: int, width: int) -> None:
+        self.weight = nnx.Param(jnp.zeros((number, width)))
+
+    def __call__(self, index: jax.Array) -> jax.Array:
+        """The rows of an int32 [...] index, [..., D]; an index out of range takes the nearest row."""
+        rows: jax.Array = self.weight[...].at[index].get(mode="clip")
+        return rows
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Float32 [..., in] times weight [out, in], transposed: [..., out].
+
+    For one row XLA:CPU streams the weight at 94 % of the memory bandwidth in this form.
+    """
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where the new tokens of each row stand. The tokens of a row are `length` valid ones, then padding.
+
+    Attributes:
+        start: int32 [B], the position of the first.
+        length: int32 [B], how many of the T are valid.
+        count: T.
+    """
+
+    start: jax.Array
+    length: jax.Array
+    count: int
+
+    @property
+    def positions(self) -> jax.Array:
+        """Int32 [B, T]."""
+        return self.start[:, None] + jnp.arange(self.count)
+
+    def last(self, x: jax.Array) -> jax.Array:
+        """Of x [B, T, ...] what belongs to the last valid token of each row, [B, 1, ...]."""
+        if self.count == 1:
+            return x
+        index = jnp.maximum(self.length - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.take_along_axis(x, index, axis=1, mode="clip")
+
+    def write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
+        """The cache with the keys and values [B, T, K, H] of the valid tokens at their positions.
+
+        In place where the cache is donated. Without the conditional XLA:CPU duplicates the update into
+        whatever reads the cache next and copies all of it, four times a step: 100 ms instead of 28 at
+        S = 1024. Its predicate must depend on an argument, or it would be folded away.
+        """
+        room = (self.length > 0) & (self.start < layer[0].shape[2])
+
+        def write(layer: LayerCache) -> LayerCache:
+            return self._write(layer[0], keys), self._write(layer[1], values)
+
+        written: LayerCache = lax.cond(jnp.any(room), write, lambda layer: layer, layer)
+        return written
+
+    def _write(self, cache: jax.Array, new: jax.Array) -> jax.Array:
+        """One row after another: a scatter costs more, and a chain of updates stays in place."""
+        _, heads, slots, size = cache.shape
+        block = (1, heads, self.count, size)
+        for row in range(len(new)):
+            # A block that would run past the end is moved back by `shift`, and its content forward:
+            # XLA clamps the position of an update, so it would overwrite earlier positions.
+            at = jnp.clip(self.start[row], 0, slots - self.count)
+            shift = self.start[row] - at
+            token = jnp.arange(self.count) - shift
+            valid = (token >= 0) & (token < self.length[row])
+            content = _shifted(new[row : row + 1].swapaxes(1, 2), shift)
+            present = lax.dynamic_slice(cache, (row, 0, at, 0), block)
+            content = jnp.where(valid[:, None], content, present)
+            cache = lax.dynamic_update_slice(cache, content, (row, 0, at, 0))
+        return cache
+
+
+def _shifted(block: jax.Array, shift: jax.Array) -> jax.Array:
+    """A block [1, K, T, H] moved forward by shift >= 0 positions; what comes in is arbitrary."""
+    count = block.shape[2]
+    if count == 1:
+        return block
+    return lax.dynamic_slice_in_dim(jnp.concatenate([block, block], 2), count - shift, count, 2)
+
+
+def attention(
+    query: jax.Array, layer: LayerCache, positions: jax.Array, scale: float
+) -> jax.Array:
+    """Attention of each token to the cache up to its own position.
+
+    The cache is read as it lies: only the query is rearranged, so that the G = N / K query heads that
+    share a key/value head are rows of one product with it.
+
+    Args:
+        query: float32 [B, T, N, H].
+        layer: the cache with the new tokens in it.
+        positions: int32 [B, T], of the new tokens.
+        scale: of the scores.
+
+    Returns:
+        float32 [B, T, N * H].
+    """
+    keys, values = layer
+    batch, count, heads, size = query.shape
+    kv_heads, slots = keys.shape[1:3]
+    grouped = (batch, kv_heads, heads // kv_heads, count)  # B, K, G, T
+    rows = (batch, kv_heads, -1)  # B, K, G * T
+    query = (query * scale).reshape(batch, count, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
+    scores = _batched_dot(query.reshape(*rows, size), keys, 3).reshape(*grouped, slots)
+    visible = jnp.arange(slots) <= positions[:, None, None, :, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+    mixed = _batched_dot(weights.reshape(*rows, slots), values, 2).reshape(*grouped, size)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
+
+
+def _batched_dot(x: jax.Array, cache: jax.Array, contracted: int) -> jax.Array:
+    """Product over an axis of the cache and the last of x, for each row and key/value head."""
+    return lax.dot_general(x, cache, (((3,), (contracted,)), ((0, 1), (0, 1))))
+
+
+def require(config: Any, key: str, allowed: Iterable[Any], value: Any = None) -> None:
+    """Checks a value of config.json.
+
+    Args:
+        config: of transformers.
+        key: as config.json says it; a dot leads into a section.
+        allowed: what the key may be.
+        value: of the key, where it is not an attribute of the config.
+
+    Raises:
+        CheckpointError: the value is none of those.
+    """
+    value = getattr(config, key) if value is None else value
+    allowed = list(allowed)
+    if value not in allowed:
+        guess = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise unsupported(
+            config, f"{key}: expected {' or '.join(map(shown, allowed))}, found {shown(value)}{guess}"
+        )
+
+
+def unsupported(config: Any, message: str, hint: str | None = None) -> CheckpointError:
+    """The error for a model that is not built, with the name of its file."""
+    file = Path(config.name_or_path, "config.json") if config.name_or_path else "config.json"
+    return CheckpointError(
+        f"{file}: {message}",
+        hint=hint or "models with this setting are not supported; [[program]] takes any function",
+    )

@@ -1,0 +1,184 @@
+"""GPT-2: learned positions, pre-LN blocks, fused query/key/value projection, GELU, tied head.
+
+Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; transformers 5,
+models/gpt2/modeling_gpt2.py, with which the logits agree. `reorder_and_upcast_attn` changes nothing
+in float32, dropout nothing at inference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from prejit.compiler.models.decoder import (
+    ACTIVATIONS,
+    DecoderConfig,
+    Embedding,
+    KVCache,
+    LayerCache,
+    Linear,
+    Naming,
+    NewTokens,
+    attention,
+    matmul,
+    require,
+    unsupported,
+)
+
+NAMING = Naming(
+    prefix="transformer.",
+    head="lm_head.weight",
+    embedding="transformer.wte.weight",
+    # transformers' Conv1D stores (in, out)
+    transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+    buffers=(".attn.bias", ".attn.masked_bias"),
+)
+
+
+def describe(config: Any) -> DecoderConfig:
+    """The sizes of a GPT-2.
+
+    Raises:
+        CheckpointError: its configuration asks for something that is not built here.
+    """
+    require(config, "activation_function", ACTIVATIONS)
+    require(config, "add_cross_attention", [False])
+    if config.n_embd % config.n_head:
+        raise unsupported(
+            config, f"n_embd: expected a multiple of n_head = {config.n_head}, found {config.n_embd}"
+        )
+    return DecoderConfig(
+        family="gpt2",
+        vocab_size=config.vocab_size,
+        num_layers=config.n_layer,
+        num_kv_heads=config.n_head,
+        head_size=config.n_embd // config.n_head,
+        cache_dtype="float32",
+        max_positions=config.n_positions,
+    )
+
+
+class GPT2(nnx.Module):
+    """A GPT-2 with its language-model head. Parameters have the names of the published tensors."""
+
+    def __init__(self, config: Any) -> None:
+        self.transformer = Transformer(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def __call__(
+        self, tokens: jax.Array, start: jax.Array, length: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Logits after the new tokens, and the cache with them in it.
+
+        Args:
+            tokens: int32 [B, T]; of row b the first length[b] count, the rest is padding.
+            start: int32 [B]; position of tokens[b, 0].
+            length: int32 [B].
+            cache: holds the positions before start.
+
+        Returns:
+            float32 [B, V], for the last token of each row that counts, and the cache.
+        """
+        new = NewTokens(start, length, tokens.shape[1])
+        x, cache = self.transformer(tokens, new, cache)
+        head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte
+        return matmul(x[:, 0], head.weight[...]), cache
+
+
+class Transformer(nnx.Module):
+    """All but the head."""
+
+    def __init__(self, config: Any) -> None:
+        self.wte = Embedding(config.vocab_size, config.n_embd)
+        self.wpe = Embedding(config.n_positions, config.n_embd)
+        self.h = nnx.List([Block(config, layer) for layer in range(config.n_layer)])
+        self.ln_f = LayerNorm(config)
+
+    def __call__(
+        self, tokens: jax.Array, new: NewTokens, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Tokens [B, T] to the hidden state [B, 1, D] of the last token of each row."""
+        x = self.wte(tokens) + self.wpe(new.positions)
+        layers = []
+        for block, layer in zip(self.h, cache, strict=True):
+            x, layer = block(x, new, layer, last=len(layers) == len(cache) - 1)
+            layers.append(layer)
+        return self.ln_f(x), tuple(layers)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each on the normalized sum of what came before."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        self.ln_1 = LayerNorm(config)
+        self.attn = Attention(config, layer)
+        self.ln_2 = LayerNorm(config)
+        self.mlp = MLP(config)
+
+    def __call__(
+        self, x: jax.Array, new: NewTokens, layer: LayerCache, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """X [B, T, D] to [B, T, D]; to [B, 1, D] in the last block, whose other results nobody reads."""
+        query, keys, values = self.attn.project(self.ln_1(x))
+        layer = new.write(layer, keys, values)
+        positions = new.positions
+        if last:
+            x, query, positions = map(new.last, (x, query, positions))
+        x = x + self.attn(query, layer, positions)
+        return x + self.mlp(self.ln_2(x)), layer
+
+
+class Attention(nnx.Module):
+    """Multi-head self-attention over the cache."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        self.num_heads = config.n_head
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=True)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=True)
+        head_size = config.n_embd // config.n_head
+        self.scale = head_size**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= layer + 1
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """X [B, T, D] to query, keys and values, each [B, T, N, H]."""
+        parts = jnp.split(self.c_attn(x), 3, axis=-1)
+        return tuple(part.reshape(*x.shape[:2], self.num_heads, -1) for part in parts)
+
+    def __call__(self, query: jax.Array, layer: LayerCache, positions: jax.Array) -> jax.Array:
+        """Query [B, T, N, H] to [B, T, D]."""
+        return self.c_proj(attention(query, layer, positions, self.scale))
+
+
+class MLP(nnx.Module):
+    """Two layers with an activation between them."""
+
+    def __init__(self, config: Any) -> None:
+        inner = config.n_inner if config.n_inner is not None else 4 * config.n_embd
+        self.c_fc = Linear(config.n_embd, inner, bias=True)
+        self.c_proj = Linear(inner, config.n_embd, bias=True)
+        self.activation = config.activation_function
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """X [B, T, D] to [B, T, D]."""
+        return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
+
+
+class LayerNorm(nnx.Module):
+    """Ba et al. 2016."""
+
+    def __init__(self, config: Any) -> None:
+        self.weight = nnx.Param(jnp.ones(config.n_embd))
+        self.bias = nnx.Param(jnp.zeros(config.n_embd))
+        self.epsilon = config.layer_norm_epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]

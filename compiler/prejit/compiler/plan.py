@@ -1,0 +1,301 @@
+"""What a manifest asks for and what of it is in the cache: programs x targets, each with its key.
+
+Two steps make an executable, and each is cached under a key of its own:
+
+    lower    model or function, at a bucket      -> portable program        once for all targets
+    compile  portable program, for a target      -> executable              in a worker process
+
+A decoder's lowering is found by what it is made from (config, our sources, versions), so a build that
+changes nothing imports neither jax nor flax. A user's function can read anything, so it is traced
+each time; its compile is cached all the same, under the digest of what tracing gave.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import zstandard
+
+from prejit.compiler import checkpoint, toolchain
+from prejit.compiler import target as targets
+from prejit.compiler.cache import Cache
+from prejit.compiler.cache_key import Key, why
+from prejit.compiler.manifest import Manifest
+from prejit.compiler.specs import ProgramSpec, program_specs
+from prejit.compiler.target import Target
+from prejit.runtime import bundle
+from prejit.runtime.bundle import Segment
+from prejit.runtime.errors import BuildError, UsageError
+from prejit.runtime.receipt import Receipts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from prejit.compiler.lowering import LoweredProgram, UserFunction
+
+_ZSTD_LEVEL = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A portable program in the cache.
+
+    Attributes:
+        portable: its frame; the offset is not known yet.
+        weights: names of the tensors that come first among the arguments, in order.
+        arguments, results: the others, as `bundle.Array` prints them.
+        decoder: fields of `bundle.Decoder` that the model decides; None for a user's function.
+    """
+
+    portable: Segment
+    weights: tuple[str, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    decoder: dict[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, result: Mapping[str, Any]) -> Lowered:
+        """The inverse of dataclasses.asdict, after JSON."""
+        return cls(
+            Segment(**result["portable"]),
+            tuple(result["weights"]),
+            tuple(result["arguments"]),
+            tuple(result["results"]),
+            result["decoder"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProgram:
+    """One program for one target.
+
+    Attributes:
+        spec: the program.
+        target: the target.
+        cached: whether its executable is in the cache.
+        why: why it has to be compiled; empty where it is cached.
+    """
+
+    spec: ProgramSpec
+    target: Target
+    cached: bool
+    why: str = ""
+
+
+def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
+    """What a build of a manifest would do. Compiles nothing and writes no bundle.
+
+    Raises:
+        ManifestError, CheckpointError, StoreError, NetworkError: the manifest, its model or its
+            functions cannot be read.
+    """
+    planned = []
+    for spec in inputs.specs:
+        lowered = inputs.cached(spec) if spec.kind != "call" else inputs.lower(spec)
+        for target in inputs.targets:
+            if lowered is None:
+                key = inputs.lower_key(spec)
+                reason = why(inputs.cache.last_key(key.kind, key.name), key)
+                planned.append(PlannedProgram(spec, target, False, reason))
+                continue
+            key = inputs.compile_key(spec, target, lowered)
+            if inputs.cache.lookup(key) is not None:
+                planned.append(PlannedProgram(spec, target, True))
+            else:
+                reason = why(inputs.cache.last_key(key.kind, key.name), key)
+                planned.append(PlannedProgram(spec, target, False, reason))
+    return tuple(planned)
+
+
+@final
+class Inputs:
+    """Everything that a build of one manifest starts from, read when it is first wanted."""
+
+    def __init__(self, manifest: Manifest, cache: Cache, only: tuple[str, ...] = ()) -> None:
+        """Binds a manifest to a cache.
+
+        Args:
+            manifest: what to build.
+            cache: where results are kept.
+            only: names of targets to build; empty: all of the manifest.
+
+        Raises:
+            BuildError: this machine cannot compile for a target.
+        """
+        self.manifest = manifest
+        self.cache = cache
+        self.specs = program_specs(manifest)
+        self.targets = tuple(targets.target(n) for n in _chosen(manifest, only))
+        for target in self.targets:
+            if reason := targets.can_build(target):
+                raise BuildError(f"{manifest.path}: target {target.name}: {reason}")
+
+    @cached_property
+    def directory(self) -> Path:
+        """The model's checkpoint directory, fetched where it is not local."""
+        assert self.manifest.model is not None
+        return checkpoint.resolve_source(self.manifest.model.source, self.manifest.path.parent)
+
+    @cached_property
+    def _user(self) -> dict[str, UserFunction]:
+        """The functions of the [[program]] sections, imported, with their parameters' shapes."""
+        if not self.manifest.programs:
+            return {}  # and jax is not imported for it
+        from prejit.compiler.lowering import find_function
+
+        found = {}
+        for program in self.manifest.programs:
+            parameters = None
+            if program.params is not None:
+                parameters = checkpoint.read_parameters(self.manifest.resolve(program.params))
+            found[program.name] = find_function(program, self.manifest.path, parameters)
+        return found
+
+    def lower_key(self, spec: ProgramSpec) -> Key:
+        """The key of a decoder's lowering."""
+        sizes = ", ".join(f"{name}={size}" for name, size in sorted(spec.bucket.items()))
+        assert self.manifest.model is not None
+        return Key(
+            "lower",
+            f"{self.manifest.bundle.name}/{spec.name}",
+            (
+                ("program", spec.kind),
+                ("bucket", sizes),
+                ("dtype", self.manifest.model.dtype),
+                ("config.json", file_digest(self.directory / "config.json")),
+                ("model code", source_digest()),
+                *versions("jax", "jaxlib", "flax", "transformers").items(),
+            ),
+        )
+
+    def compile_key(self, spec: ProgramSpec, target: Target, lowered: Lowered) -> Key:
+        """The key of a compile: everything that decides the executable."""
+        return Key(
+            "compile",
+            f"{self.manifest.bundle.name}/{target.name}/{spec.name}",
+            (
+                ("stablehlo", lowered.portable.raw_digest),
+                *toolchain.ingredients(target, os.environ),
+                *versions("jaxlib").items(),
+                ("format", str(bundle.FORMAT_VERSION)),
+            ),
+        )
+
+    def cached(self, spec: ProgramSpec) -> Lowered | None:
+        """A decoder's lowered program, where it is in the cache."""
+        result = self.cache.lookup(self.lower_key(spec))
+        return Lowered.from_json(result) if result is not None else None
+
+    def lower(self, spec: ProgramSpec) -> Lowered:
+        """Lowers a program, and keeps it in the cache.
+
+        Raises:
+            BuildError, ManifestError: it cannot be lowered.
+        """
+        if spec.kind == "call":
+            return self._store(self._lower_function(spec))
+        from prejit.compiler.lowering import lower_decoder
+
+        lowered = self._store(lower_decoder(self.model, self._shape, spec), asdict(self._shape))
+        blobs = [lowered.portable.digest, lowered.portable.raw_digest]
+        self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
+        return lowered
+
+    @cached_property
+    def _config(self) -> Any:
+        from prejit.compiler import models
+
+        return models.load_config(self.directory)
+
+    @cached_property
+    def model(self) -> Any:
+        """The decoder as an abstract flax module: shapes, no values."""
+        from prejit.compiler import models
+
+        return models.decoder(self._config)
+
+    @cached_property
+    def _shape(self) -> Any:
+        from prejit.compiler import models
+
+        return models.describe(self._config)
+
+    def _lower_function(self, spec: ProgramSpec) -> LoweredProgram:
+        from prejit.compiler.lowering import lower_function
+
+        section = next(p for p in self.manifest.programs if p.name == spec.section)
+        return lower_function(self._user[section.name], section, spec, self.manifest.path)
+
+    def _store(self, program: LoweredProgram, decoder: dict[str, Any] | None = None) -> Lowered:
+        raw = program.portable
+        frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(raw)
+        # The frame goes into the bundle, the program itself to the workers.
+        digest, raw_digest = self.cache.put_blob(frame), self.cache.put_blob(raw)
+        segment = Segment(0, len(frame), digest, len(raw), raw_digest)
+        return Lowered(
+            segment,
+            program.weights,
+            tuple(map(str, program.arguments)),
+            tuple(map(str, program.results)),
+            decoder,
+        )
+
+    def parameters(self) -> dict[str, Any]:
+        """Shapes and dtypes of the decoder's parameters, by name."""
+        from flax import nnx
+
+        from prejit.compiler import models
+
+        return models.flat_parameters(nnx.state(self.model))
+
+    def user_weights(self) -> dict[str, Mapping[str, np.ndarray[Any, Any]]]:
+        """The parameters of the user's functions, by section."""
+        return {name: user.values for name, user in self._user.items() if user.values}
+
+
+@cache
+def file_digest(path: Path) -> str:
+    """Digest of a file, from a receipt where it did not change since it was last hashed."""
+    receipts = Receipts(path.parent)
+    digest = receipts.digest_of(path)
+    receipts.save()
+    return digest
+
+
+@cache
+def source_digest() -> str:
+    """Digest of our own sources that decide what a decoder's program is."""
+    here = Path(__file__).parent
+    files = [here / "lowering.py", here / "sampling.py", *sorted((here / "models").glob("*.py"))]
+    hasher = hashlib.sha256()
+    for file in files:
+        hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return f"sha256:{hasher.hexdigest()}"
+
+
+@cache
+def _version(package: str) -> str:
+    return metadata.version(package)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of installed packages."""
+    return {package: _version(package) for package in packages}
+
+
+def _chosen(manifest: Manifest, only: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets to build, in the manifest's order."""
+    for name in only:
+        targets.target(name)
+        if name not in manifest.targets:
+            raise UsageError(
+                f"--target: expected one of {manifest.path}, {', '.join(manifest.targets)}; found {name!r}"
+            )
+    return tuple(name for name in manifest.targets if not only or name in only)

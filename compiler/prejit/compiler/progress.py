@@ -1,0 +1,264 @@
+"""What a build tells while it runs, on stderr: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import abc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TextIO, final
+
+HEARTBEAT_SECONDS = 10.0
+
+
+def open_progress(stream: TextIO | None = None) -> Progress:
+    """The display for a stream: live where it is a terminal that can redraw lines, else plain lines.
+
+    Args:
+        stream: where to; None: stderr. NO_COLOR is respected.
+    """
+    stream = stream or sys.stderr
+    if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", ""):
+        return Live(stream)
+    return Plain(stream)
+
+
+class Progress(abc.ABC):
+    """Counts and tells. Any thread may call it; use it as a context manager around a build."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._total = self._cached = self._finished = self._failed = 0
+        self._running: dict[str, float] = {}
+        self._start: float | None = None
+
+    def add(self, count: int = 1) -> None:
+        """There are more programs to get."""
+        with self._lock:
+            self._total += count
+            self._start = self._start or time.monotonic()
+
+    def cached(self) -> None:
+        """One of them was in the cache."""
+        with self._lock:
+            self._cached += 1
+
+    def started(self, program: str, target: str) -> None:
+        """A worker compiles a program."""
+        with self._lock:
+            self._running[_compiling(program, target)] = time.monotonic()
+
+    def finished(self, program: str, target: str) -> None:
+        """It has compiled it."""
+        with self._lock:
+            self._finished += 1
+            seconds = self._end(_compiling(program, target))
+            self._tell_finished(
+                f"compiled {program} for {target} in {seconds:.1f} s ({self._count()})"
+            )
+
+    def failed(self, program: str, target: str, reason: str) -> None:
+        """It could not."""
+        with self._lock:
+            self._failed += 1
+            seconds = self._end(_compiling(program, target))
+            first_line = reason.partition("\n")[0]
+            self._tell(
+                f"failed: {program} for {target} after {seconds:.1f} s: {first_line} ({self._count()})"
+            )
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        """Something else is under way: `lowering decode/b1-c128`, `hashing weights`."""
+        with self._lock:
+            self._running[label] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end(label)
+
+    def note(self, text: str) -> None:
+        """A line for the reader."""
+        with self._lock:
+            self._tell(text)
+
+    def summary(self) -> str:
+        """What came of it: `8 programs: 5 compiled, 2 cached, 1 failed in 12.3 s`."""
+        with self._lock:
+            parts = [f"{self._finished} compiled", f"{self._cached} cached"]
+            if self._failed:
+                parts.append(f"{self._failed} failed")
+            programs = "program" if self._total == 1 else "programs"
+            seconds = time.monotonic() - self._start if self._start else 0.0
+            return f"{self._total} {programs}: {', '.join(parts)} in {seconds:.1f} s"
+
+    @abc.abstractmethod
+    def _tell(self, text: str) -> None:
+        """Shows a line for good."""
+
+    @abc.abstractmethod
+    def _tell_finished(self, text: str) -> None:
+        """Shows that one program is done."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+    def _end(self, label: str) -> float:
+        now = time.monotonic()
+        return now - self._running.pop(label, now)
+
+    def _count(self) -> str:
+        return f"{self._finished + self._cached + self._failed}/{self._total}"
+
+    def _longest_running(self) -> list[tuple[str, float]]:
+        now = time.monotonic()
+        return [(label, now - since) for label, since in self._running.items()]
+
+    def _seconds_left(self) -> float | None:
+        """A guess: the rest takes as long a program as those did that had to be compiled."""
+        done = self._finished + self._failed
+        if not done or self._start is None:
+            return None
+        left = self._total - self._cached - done
+        return (time.monotonic() - self._start) / done * left
+
+
+@final
+class Quiet(Progress):
+    """Tells nothing."""
+
+    def _tell(self, text: str) -> None:
+        pass
+
+    def _tell_finished(self, text: str) -> None:
+        pass
+
+
+@final
+class Plain(Progress):
+    """A line for each finished program, and a heartbeat while nothing finishes."""
+
+    def __init__(self, stream: TextIO, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        super().__init__()
+        self._stream = stream
+        self._heartbeat_seconds = heartbeat_seconds
+        self._last_line = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Plain:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _tell(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+        self._last_line = time.monotonic()
+
+    def _tell_finished(self, text: str) -> None:
+        self._tell(text)
+
+    def _beat(self) -> None:
+        wait = self._heartbeat_seconds
+        while not self._stop.wait(wait):
+            with self._lock:
+                silent = time.monotonic() - self._last_line
+                wait = self._heartbeat_seconds - silent
+                if wait > 0:
+                    continue
+                wait = self._heartbeat_seconds
+                if running := self._longest_running():
+                    labels = ", ".join(
+                        f"{label} ({seconds:.0f} s)" for label, seconds in running[:4]
+                    )
+                    more = f" and {len(running) - 4} more" if len(running) > 4 else ""
+                    self._tell(f"still {labels}{more}; {self._count()}")
+
+
+@final
+class Live(Progress):
+    """What runs, what is done and how long the rest may take, redrawn four times a second."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        # Here and not above: where there is no terminal nobody waits for rich.
+        from rich.console import Console
+        from rich.live import Live as RichLive
+
+        self._console = Console(file=stream, highlight=False)
+        self._live = RichLive(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=4,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Live:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def _tell_finished(self, text: str) -> None:
+        pass  # the display counts it
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        with self._lock:
+            done = self._finished + self._cached + self._failed
+            left = self._seconds_left()
+            facts = [self._count()]
+            if self._cached:
+                facts.append(f"{self._cached} cached")
+            if self._failed:
+                facts.append(f"{self._failed} failed")
+            if left:
+                facts.append(f"about {left:.0f} s left")
+            running = sorted(self._longest_running(), key=lambda pair: -pair[1])
+            total = self._total
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            ProgressBar(total=max(total, 1), completed=done, width=30), Text(", ".join(facts))
+        )
+        lines = [Text(f"  {label} {seconds:.0f} s", style="dim") for label, seconds in running[:8]]
+        return Group(*([bar] if total else []), *lines)
+
+
+def _compiling(program: str, target: str) -> str:
+    return f"compiling {program} for {target}"

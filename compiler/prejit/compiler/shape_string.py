@@ -1,0 +1,82 @@
+"""Shape strings: how manifests write the dtype and shape of an array, `float32[{batch}, 128]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from prejit.compiler.wording import did_you_mean, shown
+from prejit.runtime.errors import ManifestError
+
+DTYPES = (
+    *("bool", "int1", "int2", "int4", "int8", "int16", "int32", "int64"),
+    *("uint1", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64"),
+    *(
+        "float4_e2m1fn",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+    ),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+)
+"""NumPy's and ml_dtypes' names of the element types that jax has."""
+
+MAX_SIZE = 2**31 - 1
+"""The largest bucket and the largest extent of an array: XLA indexes with 32 bits in places."""
+EXAMPLE = 'a shape such as "float32[{batch}, 128]"'
+SIZE = f"an integer from 1 to {MAX_SIZE}"
+
+_EXTENT = re.compile(r"\s*(?:([0-9]{1,10})|\{([A-Za-z_][A-Za-z0-9_]*)\})\s*", re.ASCII)
+
+
+def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape that a shape string means: `float32[{batch}, 128]`, `int32[]`.
+
+    Args:
+        text: the shape string.
+        buckets: the size of each variable.
+
+    Raises:
+        ManifestError: the text has another form, an unknown dtype, or a variable without a size.
+    """
+    try:
+        dtype, extents = split_shape(text)
+    except ValueError as error:
+        raise ManifestError(str(error)) from None
+    unknown = [name for name in extents if isinstance(name, str) and name not in buckets]
+    if unknown:
+        raise ManifestError(undefined(unknown[0], buckets))
+    return dtype, tuple(buckets[size] if isinstance(size, str) else size for size in extents)
+
+
+def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
+    """A shape string as its dtype and its extents; a variable stands as its name."""
+    match = re.fullmatch(r"\s*([^\[\]\s]+)\s*\[([^\[\]]*)\]\s*", text)
+    if match is None:
+        raise ValueError(f"expected {EXAMPLE}; found {shown(text)}")
+    dtype, inside = match.groups()
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"expected a dtype{did_you_mean(dtype, DTYPES)}, one of {', '.join(DTYPES)};"
+            f" found {shown(dtype)}"
+        )
+    extents: list[int | str] = []
+    for part in inside.split(",") if inside.strip() else ():
+        extent = _EXTENT.fullmatch(part)
+        if extent is None or (extent[1] and not 0 < int(extent[1]) <= MAX_SIZE):
+            raise ValueError(
+                f"expected {SIZE} or a bucket variable such as {{batch}} in {shown(text)};"
+                f" found {shown(part.strip())}"
+            )
+        extents.append(extent[2] or int(extent[1]))
+    return dtype, tuple(extents)
+
+
+def undefined(variable: str, defined: Iterable[str]) -> str:
+    """The error of a variable that has no sizes."""
+    known = f"defined: {', '.join(defined)}" if defined else "none is defined in buckets"
+    return f"undefined bucket variable {shown(variable)}{did_you_mean(variable, defined)}; {known}"

@@ -1,0 +1,82 @@
+"""Where a model comes from: a directory, or a repository of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
+
+_REFERENCE = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_TEXT = ("*.json", "LICENSE*")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors")
+_FLAX_WEIGHTS = ("flax_model.safetensors", "flax_model.msgpack")
+
+
+def resolve_source(source: str, base_directory: Path) -> Path:
+    """The directory of a model, fetched where it is not local.
+
+    Args:
+        source: a directory, or `hf://org/name`, or `hf://org/name@revision` with a branch, tag or commit.
+        base_directory: that a relative directory starts from: the manifest's.
+
+    Returns:
+        A directory in the Hugging Face layout; for hf:// a snapshot in the Hub's cache, which serves
+        without a network what it already holds (HF_HOME and HF_HUB_OFFLINE are honoured).
+
+    Raises:
+        ManifestError: no such directory, or no such reference.
+        NetworkError: the Hub does not answer, and the cache does not hold the snapshot.
+        CheckpointError: the Hub has no such repository or revision, or does not let us read it.
+    """
+    if source.startswith("hf:"):
+        match = _REFERENCE.fullmatch(source)
+        if match is None:
+            raise ManifestError(
+                f"model.source: expected hf://org/name or hf://org/name@revision, found {source!r}"
+            )
+        return _snapshot(match["repository"], match["revision"])
+    directory = base_directory / source
+    if not directory.is_dir():
+        raise ManifestError(
+            f"model.source: expected a directory, found none at {directory}",
+            hint="hf://org/name fetches a model from the Hugging Face Hub",
+        )
+    return directory
+
+
+def _snapshot(repository: str, revision: str | None) -> Path:
+    """A repository's snapshot, with the weights in one format only."""
+    directory = _fetch(repository, revision, _TEXT + _WEIGHTS)
+    if not any(directory.glob("model*.safetensors")):
+        directory = _fetch(repository, revision, _TEXT + _FLAX_WEIGHTS)
+    return directory
+
+
+def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    name = repository if revision is None else f"{repository}@{revision}"
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*patterns]))
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        gated = isinstance(error, errors.GatedRepoError)
+        raise CheckpointError(
+            f"hf://{name}: {constants.ENDPOINT} "
+            + ("does not let this account read it" if gated else "has no such repository or revision"),
+            hint="check the name, or log in with `hf auth login` if the repository is private or gated",
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        offline = constants.HF_HUB_OFFLINE
+        raise NetworkError(
+            f"hf://{name}: cannot fetch it from {constants.ENDPOINT} "
+            f"({'HF_HUB_OFFLINE is set' if offline else 'no connection'}), and the local cache "
+            f"{constants.HF_HUB_CACHE} does not hold it",
+            hint="download it on a machine with a network (hf download "
+            f"{repository} --local-dir DIR) and give the directory as the model's source",
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise NetworkError(
+            f"hf://{name}: fetching from {constants.ENDPOINT} failed: {error}",
+            hint="try again, or download it elsewhere and give the directory as the model's source",
+        ) from error
