@@ -13,6 +13,7 @@ turns this off.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 import os
@@ -141,6 +142,7 @@ class Device:
         Raises:
             RejectError: XLA does not accept the bytes.
         """
+        _register_library_calls(serialized)
         try:
             return Executable(self._client.deserialize_executable(serialized, self._devices, None))
         except Exception as error:
@@ -184,11 +186,33 @@ def to_jax(array: DeviceArray) -> Any:
     )
 
 
+def _register_library_calls(program: bytes) -> None:
+    """Registers the handlers of jaxlib's own library calls that a program makes.
+
+    `import jax` registers them all, and loads SciPy's LAPACK for it; few programs want them.
+    """
+    for library, mark in (("lapack", b"lapack_"), ("cpu_sparse", b"cpu_csr_")):
+        if mark in program:
+            _register_library(library)
+
+
+@functools.cache
+def _register_library(name: str) -> None:
+    xla_client, _ = _jaxlib()
+    library = importlib.import_module(f"jaxlib.{name}")
+    for platform, calls in library.registrations().items():
+        for call, handler, api_version in calls:
+            xla_client.register_custom_call_target(call, handler, platform, api_version=api_version)
+    if name == "lapack":
+        library._lapack.initialize()
+
+
 def _stablehlo_module(portable: bytes) -> Any:
     """The MLIR module of a versioned portable artifact, upgraded to this jaxlib's StableHLO."""
     from jaxlib.mlir import ir
 
     _, _jax = _jaxlib()
+    _register_library_calls(portable)
     with ir.Context():
         return _jax.mlir.deserialize_portable_artifact(portable)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
-from prejit.runtime import bundle, pytree
+from prejit.runtime import bundle, pytree, verify
 from prejit.runtime.bundle import Array, Config, Program
 from prejit.runtime.errors import UsageError
 from prejit.runtime.executable import Device, aligned_zeros, is_jax_array, to_jax, to_numpy
@@ -64,12 +64,15 @@ class Bundle:
         self._layers = layers
         self._device = Device()
         weights = layers.get(bundle.WEIGHTS_MEDIA_TYPE)
+        values = tensors(weights) if weights is not None else {}
+        portable = layers[bundle.PORTABLE_MEDIA_TYPE]
+        verify.check_weight_sets(config, values.keys(), (weights or portable).path)
         self._programs = Programs(
             config,
             self._device,
             layers[bundle.EXECUTABLES_MEDIA_TYPE] if matched else None,
-            layers[bundle.PORTABLE_MEDIA_TYPE],
-            tensors(weights) if weights is not None else {},
+            portable,
+            values,
         )
         self.load_seconds = time.perf_counter() - started
 
@@ -193,17 +196,18 @@ class Bundle:
         given = {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))}
         values = {path: _as_numpy(value) for path, value in given.items()}
         program = self._bucket_for(name, values)
-        inputs = [self._device.put(values[Array.parse(text).path]) for text in program.arguments]
+        arguments = self._programs.arguments(program.name)
+        paths = [result.path for result in self._programs.results(program.name)]
+        inputs = [self._device.put(values[argument.path]) for argument in arguments]
         results = self._programs[program.name].run(
             [*self._programs.weights(program.weights), *inputs]
         )
         convert = to_jax if any(map(is_jax_array, given.values())) else to_numpy
-        paths = [Array.parse(text).path for text in program.results]
         return pytree.unflatten(paths, [convert(result) for result in results])
 
     def runner_with_zeros(self, program: Program) -> Callable[[], object]:
         """A function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        arguments = [Array.parse(text) for text in program.arguments]
+        arguments = self._programs.arguments(program.name)
         inputs = [self._device.put(aligned_zeros(a.shape, dtype_of(a.dtype))) for a in arguments]
         executable = self._programs[program.name]
         weights = self._programs.weights(program.weights)
@@ -282,7 +286,7 @@ class Bundle:
             )
         complaints = []
         for program in buckets:
-            complaint = _complaint([Array.parse(text) for text in program.arguments], values)
+            complaint = _complaint(self._programs.arguments(program.name), values)
             if complaint is None:
                 return program
             complaints.append(f"{program.name}: {complaint}")
@@ -292,7 +296,7 @@ class Bundle:
         )
 
 
-def _complaint(wanted: list[Array], values: dict[pytree.Path, Any]) -> str | None:
+def _complaint(wanted: Sequence[Array], values: dict[pytree.Path, Any]) -> str | None:
     """Why a program does not take these arguments, or None."""
     for array in wanted:
         value = values.get(array.path)

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime import compile_cache, verify
-from prejit.runtime.bundle import Config, Program, Segment
+from prejit.runtime.bundle import Array, Config, Program, Segment
 from prejit.runtime.errors import RejectError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
@@ -84,6 +84,8 @@ class Programs:
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self._ready: dict[str, Executable] = {}
         self._reports: dict[str, ProgramReport] = {}
+        self._arguments: dict[str, tuple[Array, ...]] = {}
+        self._results: dict[str, tuple[Array, ...]] = {}
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
 
@@ -137,15 +139,34 @@ class Programs:
             return []
         with self._lock:
             if name not in self._weights_on_device:
-                tensors = self._config.weight_sets[name]
-                if unknown := [tensor for tensor in tensors if tensor not in self._weights]:
-                    raise RejectError(
-                        self._portable.path, f"no tensor {unknown[0]!r} in the weights"
-                    )
                 self._weights_on_device[name] = [
-                    self._device.put(self._weights[t]) for t in tensors
+                    self._device.put(self._weights[tensor])
+                    for tensor in self._config.weight_sets[name]
                 ]
             return self._weights_on_device[name]
+
+    def arguments(self, name: str) -> tuple[Array, ...]:
+        """Those arguments of a program that follow the weights, parsed when they are first wanted.
+
+        Raises:
+            RejectError: the program table spells one as the format does not.
+        """
+        return self._parsed(name, self.table[name].arguments, self._arguments)
+
+    def results(self, name: str) -> tuple[Array, ...]:
+        """The results of a program, parsed when they are first wanted. Raises as `arguments`."""
+        return self._parsed(name, self.table[name].results, self._results)
+
+    def _parsed(
+        self, name: str, texts: tuple[str, ...], known: dict[str, tuple[Array, ...]]
+    ) -> tuple[Array, ...]:
+        if name not in known:
+            try:
+                known[name] = tuple(map(Array.parse, texts))
+            except ValueError as error:
+                at = f"{self._config.bundle}: program table of {self._config.target}"
+                raise RejectError(at, f"{name}: {error}") from error
+        return known[name]
 
     def report(self) -> tuple[ProgramReport, ...]:
         """How each program was obtained, in the order of the table."""

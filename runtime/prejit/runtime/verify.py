@@ -7,7 +7,9 @@ what a later check is for. Each raises RejectError with the file at fault.
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from prejit.runtime.errors import RejectError
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
 MAX_WEIGHTS_HEADER_BYTES = 100 << 20
 """As the safetensors library caps it."""
+MAX_DIMENSIONS = 64
+"""As NumPy caps them."""
 
 
 def check_layout_file(content: bytes, path: str) -> None:
@@ -220,6 +224,13 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     return slices
 
 
+def check_weight_sets(config: Config, tensors: Collection[str], path: str) -> None:
+    """10. Every tensor of every weight set is in the weights layer."""
+    for name, members in config.weight_sets.items():
+        if missing := [tensor for tensor in members if tensor not in tensors]:
+            raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
+
+
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -229,14 +240,15 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
     (start, end), shape = entry["data_offsets"], entry["shape"]
-    if type(shape) is not list:
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
         raise TypeError(f"shape {shape}")
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise ValueError(f"shape {shape}")
     dtype, item_bytes = SAFETENSORS_DTYPES[entry["dtype"]]
-    size = item_bytes
-    for extent in shape:
-        if type(extent) is not int or not 0 <= extent < 1 << 63:
-            raise ValueError(f"shape {shape}")
-        size *= extent
+    # NumPy multiplies what is not 0, even where the array is empty.
+    if item_bytes * math.prod(extent or 1 for extent in shape) >= 1 << 63:
+        raise ValueError(f"shape {shape}")
+    size = item_bytes * math.prod(shape)
     if type(start) is not int or type(end) is not int or end - start != size:
         raise ValueError(f"data_offsets {start}, {end}")
     return TensorSlice(dtype, tuple(shape), data + start, data + end)
