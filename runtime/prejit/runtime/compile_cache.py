@@ -20,7 +20,7 @@ from prejit.runtime import bundle
 from prejit.runtime.errors import StoreError
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.layout import write_file
-from prejit.runtime.receipt import cache_root
+from prejit.runtime.receipt import cache_root, read_own
 
 _DIGEST_BYTES = 32
 
@@ -46,20 +46,17 @@ def compiled_here(
         if (kept := _read(path)) is not None:  # another process compiled it meanwhile
             return kept, False
         serialized = compile_program()
-        with contextlib.suppress(StoreError):  # a cache that cannot be written costs only time
+        with contextlib.suppress(
+            OSError, StoreError
+        ):  # a cache that cannot be written costs only time
             frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(serialized)
             write_file(path, hashlib.sha256(frame).digest() + frame)
+            path.chmod(0o600)
     return serialized, True
 
 
 def _read(path: Path) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.geteuid():
-                return None
-            content = file.read(bundle.MAX_PROGRAM_BYTES)
-    except OSError:
-        return None
+    content = read_own(path, bundle.MAX_PROGRAM_BYTES) or b""
     digest, frame = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(frame).digest() != digest:
         return None
@@ -83,7 +80,8 @@ def _lock(path: Path) -> Iterator[None]:
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks, such as some NFS
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

@@ -12,6 +12,7 @@ turns this off.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -44,18 +45,66 @@ class _DeferredPackage(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        state = self.__dict__
-        with state["_prejit_lock"]:
-            if not state["_prejit_running"]:
-                state["_prejit_running"] = True
-                self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
-                # No __getattr__ of ours any more. jax may have set one of its own (deprecations).
-                self.__class__ = ModuleType  # type: ignore[assignment]
+        self.__dict__["_prejit_deferral"].end()
         return getattr(self, name) if type(self) is ModuleType else _raise(self, name)
 
 
 def _raise(module: ModuleType, name: str) -> Any:
     raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+
+@final
+class _Deferral:
+    """When a deferred package's `__init__` runs: before anybody else imports any module of it.
+
+    jax's modules import each other in circles, and `jax/__init__` is the one place where to enter them; a bare
+    `import jax.export` fails. So this stands first on sys.meta_path as long as it lasts.
+    """
+
+    def __init__(self, package: ModuleType) -> None:
+        self._package = package
+        self._lock = threading.RLock()
+        self._ours = False
+        self._running = False
+
+    @contextlib.contextmanager
+    def imports_of_ours(self) -> Iterator[None]:
+        """What this thread imports meanwhile does not end the deferral; other threads' imports wait."""
+        with self._lock:
+            before, self._ours = self._ours, True
+            try:
+                yield
+            finally:
+                self._ours = before
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Finds nothing: runs `__init__` before the finders that follow look for a module of the package."""
+        if not name.startswith(f"{self._package.__name__}."):
+            return
+        # While another thread runs `__init__` we do not wait: it may itself wait for this import.
+        while not self._running:
+            if self._lock.acquire(timeout=0.01):
+                try:
+                    if not self._ours:
+                        self.end()
+                finally:
+                    self._lock.release()
+                return
+
+    def end(self) -> None:
+        """Runs `__init__`, once."""
+        with self._lock:
+            if self._running:
+                return  # in this very thread, or done
+            self._running = True
+            try:
+                self._package.__spec__.loader.exec_module(self._package)  # type: ignore[union-attr]
+            except BaseException:
+                self._running = False
+                raise
+            # No __getattr__ of ours any more. jax may have set one of its own (deprecations).
+            self._package.__class__ = ModuleType
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
 
 
 def _defer_jax() -> None:
@@ -65,9 +114,17 @@ def _defer_jax() -> None:
     if spec is None:
         return  # jaxlib says it better
     package = importlib.util.module_from_spec(spec)
-    package.__dict__.update(_prejit_lock=threading.RLock(), _prejit_running=False)
+    deferral = _Deferral(package)
+    package.__dict__["_prejit_deferral"] = deferral
     package.__class__ = _DeferredPackage
     sys.modules["jax"] = package
+    sys.meta_path.insert(0, deferral)  # type: ignore[arg-type]
+
+
+def _imports_of_ours() -> contextlib.AbstractContextManager[None]:
+    """While jaxlib imports the modules of jax that it needs."""
+    deferral = vars(sys.modules["jax"]).get("_prejit_deferral") if "jax" in sys.modules else None
+    return deferral.imports_of_ours() if deferral is not None else contextlib.nullcontext()
 
 
 @functools.cache
@@ -108,29 +165,29 @@ class Device:
         self._client = xla_client.make_cpu_client()
         self._device = self._client.devices()[0]
         self._devices = _jax.DeviceList((self._device,))
-        self._from_dlpack = _jax.dlpack_managed_tensor_to_buffer
+        self._sharding: Any = (
+            None  # made with the first array: its class is one of jax's 44 modules
+        )
+        self._made_arrays = False
         self.platform: str = self._device.platform
 
     def put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
         """The array on this device.
 
-        On a CPU nothing is copied where the data is C-contiguous, writable and aligned to 64 bytes: the
-        device then reads the caller's memory, which must not change while it is in use.
-        """
-        if not array.flags.c_contiguous or not array.flags.writeable:
-            array = np.array(array, order="C")
-        try:
-            return self._from_dlpack(array.__dlpack__(), self._device, None)
-        except BufferError:  # bfloat16, float8, int4: NumPy cannot say them in DLPack
-            return self._put_extended(array)
+        On a CPU nothing is copied where the data is C-contiguous and aligned to 64 bytes: the device then
+        reads the caller's memory, which must not change while it is in use.
 
-    def _put_extended(self, array: np.ndarray[Any, Any]) -> DeviceArray:
+        Not through DLPack: XLA's threads drop the last reference to an array when a program ends, NumPy's
+        DLPack deleter then takes the GIL, and while the interpreter shuts down that aborts the process.
+        jaxlib's own references are dropped without the GIL.
+        """
         _, _jax = _jaxlib()
         from jax._src import core, sharding_impls
 
-        sharding = sharding_impls.SingleDeviceSharding(self._device)
+        if self._sharding is None:
+            self._sharding = sharding_impls.SingleDeviceSharding(self._device)
         aval = core.ShapedArray(array.shape, array.dtype)
-        return _jax.batched_device_put(aval, sharding, [array], [self._device])
+        return _jax.batched_device_put(aval, self._sharding, [array], [self._device])
 
     def load(self, serialized: bytes, path: str) -> Executable:
         """Deserializes an executable. The bytes must have been verified: XLA crashes on damaged ones.

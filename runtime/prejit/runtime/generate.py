@@ -281,9 +281,12 @@ def run_rows(
     longest = max(len(prompt) for prompt in prompts)
     # The last token need not enter the cache, so a full context still gives one token.
     wanted = limit if max_new_tokens is None else longest + max_new_tokens - 1
-    session = Session(decoder, sampling, decoder.context_for(wanted))
-    batch = decoder.batch_for(len(prompts))
-    decoder.programs.prepare(decoder.decode_for(batch, session.context).name)
+    batch, context = decoder.batch_for(len(prompts)), decoder.context_for(wanted)
+    # XLA loads them in a thread while this one makes the first array, which imports parts of jax.
+    decoder.programs.prepare(
+        decoder.prefill_for(batch, context, longest).name, decoder.decode_for(batch, context).name
+    )
+    session = Session(decoder, sampling, context)
     live = [True] * len(prompts)
     count = 0
     tokens = session.prefill(prompts)

@@ -14,16 +14,18 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
 from prejit.runtime.fingerprint import Fingerprint, Verdict, compare
 from prejit.runtime.layout import Layout, digest_file
-from prejit.runtime.loaded import Bundle
-from prejit.runtime.programs import Layer
 from prejit.runtime.receipt import Receipts
+
+if TYPE_CHECKING:  # NumPy comes with them: what only reads a bundle does without
+    from prejit.runtime.loaded import Bundle
+    from prejit.runtime.programs import Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ def map_layers(layout: Layout, manifest: Manifest) -> dict[str, Layer]:
     Raises:
         RejectError: a layer is missing or of another size.
     """
+    from prejit.runtime.programs import Layer
+
     return {
         layer.mediaType: Layer(
             layout.map_blob(layer.digest, layer.size), layout.blob_path(layer.digest)
@@ -182,6 +186,8 @@ def load(
         RejectError: the bundle is damaged.
         MismatchError: this machine is no target, and on_mismatch is `error`.
     """
+    from prejit.runtime.loaded import Bundle
+
     started = time.perf_counter()
     if on_mismatch not in ("jit", "error"):
         raise UsageError(f"on_mismatch: expected 'jit' or 'error', found {on_mismatch!r}")

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -124,14 +125,15 @@ class Programs:
         return self._device.load(serialized, self._portable.path), "cached"
 
     def prepare(self, *names: str) -> None:
-        """Begins to make programs ready in threads of their own; errors show when they are wanted."""
-        for name in names:
-            if name not in self._ready:
-                threading.Thread(target=self._prepare, args=(name,), daemon=True).start()
+        """Begins to make programs ready, in this order, in a thread; errors show when they are wanted."""
+        wanted = [name for name in names if name not in self._ready]
+        if wanted:
+            threading.Thread(target=self._prepare, args=(wanted,), daemon=True).start()
 
-    def _prepare(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # the caller who wants the program meets it again
-            self[name]
+    def _prepare(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(Exception):  # the caller who wants the program meets it again
+                self[name]
 
     def weights(self, name: str | None) -> list[DeviceArray]:
         """The tensors of a weight set, on the device: the memory of the mapped file on a CPU."""

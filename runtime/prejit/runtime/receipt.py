@@ -2,8 +2,9 @@
 
 A receipt says: this process's user hashed this file, and it was right; the file's identity was this one.
 The identity holds ctime, which the kernel sets at every change and which no program can set back. So a
-receipt stops holding as soon as the file is written, replaced, copied or touched. It does not
-see a disk that decays below the file system: `prejit verify` always hashes.
+receipt stops holding as soon as the file is written, replaced, copied or touched. It does not see
+a disk that decays below the file system, nor a process that already held the file mapped for writing, with
+unsaved changes, when it was hashed: `prejit verify` always hashes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ SETTLED_SECONDS = 2.0
 """A file that changed less than this before it was hashed gets no receipt: a second change within the
 clock tick of the first would leave the same ctime ("racily clean" in git's terms)."""
 
+_MAX_BYTES = 64 << 20
+
 
 def cache_root() -> Path:
     """Where the runtime keeps what it can make again: `$PREJIT_RUNTIME_CACHE`, else the user's cache."""
@@ -32,6 +35,25 @@ def cache_root() -> Path:
         return Path(root)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "prejit" / "runtime"
+
+
+def read_own(path: Path, max_bytes: int) -> bytes | None:
+    """A cache file that only this process's user can have put there; None where there is none.
+
+    Others could forge what they can write, and where they can write names, link to files of ours.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        directory = os.open(path.parent, flags | os.O_DIRECTORY)
+        stack.callback(os.close, directory)
+        descriptor = os.open(path.name, flags, dir_fd=directory)
+        file = stack.enter_context(open(descriptor, "rb"))
+        for status in (os.fstat(directory), os.fstat(descriptor)):
+            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if status.st_uid != os.geteuid() or writable:
+                return None
+        return file.read(max_bytes)
+    return None
 
 
 @final
@@ -46,14 +68,10 @@ class Receipts:
         self._added = False
 
     def _read(self) -> dict[str, list[int]]:
-        with contextlib.suppress(OSError, ValueError):
-            with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                # Others could forge what they can write.
-                writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-                if status.st_uid == os.geteuid() and not writable:
-                    held = json.load(file)
-                    return held if isinstance(held, dict) else {}
+        content = read_own(self._path, _MAX_BYTES)
+        with contextlib.suppress(ValueError, RecursionError):
+            held = json.loads(content or b"")
+            return held if isinstance(held, dict) else {}
         return {}
 
     def holds(self, digest: str, identity: Identity) -> bool:
