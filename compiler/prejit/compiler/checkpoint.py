@@ -6,8 +6,9 @@ Torch naming and flax naming are both taken as they are published:
     flax    h.0.mlp.c_fc.kernel, .scale and .embedding for .weight; matrices (in, out) as flax.linen has
             them, or (out, in) as transformers' FlaxConv1D has them
 
-Our parameters are called as in torch, and matrices are (out, in). Opening reads no tensor and imports
-neither JAX nor transformers, so that a build that changes nothing stays fast.
+Our parameters are called as in torch; which of the matrices are (out, in) and which (in, out), the module
+says. Opening reads no tensor and imports neither JAX nor transformers, so that a build that changes
+nothing stays fast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from prejit.compiler.tensor_files import Tensor, read_parameters, tensors
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from prejit.compiler.models import Naming
+    from prejit.compiler.models import Naming, Parameter
 
 __all__ = ["Checkpoint", "open_checkpoint", "read_parameters", "resolve_source"]
 
@@ -43,7 +44,7 @@ class _Source:
 
     Attributes:
         published: its name in the file.
-        transposed: whether it is stored (in, out).
+        transposed: whether its layout there is not ours.
     """
 
     published: str
@@ -96,24 +97,18 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, _Source]:
-        from flax import nnx
-
         from prejit.compiler import models
 
         config = models.load_config(self.directory)
-        module = models.decoder(config)
-        shapes = {
-            name: leaf.shape for name, leaf in models.flat_parameters(nnx.state(module)).items()
-        }
+        parameters, naming = models.parameters(config), models.naming(config)
         published: dict[str, Tensor] = {}
         for file in self.files:
             if file.suffix != ".json":
                 published |= tensors(file)
-        naming = models.naming(config)
-        found, problems = _named(published, naming, shapes)
-        if naming.head not in shapes:
+        found, problems = _named(published, naming, parameters)
+        if naming.head not in parameters:
             problems += _tie(found, naming)
-        problems += _misfits(found, shapes)
+        problems += _misfits(found, parameters)
         if problems:
             raise CheckpointError(
                 f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
@@ -172,21 +167,19 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _named(
-    published: Mapping[str, Tensor], naming: Naming, shapes: Mapping[str, tuple[int, ...]]
+    published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
 ) -> tuple[dict[str, _Source], list[str]]:
     """Published tensors by the names of our parameters, and what is wrong with them."""
-    flax_in_out = not _kernels_are_out_in(published, naming, shapes)
+    kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
     found: dict[str, _Source] = {}
     problems = []
     for name, tensor in published.items():
         if name.endswith(naming.buffers):
             continue
         ours = _our_name(name, naming)
-        matrix = len(tensor.shape) == 2
-        if name.endswith(".kernel"):
-            transposed = matrix and flax_in_out
-        else:
-            transposed = matrix and name.endswith(naming.transposed)
+        in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
+        parameter = parameters.get(ours)
+        transposed = in_out != (parameter is not None and parameter.in_out)
         if ours in found:
             problems.append(f"both {found[ours].published} and {name} are given")
         elif tensor.dtype not in _FLOATS:
@@ -205,16 +198,15 @@ def _our_name(published: str, naming: Naming) -> str:
 
 
 def _kernels_are_out_in(
-    published: Mapping[str, Tensor], naming: Naming, shapes: Mapping[str, tuple[int, ...]]
+    published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
 ) -> bool:
     """Whether a flax checkpoint stores matrices (out, in), which those that are not square tell."""
-    kernels = {
-        _our_name(name, naming): tensor.shape
-        for name, tensor in published.items()
-        if name.endswith(".kernel")
-    }
-    votes = [shapes.get(name) == shape for name, shape in kernels.items() if len(set(shape)) == 2]
-    return bool(votes) and all(votes)
+    told = []
+    for name, tensor in published.items():
+        parameter = parameters.get(_our_name(name, naming))
+        if name.endswith(".kernel") and parameter and len(set(parameter.shape)) == 2:
+            told.append((tensor.shape == parameter.shape) != parameter.in_out)
+    return bool(told) and all(told)
 
 
 def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
@@ -230,18 +222,16 @@ def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
     return []
 
 
-def _misfits(
-    found: Mapping[str, _Source], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterable[str]:
+def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
     """What is missing, too many, or of another shape than the module's parameters."""
-    if missing := sorted(shapes.keys() - found.keys()):
+    if missing := sorted(parameters.keys() - found.keys()):
         yield f"missing {_listed(missing)}"
-    if unexpected := sorted(found[name].published for name in found.keys() - shapes.keys()):
+    if unexpected := sorted(found[name].published for name in found.keys() - parameters.keys()):
         yield f"unexpected {_listed(unexpected)}"
     wrong = [
-        f"{found[name].published} (expected {list(shape)}, found {list(found[name].shape)})"
-        for name, shape in shapes.items()
-        if name in found and found[name].shape != tuple(shape)
+        f"{found[name].published} (expected {list(parameter.shape)}, found {list(found[name].shape)})"
+        for name, parameter in parameters.items()
+        if name in found and found[name].shape != parameter.shape
     ]
     if wrong:
         yield f"of the wrong shape {_listed(wrong)}"

@@ -26,11 +26,13 @@ from prejit.compiler.cache_key import Key
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.target import Target
 from prejit.runtime import bundle
-from prejit.runtime.errors import BuildError, PrejitError, StoreError
+from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
 
 WORKER_BYTES = 1 << 30
 """Memory that a worker may need: 180 to 530 MB were measured for the programs of GPT-2 124M."""
 
+_ANSWER_SECONDS = 5.0
+"""How long a worker that said nothing usable may take to end by itself."""
 _LAST_LINES = 15
 _LAST_BYTES = 8 << 10
 
@@ -75,7 +77,11 @@ class Compiled:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Compiled:
-        """The inverse of `to_plain`."""
+        """The inverse of `to_plain`.
+
+        Raises:
+            RejectError: plain has other keys or types.
+        """
         return bundle.from_json(cls, bundle.to_json(plain), "build cache")
 
 
@@ -109,6 +115,19 @@ def compile_all(
         for job in jobs:
             pool.submit(job)
         return pool.results()
+
+
+def find_compiled(cache: Cache, key: Key) -> Compiled | None:
+    """The result of a compile that the cache holds, undamaged; None: it has to be compiled.
+
+    Raises:
+        StoreError: the cache cannot be read.
+    """
+    stored = cache.lookup(key, verify=True)
+    try:
+        return None if stored is None else Compiled.from_plain(stored)
+    except RejectError:  # written by a prejit that tells more or less of a program
+        return None
 
 
 def default_workers() -> int:
@@ -159,10 +178,10 @@ class CompilePool:
     def submit(self, job: CompileJob) -> None:
         """Takes a job: answers it from the cache, or compiles it as soon as a worker is free."""
         self._progress.add()
-        stored = self._cache.lookup(job.key, verify=True)
+        stored = find_compiled(self._cache, job.key)
         if stored is not None:
             with self._changed:
-                self._results[job.program, job.target.name] = Compiled.from_plain(stored)
+                self._results[job.program, job.target.name] = stored
             self._progress.cached()
             return
         with self._changed:
@@ -273,8 +292,7 @@ class CompilePool:
     def _error(self) -> PrejitError:
         failures = sorted(self._failures, key=lambda f: (f.job.program, f.job.target.name))
         total = len(failures) + len(self._results)
-        programs = "program" if total == 1 else "programs"
-        message = f"{len(failures)} of {total} {programs} did not compile\n" + "\n".join(
+        message = f"{len(failures)} of {total} programs did not compile\n" + "\n".join(
             f"  {line}" for failure in failures for line in str(failure).splitlines()
         )
         hints = {failure.hint for failure in failures if failure.hint}
@@ -329,7 +347,7 @@ class _Worker:
             store = error["code"] == StoreError.code
             return _Failure(job, error["message"], error["hint"], store=store)
         # Without an answer the process itself is gone, not only its fork that compiled.
-        code = answer["exit"] if answer else self._process.wait()
+        code = answer["exit"] if answer else self._exit_code()
         reason, hint = _death(code)
         return _Failure(job, reason, hint, self._last_lines(start))
 
@@ -356,6 +374,13 @@ class _Worker:
         stdin.flush()
         answer: dict[str, Any] = json.loads(stdout.readline())
         return answer
+
+    def _exit_code(self) -> int:
+        try:
+            return self._process.wait(timeout=_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:  # it lives, but what it said was no answer
+            self.kill()
+            return self._process.wait()
 
     def _last_lines(self, start: int) -> tuple[str, ...]:
         end = self._stderr.seek(0, os.SEEK_END)

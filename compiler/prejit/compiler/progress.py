@@ -33,14 +33,16 @@ class Progress(abc.ABC):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._total = self._cached = self._finished = self._failed = 0
-        self._running: dict[str, float] = {}
+        self._compiling: dict[str, float] = {}  # label: since when
+        self._phases: dict[str, float] = {}
+        self._seconds = 0.0  # spent on programs that are done
         self._start: float | None = None
 
     def add(self, count: int = 1) -> None:
         """There are more programs to get."""
         with self._lock:
             self._total += count
-            self._start = self._start or time.monotonic()
+            self._start = self._start or _now()
 
     def cached(self) -> None:
         """One of them was in the cache."""
@@ -50,13 +52,13 @@ class Progress(abc.ABC):
     def started(self, program: str, target: str) -> None:
         """A worker compiles a program."""
         with self._lock:
-            self._running[_compiling(program, target)] = time.monotonic()
+            self._compiling[_label(program, target)] = _now()
 
     def finished(self, program: str, target: str) -> None:
         """It has compiled it."""
         with self._lock:
             self._finished += 1
-            seconds = self._end(_compiling(program, target))
+            seconds = self._end(program, target)
             self._tell_finished(
                 f"compiled {program} for {target} in {seconds:.1f} s ({self._count()})"
             )
@@ -65,7 +67,7 @@ class Progress(abc.ABC):
         """It could not."""
         with self._lock:
             self._failed += 1
-            seconds = self._end(_compiling(program, target))
+            seconds = self._end(program, target)
             first_line = reason.partition("\n")[0]
             self._tell(
                 f"failed: {program} for {target} after {seconds:.1f} s: {first_line} ({self._count()})"
@@ -75,12 +77,12 @@ class Progress(abc.ABC):
     def phase(self, label: str) -> Iterator[None]:
         """Something else is under way: `lowering decode/b1-c128`, `hashing weights`."""
         with self._lock:
-            self._running[label] = time.monotonic()
+            self._phases[label] = _now()
         try:
             yield
         finally:
             with self._lock:
-                self._end(label)
+                self._phases.pop(label, None)
 
     def note(self, text: str) -> None:
         """A line for the reader."""
@@ -94,7 +96,7 @@ class Progress(abc.ABC):
             if self._failed:
                 parts.append(f"{self._failed} failed")
             programs = "program" if self._total == 1 else "programs"
-            seconds = time.monotonic() - self._start if self._start else 0.0
+            seconds = _now() - self._start if self._start else 0.0
             return f"{self._total} {programs}: {', '.join(parts)} in {seconds:.1f} s"
 
     @abc.abstractmethod
@@ -116,24 +118,31 @@ class Progress(abc.ABC):
     ) -> None:
         return None
 
-    def _end(self, label: str) -> float:
-        now = time.monotonic()
-        return now - self._running.pop(label, now)
+    def _end(self, program: str, target: str) -> float:
+        now = _now()
+        seconds = now - self._compiling.pop(_label(program, target), now)
+        self._seconds += seconds
+        return seconds
 
     def _count(self) -> str:
         return f"{self._finished + self._cached + self._failed}/{self._total}"
 
-    def _longest_running(self) -> list[tuple[str, float]]:
-        now = time.monotonic()
-        return [(label, now - since) for label, since in self._running.items()]
+    def _running(self) -> list[tuple[str, float]]:
+        """What is under way, what has run longest first: label and seconds."""
+        now = _now()
+        since = {**self._phases, **self._compiling}
+        longest_first = sorted(since, key=since.__getitem__)
+        return [(label, now - since[label]) for label in longest_first]
 
-    def _seconds_left(self) -> float | None:
+    def _seconds_left(self) -> float:
         """A guess: the rest takes as long a program as those did that had to be compiled."""
         done = self._finished + self._failed
-        if not done or self._start is None:
-            return None
+        if not done or not self._compiling:
+            return 0.0
+        now = _now()
         left = self._total - self._cached - done
-        return (time.monotonic() - self._start) / done * left
+        spent = sum(now - since for since in self._compiling.values())
+        return max(0.0, self._seconds / done * left - spent) / len(self._compiling)
 
 
 @final
@@ -155,7 +164,7 @@ class Plain(Progress):
         super().__init__()
         self._stream = stream
         self._heartbeat_seconds = heartbeat_seconds
-        self._last_line = time.monotonic()
+        self._last_line = _now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -174,7 +183,7 @@ class Plain(Progress):
 
     def _tell(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
-        self._last_line = time.monotonic()
+        self._last_line = _now()
 
     def _tell_finished(self, text: str) -> None:
         self._tell(text)
@@ -183,12 +192,12 @@ class Plain(Progress):
         wait = self._heartbeat_seconds
         while not self._stop.wait(wait):
             with self._lock:
-                silent = time.monotonic() - self._last_line
+                silent = _now() - self._last_line
                 wait = self._heartbeat_seconds - silent
                 if wait > 0:
                     continue
                 wait = self._heartbeat_seconds
-                if running := self._longest_running():
+                if running := self._running():
                     labels = ", ".join(
                         f"{label} ({seconds:.0f} s)" for label, seconds in running[:4]
                     )
@@ -248,9 +257,9 @@ class Live(Progress):
                 facts.append(f"{self._cached} cached")
             if self._failed:
                 facts.append(f"{self._failed} failed")
-            if left:
+            if left >= 1:
                 facts.append(f"about {left:.0f} s left")
-            running = sorted(self._longest_running(), key=lambda pair: -pair[1])
+            running = self._running()
             total = self._total
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
@@ -260,5 +269,9 @@ class Live(Progress):
         return Group(*([bar] if total else []), *lines)
 
 
-def _compiling(program: str, target: str) -> str:
+def _label(program: str, target: str) -> str:
     return f"compiling {program} for {target}"
+
+
+def _now() -> float:
+    return time.monotonic()

@@ -63,7 +63,11 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> 
         gated = isinstance(error, errors.GatedRepoError)
         raise CheckpointError(
             f"hf://{name}: {constants.ENDPOINT} "
-            + ("does not let this account read it" if gated else "has no such repository or revision"),
+            + (
+                "does not let this account read it"
+                if gated
+                else "has no such repository or revision"
+            ),
             hint="check the name, or log in with `hf auth login` if the repository is private or gated",
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:

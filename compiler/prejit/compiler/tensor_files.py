@@ -9,9 +9,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # NumPy then knows bfloat16
 import numpy as np
 
 from prejit.runtime.errors import CheckpointError
@@ -67,22 +69,19 @@ def read_parameters(path: Path) -> dict[str, Values]:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
-    def reader(name: str) -> Callable[[], Values]:
-        def read() -> Values:
-            try:
-                with safe_open(path, "np") as file:
-                    values: Values = file.get_tensor(name)
-            except (OSError, SafetensorError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
-            return values
-
-        return read
+    def read(name: str) -> Values:
+        try:
+            with safe_open(path, "np") as file:
+                values: Values = file.get_tensor(name)
+        except (OSError, SafetensorError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
+        return values
 
     try:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: Tensor(tuple(part.get_shape()), part.get_dtype(), reader(name))
+                name: Tensor(tuple(part.get_shape()), part.get_dtype(), partial(read, name))
                 for name, part in slices.items()
             }
     except FileNotFoundError as error:
@@ -97,8 +96,11 @@ def _msgpack(path: Path) -> dict[str, Tensor]:
     from flax import serialization, traverse_util
 
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            restored = serialization.msgpack_restore(content)  # type: ignore[arg-type]
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            restored = serialization.msgpack_restore(content)
         leaves = traverse_util.flatten_dict(restored, sep=".")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: expected a file, found none") from error
@@ -108,7 +110,7 @@ def _msgpack(path: Path) -> dict[str, Tensor]:
             hint="fetch the checkpoint again",
         ) from error
     return {
-        name: Tensor(np.shape(leaf), str(np.asarray(leaf).dtype), lambda leaf=leaf: np.asarray(leaf))
+        name: Tensor(np.shape(leaf), str(np.asarray(leaf).dtype), partial(np.asarray, leaf))
         for name, leaf in leaves.items()
     }
 

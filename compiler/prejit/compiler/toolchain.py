@@ -42,6 +42,8 @@ def environment(target: Target, inherited: Mapping[str, str]) -> dict[str, str]:
 def ingredients(target: Target, inherited: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The ingredients that a target and the build host add to the key of a compiled program.
 
+    Beside them a key needs the digest of the portable program, and the version of jaxlib.
+
     Args:
         target: what is compiled for.
         inherited: this process's environment.

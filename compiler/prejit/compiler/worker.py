@@ -158,13 +158,13 @@ def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def main() -> None:
+def main(compile_portable: Compile = executable.compile_portable) -> None:
     """`python -m prejit.compiler.worker CACHE`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what XLA or a plugin prints must not come between the answers
     executable.cross_compiles()  # imports jaxlib, once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
-    serve(Cache(Path(sys.argv[1])), executable.compile_portable, requests, answers)
+    serve(Cache(Path(sys.argv[1])), compile_portable, requests, answers)
 
 
 if __name__ == "__main__":

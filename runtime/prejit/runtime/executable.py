@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -38,73 +39,71 @@ jax is deferred."""
 
 @final
 class _DeferredPackage(ModuleType):
-    """Stands for a package whose `__init__` has not run; runs it when an attribute is first wanted.
+    """Stands for a package whose `__init__` has not run, and runs it when anybody else wants anything of it.
+
+    That is an attribute, or a module of it that was not imported before: jax's modules import each other in
+    circles, and a bare `import jax.export` fails where `__init__` was not the first to enter them.
 
     `importlib.util.LazyLoader` cannot do this: it would also run `__init__` for `import jax._src.config`,
     because the import system reads `jax.__path__` then.
     """
 
     def __getattr__(self, name: str) -> Any:
-        self.__dict__["_prejit_deferral"].end()
-        return getattr(self, name) if type(self) is ModuleType else _raise(self, name)
-
-
-def _raise(module: ModuleType, name: str) -> Any:
-    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        deferral: _Deferral = self.__dict__["_prejit_deferral"]
+        if name == "__path__":
+            return deferral.path()
+        deferral.end()
+        if type(self) is ModuleType:
+            return getattr(self, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 @final
 class _Deferral:
-    """When a deferred package's `__init__` runs: before anybody else imports any module of it.
-
-    jax's modules import each other in circles, and `jax/__init__` is the one place where to enter them; a bare
-    `import jax.export` fails. So this stands first on sys.meta_path as long as it lasts.
-    """
+    """Whether `__init__` of a deferred package has run, and who imports modules of it before that."""
 
     def __init__(self, package: ModuleType) -> None:
         self._package = package
+        self._path = package.__dict__.pop("__path__")
         self._lock = threading.RLock()
-        self._ours = False
-        self._running = False
+        self._begun = False
+        self._ours: int | None = None
+        package.__dict__["_prejit_deferral"] = self
+        package.__class__ = _DeferredPackage
 
     @contextlib.contextmanager
     def imports_of_ours(self) -> Iterator[None]:
-        """What this thread imports meanwhile does not end the deferral; other threads' imports wait."""
+        """What this thread imports meanwhile does not run `__init__`; others wait."""
         with self._lock:
-            before, self._ours = self._ours, True
+            before, self._ours = self._ours, threading.get_ident()
             try:
                 yield
             finally:
                 self._ours = before
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Finds nothing: runs `__init__` before the finders that follow look for a module of the package."""
-        if not name.startswith(f"{self._package.__name__}."):
-            return
-        # While another thread runs `__init__` we do not wait: it may itself wait for this import.
-        while not self._running:
-            if self._lock.acquire(timeout=0.01):
-                try:
-                    if not self._ours:
+    def path(self) -> Any:
+        """`__path__`, which the import system reads before it imports a module of the package."""
+        if self._ours != threading.get_ident():
+            # The reader holds the lock of the module that it imports, and a thread that runs `__init__` may
+            # want that one: do not wait for such a thread.
+            while not self._begun:
+                if self._lock.acquire(timeout=0.01):
+                    try:
                         self.end()
-                finally:
-                    self._lock.release()
-                return
+                    finally:
+                        self._lock.release()
+        return self._path
 
     def end(self) -> None:
         """Runs `__init__`, once."""
         with self._lock:
-            if self._running:
-                return  # in this very thread, or done
-            self._running = True
-            try:
-                self._package.__spec__.loader.exec_module(self._package)  # type: ignore[union-attr]
-            except BaseException:
-                self._running = False
-                raise
+            if self._begun:
+                return  # done, or in this very thread
+            self._begun = True
+            self._package.__dict__["__path__"] = self._path
+            self._package.__spec__.loader.exec_module(self._package)  # type: ignore[union-attr]
             # No __getattr__ of ours any more. jax may have set one of its own (deprecations).
             self._package.__class__ = ModuleType
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
 
 
 def _defer_jax() -> None:
@@ -114,11 +113,8 @@ def _defer_jax() -> None:
     if spec is None:
         return  # jaxlib says it better
     package = importlib.util.module_from_spec(spec)
-    deferral = _Deferral(package)
-    package.__dict__["_prejit_deferral"] = deferral
-    package.__class__ = _DeferredPackage
+    _Deferral(package)
     sys.modules["jax"] = package
-    sys.meta_path.insert(0, deferral)  # type: ignore[arg-type]
 
 
 def _imports_of_ours() -> contextlib.AbstractContextManager[None]:

@@ -103,6 +103,10 @@ def test_both_halves_of_the_seed_and_the_position_matter() -> None:
     logits = np.zeros((300, V), np.float32)
     base = np.zeros((300, 2))
     rows = np.arange(300)
-    for change in ({"seed": np.add(base, [1, 0])}, {"seed": np.add(base, [0, 1])}, {"position": rows + 1000}):
+    for change in (
+        {"seed": np.add(base, [1, 0])},
+        {"seed": np.add(base, [0, 1])},
+        {"position": rows + 1000},
+    ):
         same = {"seed": base, "position": rows}
         assert (draw(logits, **{**same, **change}) != draw(logits, **same)).mean() > 0.9

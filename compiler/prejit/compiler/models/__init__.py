@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,19 +18,29 @@ import jax
 from flax import nnx
 
 from prejit.compiler.models import gpt2, llama
-from prejit.compiler.models.decoder import DecoderConfig, KVCache, Naming, unsupported
+from prejit.compiler.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    KVCache,
+    Linear,
+    Naming,
+    unsupported,
+)
 from prejit.compiler.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
 __all__ = [
+    "Decoder",
     "DecoderConfig",
     "KVCache",
     "Naming",
+    "Parameter",
     "decoder",
     "describe",
     "flat_parameters",
     "load_config",
     "naming",
+    "parameters",
     "with_parameters",
 ]
 
@@ -38,6 +49,19 @@ _FAMILIES: dict[str, tuple[ModuleType, type[nnx.Module]]] = {
     "llama": (llama, llama.Llama),
 }
 """By model_type."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a decoder.
+
+    Attributes:
+        shape: of the array.
+        in_out: whether it is a matrix stored (in, out), where torch's Linear has (out, in).
+    """
+
+    shape: tuple[int, ...]
+    in_out: bool
 
 
 def load_config(directory: Path) -> Any:
@@ -97,7 +121,7 @@ def describe(config: Any) -> DecoderConfig:
 def decoder(config: Any) -> nnx.Module:
     """The model, abstract: its parameters are shapes without values.
 
-    It is called as model(tokens, start, length, cache); see GPT2.__call__.
+    It is called as Decoder says.
 
     Raises:
         CheckpointError: as describe.
@@ -105,6 +129,22 @@ def decoder(config: Any) -> nnx.Module:
     describe(config)
     module = _family(config)[1]
     return nnx.eval_shape(lambda: module(config))
+
+
+def parameters(config: Any) -> dict[str, Parameter]:
+    """The parameters of a model by name, in alphabetical order.
+
+    Raises:
+        CheckpointError: as describe.
+    """
+    module = decoder(config)
+    in_out = {
+        ".".join(map(str, (*path, "weight")))
+        for path, part in nnx.iter_modules(module)
+        if isinstance(part, Linear) and part.in_out
+    }
+    leaves = flat_parameters(nnx.state(module))
+    return {name: Parameter(leaf.shape, name in in_out) for name, leaf in leaves.items()}
 
 
 def naming(config: Any) -> Naming:

@@ -24,7 +24,6 @@ from prejit.compiler.models.decoder import (
     Naming,
     NewTokens,
     attention,
-    matmul,
     require,
     unsupported,
 )
@@ -34,7 +33,7 @@ NAMING = Naming(
     head="lm_head.weight",
     embedding="transformer.wte.weight",
     # transformers' Conv1D stores (in, out)
-    transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+    in_out=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
@@ -49,7 +48,8 @@ def describe(config: Any) -> DecoderConfig:
     require(config, "add_cross_attention", [False])
     if config.n_embd % config.n_head:
         raise unsupported(
-            config, f"n_embd: expected a multiple of n_head = {config.n_head}, found {config.n_embd}"
+            config,
+            f"n_embd: expected a multiple of n_head = {config.n_head}, found {config.n_embd}",
         )
     return DecoderConfig(
         family="gpt2",
@@ -73,21 +73,11 @@ class GPT2(nnx.Module):
     def __call__(
         self, tokens: jax.Array, start: jax.Array, length: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Logits after the new tokens, and the cache with them in it.
-
-        Args:
-            tokens: int32 [B, T]; of row b the first length[b] count, the rest is padding.
-            start: int32 [B]; position of tokens[b, 0].
-            length: int32 [B].
-            cache: holds the positions before start.
-
-        Returns:
-            float32 [B, V], for the last token of each row that counts, and the cache.
-        """
+        """See Decoder."""
         new = NewTokens(start, length, tokens.shape[1])
         x, cache = self.transformer(tokens, new, cache)
-        head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte
-        return matmul(x[:, 0], head.weight[...]), cache
+        head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte.logits
+        return head(x[:, 0]), cache
 
 
 class Transformer(nnx.Module):
@@ -104,7 +94,7 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         """Tokens [B, T] to the hidden state [B, 1, D] of the last token of each row."""
         x = self.wte(tokens) + self.wpe(new.positions)
-        layers = []
+        layers: list[LayerCache] = []
         for block, layer in zip(self.h, cache, strict=True):
             x, layer = block(x, new, layer, last=len(layers) == len(cache) - 1)
             layers.append(layer)

@@ -26,7 +26,6 @@ from prejit.compiler.models.decoder import (
     Naming,
     NewTokens,
     attention,
-    matmul,
     require,
     unsupported,
 )
@@ -76,21 +75,11 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: jax.Array, start: jax.Array, length: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Logits after the new tokens, and the cache with them in it.
-
-        Args:
-            tokens: int32 [B, T]; of row b the first length[b] count, the rest is padding.
-            start: int32 [B]; position of tokens[b, 0].
-            length: int32 [B].
-            cache: holds the positions before start.
-
-        Returns:
-            float32 [B, V], for the last token of each row that counts, and the cache.
-        """
+        """See Decoder."""
         new = NewTokens(start, length, tokens.shape[1])
         x, cache = self.model(tokens, new, cache)
-        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        return matmul(x[:, 0], head.weight[...]), cache
+        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens.logits
+        return head(x[:, 0]), cache
 
 
 class Transformer(nnx.Module):
@@ -108,7 +97,7 @@ class Transformer(nnx.Module):
         """Tokens [B, T] to the hidden state [B, 1, D] of the last token of each row."""
         x = self.embed_tokens(tokens)
         turns = rope.turns(self.rotary, new.positions)
-        layers = []
+        layers: list[LayerCache] = []
         for block, layer in zip(self.layers, cache, strict=True):
             x, layer = block(x, turns, new, layer, last=len(layers) == len(cache) - 1)
             layers.append(layer)
@@ -150,9 +139,7 @@ class Attention(nnx.Module):
         self.v_proj = Linear(width, keys, bias=bias)
         self.o_proj = Linear(queries, width, bias=bias)
 
-    def project(
-        self, x: jax.Array, turns: rope.Turns
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, turns: rope.Turns) -> tuple[jax.Array, jax.Array, jax.Array]:
         """X [B, T, D] to query [B, T, N, H], keys and values [B, T, K, H]; the first two turned."""
         query, keys, values = (
             projection(x).reshape(*x.shape[:2], -1, self.head_size)

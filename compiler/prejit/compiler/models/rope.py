@@ -22,7 +22,9 @@ import numpy as np
 
 from prejit.compiler.models.decoder import require, unsupported
 
-Frequencies = np.ndarray[Any, np.dtype[np.float32]]
+Frequencies = np.ndarray[Any, np.dtype[Any]]
+
+"""Float32 [H / 2]."""
 
 Turns = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles at new positions, each float32 [B, T, 1, H / 2]."""

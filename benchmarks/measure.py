@@ -1,0 +1,207 @@
+"""Fresh processes, their clock, and what is made of the samples. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import workload
+
+Sample = dict[str, Any]
+"""One process: seconds since exec of what it told (`first_seconds`, ...) and of its exit, what it said of
+itself, `cpu_seconds` and `rss_bytes`."""
+
+LIMIT_SECONDS = 1800
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is measured.
+
+    Attributes:
+        name: in tables.
+        command: of the process; its interpreter is this one's where it starts with a script's name.
+        environment: what is set for it.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of some samples."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without what would change a row unseen."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "PREJIT_", "OMP_", "OPENBLAS_"))
+    }
+    return {**kept, **more}
+
+
+def run_once(row: Row, poll_memory: bool = False) -> Sample:
+    """Runs a fresh process; the clock starts just before it does.
+
+    Args:
+        row: what to run.
+        poll_memory: read its anonymous memory every 2 ms, which disturbs its times a little.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    command = [*row.command]
+    if command[0].endswith(".py"):
+        command = [sys.executable, str(HERE / command[0]), *command[1:]]
+    sample: Sample = {}
+    with tempfile.TemporaryFile("w+") as errors:
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment(row.environment),
+        )
+        assert process.stdout is not None
+        watchdog = threading.Timer(LIMIT_SECONDS, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        if poll_memory:
+            peak = _peak_anonymous_bytes(process.pid)
+        output = []
+        for line in process.stdout:
+            now = time.perf_counter() - started
+            output.append(line)
+            word, _, facts = line.partition(" ")
+            if word.strip() in workload.EVENTS:
+                sample[f"{word.strip().lower()}_seconds"] = now
+                sample |= json.loads(facts or "{}")
+        if poll_memory:
+            sample["peak_anonymous_bytes"] = peak()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        watchdog.cancel()
+        sample["exit_seconds"] = time.perf_counter() - started
+        sample["cpu_seconds"] = usage.ru_utime + usage.ru_stime
+        sample["rss_bytes"] = usage.ru_maxrss << 10
+        sample["output"] = "" if "last_seconds" in sample else "".join(output)
+        if process.returncode:
+            errors.seek(0)
+            print(errors.read()[-4000:], file=sys.stderr)
+            raise SystemExit(f"{row.name}: exit status {process.returncode}: {' '.join(command)}")
+    return sample
+
+
+def _peak_anonymous_bytes(pid: int) -> Any:
+    """Watches a process; the function that is returned waits for its end and gives the peak."""
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while True:
+            try:
+                with open(f"/proc/{pid}/status", encoding="ascii") as file:
+                    line = next((line for line in file if line.startswith("RssAnon:")), None)
+            except (OSError, ValueError):
+                return
+            if line is None:  # it has exited
+                return
+            peak = max(peak, int(line.split()[1]) << 10)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def result() -> int:
+        thread.join()
+        return peak
+
+    return result
+
+
+def interleave(rows: Sequence[Row], runs: int) -> dict[str, list[Sample]]:
+    """Runs every row in turn, round after round, so that all see the same machine.
+
+    The first round is thrown away (it fills the page cache and JAX's persistent cache). Each round begins
+    with another row.
+
+    Returns:
+        The samples of each row.
+    """
+    samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
+    for number in range(runs + 1):
+        turn = number % len(rows)
+        for row in [*rows[turn:], *rows[:turn]]:
+            sample = run_once(row)
+            if number:
+                samples[row.name].append(sample)
+            what = f"round {number}/{runs}" if number else "warm-up  "
+            if sample["exit_seconds"] > 1:
+                progress(f"{what}  {row.name}: {sample['exit_seconds']:.1f} s")
+    return samples
+
+
+def spread(samples: Sequence[Sample], key: str) -> Spread:
+    """The spread of one figure of some samples."""
+    return Spread.of([sample[key] for sample in samples])
+
+
+def progress(text: str) -> None:
+    """One line for whoever waits."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """What this machine is, and what else runs on it."""
+    cpu: dict[str, str] = {}
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            cpu.setdefault(name.strip(), value.strip())
+    with open("/proc/meminfo", encoding="ascii") as file:
+        memory = int(file.readline().split()[1]) << 10
+    flags = cpu.get("flags", "").split()
+    return {
+        "cpu": cpu.get("model name", os.uname().machine),
+        "family_model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
+        "cores": len(os.sched_getaffinity(0)),
+        "avx512": "avx512f" in flags,
+        "memory_bytes": memory,
+        "kernel": os.uname().release,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of the packages that matter and of this checkout."""
+    from importlib.metadata import version
+
+    found = {name: version(name) for name in ("jax", "jaxlib", "numpy", "prejit")}
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {"python": sys.version.split()[0], **found, "revision": revision or "none"}

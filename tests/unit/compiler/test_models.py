@@ -1,0 +1,344 @@
+"""The decoder families: what a call does to cache and logits, names, and refusals. Values: tests/parity."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler import models
+from prejit.runtime.errors import CheckpointError
+
+Arrays = np.ndarray[Any, Any]
+
+CONTEXT = 20
+BLOCK = 7
+CLOSE = 1e-5
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 29,
+    "n_positions": CONTEXT,
+    "n_embd": 12,
+    "n_head": 3,
+    "n_layer": 2,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 29,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}
+
+families = pytest.mark.parametrize("family", CONFIGS)
+quick = partial(settings, deadline=None, derandomize=True, max_examples=25)
+
+
+class Model:
+    """A family at its test size with random weights, and its call compiled for any shapes."""
+
+    def __init__(self, config: Any) -> None:
+        self.shape = models.describe(config)
+        self.graph, self.state = nnx.split(models.decoder(config))
+        random = np.random.default_rng(0)
+        self.weights = {
+            name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
+            for name, leaf in models.flat_parameters(self.state).items()
+        }
+        options = {"xla_backend_optimization_level": 0}
+        self._call = jax.jit(self.call, compiler_options=options)
+
+    def call(self, weights: Any, *arguments: Any) -> Any:
+        return nnx.merge(self.graph, models.with_parameters(self.state, weights))(*arguments)
+
+    def __call__(
+        self, tokens: Arrays, start: Arrays, length: Arrays, cache: Any
+    ) -> tuple[Arrays, Any]:
+        logits, cache = self._call(self.weights, tokens, start, length, cache)
+        return np.asarray(logits), jax.tree.map(np.asarray, cache)
+
+    def cache(self, batch: int, fill: float = 0.0) -> Any:
+        size = (batch, self.shape.num_kv_heads, CONTEXT, self.shape.head_size)
+        layer = np.full(size, fill, np.float32)
+        return ((layer, layer),) * self.shape.num_layers
+
+    def feed(self, tokens: Arrays, chunks: list[int], block: int, fill: float = 0.0) -> Arrays:
+        """Logits [V] after one row's tokens, fed in chunks."""
+        cache, start = self.cache(1, fill), 0
+        for size in chunks:
+            padded = np.full((1, 1 if size == 1 else block), 28, np.int32)
+            padded[0, :size] = tokens[start : start + size]
+            logits, cache = self(padded, int32(start), int32(size), cache)
+            start += size
+        assert start == len(tokens)
+        result: Arrays = logits[0]
+        return result
+
+
+def int32(*values: int) -> Arrays:
+    return np.array(values, np.int32)
+
+
+def random_tokens(seed: int, *shape: int) -> Arrays:
+    return np.random.default_rng(seed).integers(0, 29, shape, dtype=np.int32)
+
+
+@cache
+def model(family: str) -> Model:
+    return Model(config(CONFIGS[family]))
+
+
+def config(values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
+
+
+# --- What a call does ------------------------------------------------------------------------------
+
+
+@families
+@quick()
+@given(
+    chunks=st.lists(st.integers(1, BLOCK), min_size=1).filter(lambda sizes: sum(sizes) <= CONTEXT),
+    seed=st.integers(0, 9),
+)
+def test_any_split_into_chunks_gives_the_logits_of_one_pass(
+    family: str, chunks: list[int], seed: int
+) -> None:
+    tokens = random_tokens(seed, sum(chunks))
+    once = model(family).feed(tokens, [len(tokens)], CONTEXT)
+    assert np.abs(model(family).feed(tokens, chunks, BLOCK) - once).max() < CLOSE
+
+
+@families
+@quick()
+@given(
+    lengths=st.lists(st.integers(1, BLOCK), min_size=3, max_size=3),
+    starts=st.lists(st.integers(0, BLOCK), min_size=3, max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_rows_of_different_lengths_equal_the_rows_alone(
+    family: str, lengths: list[int], starts: list[int], seed: int
+) -> None:
+    before, after = random_tokens(seed, 3, BLOCK), random_tokens(seed + 10, 3, BLOCK)
+    _, cache = model(family)(before, int32(0, 0, 0), int32(*starts), model(family).cache(3))
+    together, _ = model(family)(after, int32(*starts), int32(*lengths), cache)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        tokens = np.concatenate([before[row, :start], after[row, :length]])
+        chunks = [start, length] if start else [length]
+        alone = model(family).feed(tokens, chunks, BLOCK)
+        assert np.abs(together[row] - alone).max() < CLOSE
+
+
+@families
+@quick()
+@given(
+    block=st.sampled_from([1, BLOCK]),
+    rows=st.lists(
+        st.tuples(st.integers(0, CONTEXT + 2), st.integers(0, BLOCK)), min_size=2, max_size=2
+    ),
+)
+def test_exactly_the_valid_tokens_within_the_cache_are_written(
+    family: str, block: int, rows: list[tuple[int, int]]
+) -> None:
+    starts, lengths = zip(*((start, min(length, block)) for start, length in rows), strict=True)
+    marked = model(family).cache(2, fill=7.0)
+    tokens = random_tokens(0, 2, block)
+    _, cache = model(family)(tokens, int32(*starts), int32(*lengths), marked)
+    for array in jax.tree.leaves(cache):
+        for row in range(2):
+            changed = np.flatnonzero((array[row] != 7.0).any((0, 2)))
+            end = min(starts[row] + lengths[row], CONTEXT)
+            assert changed.tolist() == list(range(starts[row], end))
+
+
+@families
+def test_a_block_that_would_run_past_the_end_is_not_shifted(family: str) -> None:
+    tokens = random_tokens(3, CONTEXT)
+    once = model(family).feed(tokens, [CONTEXT], CONTEXT)
+    # 5 x 4 tokens: the last block starts at 16 and is 7 wide, so its padding lies beyond 20
+    assert np.abs(model(family).feed(tokens, [4] * 5, BLOCK) - once).max() < CLOSE
+
+
+@families
+def test_what_lies_behind_a_token_in_the_cache_is_not_read(family: str) -> None:
+    tokens = random_tokens(4, 9)
+    clean = model(family).feed(tokens, [5, 1, 3], BLOCK)
+    used = model(family).feed(tokens, [5, 1, 3], BLOCK, fill=1e3)
+    assert np.array_equal(clean, used)
+
+
+@families
+@pytest.mark.parametrize("batch", [1, 2])
+def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: int) -> None:
+    small = model(family)
+    slots = 512
+
+    def decode(weights: Any, token: Any, position: Any, cache: Any) -> Any:
+        return small.call(weights, token[:, None], position, jnp.ones_like(position), cache)
+
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    layer = jax.ShapeDtypeStruct(
+        (batch, small.shape.num_kv_heads, slots, small.shape.head_size), "float32"
+    )
+    cache = ((layer, layer),) * small.shape.num_layers
+    tokens = jax.ShapeDtypeStruct((batch, 2), jnp.int32)
+    for function, arguments in (
+        (decode, (small.weights, row, row, cache)),
+        (small.call, (small.weights, tokens, row, row, cache)),
+    ):
+        compiled = jax.jit(function, donate_argnums=len(arguments) - 1).lower(*arguments).compile()
+        whole = rf"f32\[(\d+,)*{slots},{small.shape.head_size}\]\S* (copy|transpose)\("
+        assert not re.findall(whole, compiled.as_text())
+        memory, cache_bytes = compiled.memory_analysis(), 4 * layer.size * 2 * len(cache)
+        assert memory.alias_size_in_bytes == cache_bytes
+        assert memory.temp_size_in_bytes < cache_bytes / 2
+
+
+# --- Parameters ------------------------------------------------------------------------------------
+
+
+def test_parameters_have_the_published_names_and_are_shapes_alone() -> None:
+    gpt2 = models.flat_parameters(model("gpt2").state)
+    llama = models.flat_parameters(model("llama").state)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in gpt2.values())
+    assert gpt2["transformer.h.1.attn.c_proj.weight"].shape == (12, 12)
+    assert gpt2["transformer.ln_f.bias"].shape == (12,)
+    assert llama["model.layers.1.self_attn.k_proj.weight"].shape == (12, 12)
+    assert llama["model.embed_tokens.weight"].shape == (29, 12)
+    assert list(gpt2) == sorted(gpt2)
+
+
+@families
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:
+    untied = models.decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
+    assert "lm_head.weight" not in model(family).weights
+    assert "lm_head.weight" in models.flat_parameters(nnx.state(untied))
+
+
+def test_a_matrix_is_stored_as_its_parameter_says() -> None:
+    """(out, in), or (in, out) where XLA:CPU streams that faster: short inputs, more and not too many outputs."""
+    parameters = models.parameters(
+        config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False})
+    )
+    stored = {
+        name.removeprefix("transformer.h.0."): (parameter.shape, parameter.in_out)
+        for name, parameter in parameters.items()
+    }
+    assert stored["attn.c_attn.weight"] == ((12, 36), True)
+    assert stored["attn.c_attn.bias"] == ((36,), False)
+    assert stored["attn.c_proj.weight"] == ((12, 12), False)
+    assert stored["mlp.c_fc.weight"] == ((12, 48), True)
+    assert stored["mlp.c_proj.weight"] == ((12, 48), False)
+    assert stored["lm_head.weight"] == stored["transformer.wte.weight"] == ((5000, 12), False)
+
+
+def test_parameters_of_any_module_are_replaced_by_name() -> None:
+    class Own(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)) for _ in range(11)])
+
+    graph, state = nnx.split(Own())
+    flat = models.flat_parameters(state)
+    assert list(flat)[:3] == ["layers.0.bias", "layers.0.kernel", "layers.1.bias"]
+    marked = {name: np.full(leaf.shape, place) for place, (name, leaf) in enumerate(flat.items())}
+    module = nnx.merge(graph, models.with_parameters(state, marked))
+    place = list(flat).index("layers.10.kernel")
+    assert (module.layers[10].kernel[...] == place).all()
+
+
+# --- What is told of a model, and refused ----------------------------------------------------------
+
+
+def test_the_description_holds_what_the_runtime_needs() -> None:
+    assert models.describe(config(LLAMA)) == models.DecoderConfig(
+        family="llama",
+        vocab_size=29,
+        num_layers=2,
+        num_kv_heads=2,
+        head_size=6,
+        cache_dtype="float32",
+        max_positions=CONTEXT,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("gpt2", {"activation_function": "gelu_ne"}, 'found "gelu_ne" (did you mean "gelu_new"?)'),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: expected false, found true"),
+        ("gpt2", {"n_head": 5}, "n_embd: expected a multiple of n_head = 5, found 12"),
+        ("llama", {"hidden_act": "mish"}, "hidden_act: expected"),
+        ("llama", {"num_key_value_heads": 3}, "expected a divisor of num_attention_heads = 4"),
+        ("llama", {"head_dim": 3}, "head_dim: expected an even number, found 3"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "lama3", "factor": 2.0}},
+            'found "lama3" (did you mean "llama3"?)',
+        ),
+        (
+            "llama",
+            {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor: expected 1.0, found 0.5",
+        ),
+    ],
+)
+def test_a_setting_that_is_not_built_is_named(
+    family: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        models.decoder(models.load_config(tmp_path))
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot read"),
+        ("{", "cannot read"),
+        ("[]", "model_type: expected one of"),
+        ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
+        ('{"model_type": "gpt2", "n_head": "x"}', "n_head"),
+        ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),
+        (
+            '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}',
+            "low_freq_factor",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused(
+    text: str | None, said: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        models.load_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:
+    large = {**LLAMA, "hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    parameters = models.flat_parameters(nnx.state(models.decoder(models.load_config(tmp_path))))
+    assert parameters["model.layers.2.mlp.up_proj.weight"].shape == (2**18, 2**16)

@@ -1,0 +1,153 @@
+"""Progress: lines where nobody looks, a live display where somebody does."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+
+from prejit.compiler import progress as progress_module
+from prejit.compiler.progress import Live, Plain, Progress, Quiet, open_progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """A clock that somebody sets."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def build(progress: Progress) -> None:
+    """A build of four programs: one cached, two compiled, one failed."""
+    progress.add(4)
+    progress.cached()
+    for program in ("a", "b", "c"):
+        progress.started(program, "cpu-host")
+    progress.finished("a", "cpu-host")
+    progress.failed("b", "cpu-host", "XLA does not like it\nat all")
+    progress.finished("c", "cpu-host")
+
+
+def without_times(text: str) -> str:
+    """The text with every number of seconds as N."""
+    return re.sub(r"\d+(\.\d+)? s\b", "N s", text)
+
+
+def test_plain_lines_tell_every_program_once() -> None:
+    stream = io.StringIO()
+    with Plain(stream) as progress:
+        build(progress)
+        progress.note("packed 3 programs")
+    assert without_times(stream.getvalue()) == (
+        "compiled a for cpu-host in N s (2/4)\n"
+        "failed: b for cpu-host after N s: XLA does not like it (3/4)\n"
+        "compiled c for cpu-host in N s (4/4)\n"
+        "packed 3 programs\n"
+    )
+    assert without_times(progress.summary()) == "4 programs: 2 compiled, 1 cached, 1 failed in N s"
+
+
+def test_silence_is_broken_by_a_heartbeat() -> None:
+    stream = io.StringIO()
+    with Plain(stream, heartbeat_seconds=0.03) as progress:
+        time.sleep(0.1)
+        assert stream.getvalue() == ""  # nothing runs: nothing to tell
+        progress.add(1)
+        with progress.phase("lowering decode"):
+            time.sleep(0.2)
+        told = stream.getvalue()
+        time.sleep(0.1)
+    assert 1 <= without_times(told).count("still lowering decode (N s); 0/1\n") <= 7
+    assert stream.getvalue() == told
+
+
+def test_a_heartbeat_of_many_names_a_few() -> None:
+    stream = io.StringIO()
+    with Plain(stream, heartbeat_seconds=0.03) as progress:
+        for number in range(6):
+            progress.started(f"p{number}", "t")
+        time.sleep(0.15)
+    assert "compiling p3 for t (N s) and 2 more; 0/0\n" in without_times(stream.getvalue())
+    assert "p4" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stream", "term", "kind"),
+    [
+        (Terminal(), "xterm-256color", Live),
+        (Terminal(), "dumb", Plain),
+        (Terminal(), None, Plain),
+        (io.StringIO(), "xterm-256color", Plain),
+    ],
+)
+def test_only_a_terminal_that_can_redraw_gets_the_live_display(
+    stream: io.StringIO, term: str | None, kind: type[Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TERM", raising=False)
+    if term:
+        monkeypatch.setenv("TERM", term)
+    assert type(open_progress(stream)) is kind
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_the_live_display_shows_what_runs_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, no_color: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(progress_module, "_now", clock := Clock())
+    stream = Terminal()
+    with open_progress(stream) as progress:
+        build(progress)
+        clock.seconds = 60.0
+        progress.add(1)
+        progress.started("[bold]d[/bold]", "cpu-host")
+        progress.note("[red]note[/red] [/]")
+        time.sleep(0.3)
+    text = stream.getvalue()
+    plain = without_times(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
+    assert "failed: b for cpu-host after N s: XLA does not like it (3/4)" in plain
+    assert "[red]note[/red] [/]" in plain
+    assert "4/5, 1 cached, 1 failed" in plain
+    assert "compiling [bold]d[/bold] for cpu-host N s" in plain
+    colours = re.findall(r"\x1b\[(?:3|4|9)[0-9][;m]|\x1b\[38;", text)
+    assert bool(colours) != no_color
+
+
+def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_now", clock := Clock())
+    progress = Quiet()
+    progress.add(6)
+    progress.cached()
+    progress.started("a", "t")
+    assert progress._seconds_left() == 0  # nothing to go by
+    clock.seconds = 10.0
+    progress.finished("a", "t")
+    progress.started("b", "t")
+    progress.started("c", "t")
+    assert progress._seconds_left() == 20  # 4 programs of 10 s, 2 side by side
+    clock.seconds = 16.0
+    assert progress._seconds_left() == 14
+    clock.seconds = 60.0
+    assert progress._seconds_left() == 0
+
+
+def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    with Quiet() as progress:
+        build(progress)
+    assert capsys.readouterr() == ("", "")
+    assert progress.summary().startswith("4 programs: 2 compiled")

@@ -1,0 +1,244 @@
+"""The format's text: canonical JSON in both directions, and the notation of arrays."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import bundle, verify
+from prejit.runtime.bundle import Array, Config, Descriptor, Index, Manifest, Requirement
+from prejit.runtime.errors import RejectError
+from prejit.runtime.fingerprint import Fingerprint
+
+PATH = "somewhere/index.json"
+FORMAT_CLASSES = [Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
+
+quick = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def index() -> bytes:
+    """The index of a bundle of two targets, small enough to try each of its bytes."""
+    targets = tuple(
+        Descriptor(
+            bundle.MANIFEST_MEDIA_TYPE,
+            bundle.digest_of(name.encode()),
+            1234,
+            artifactType=bundle.ARTIFACT_TYPE,
+            platform={"architecture": "amd64", "os": "linux"},
+            annotations={
+                bundle.REF_NAME: name,
+                bundle.REQUIREMENT: '{"jaxlib":"0.0"}',
+            },
+        )
+        for name in ("cpu-host", "cpu-é")
+    )
+    return bundle.encode_index("demo", targets)
+
+
+@pytest.mark.parametrize("cls", FORMAT_CLASSES)
+@quick
+@given(data=st.data())
+def test_what_is_written_is_read_back(cls: type[Any], data: st.DataObject) -> None:
+    value = data.draw(st.from_type(cls))
+    content = bundle.to_json(value)
+    assert bundle.from_json(cls, content, PATH) == value
+    assert content.isascii()
+
+
+@quick
+@given(config=st.from_type(Config), position=st.floats(0, 1, exclude_max=True))
+def test_white_space_anywhere_is_not_canonical(config: Config, position: float) -> None:
+    content = bundle.to_json(config)
+    at = int(position * len(content))
+    for spaced in (content[:at] + b" " + content[at:], content + b"\n", b"\xef\xbb\xbf" + content):
+        try:
+            read = bundle.from_json(Config, spaced, PATH)
+        except RejectError:
+            continue
+        # A space within a string is another value, and then this is its only spelling.
+        assert read != config
+        assert bundle.to_json(read) == spaced
+
+
+def test_any_changed_byte_of_an_index_is_noticed(index: bytes) -> None:
+    verify.check_index(index, PATH)
+    generator = random.Random(1)
+    for at in range(len(index)):
+        for changed in {index[at] ^ 1 << generator.randrange(8), generator.randrange(256)}:
+            if changed != index[at]:
+                damaged = index[:at] + bytes([changed]) + index[at + 1 :]
+                with pytest.raises(RejectError, match=PATH):
+                    verify.check_index(damaged, PATH)
+
+
+def test_a_lost_doubled_or_added_byte_of_an_index_is_noticed(index: bytes) -> None:
+    for at in range(len(index)):
+        for damaged in (
+            index[:at] + index[at + 1 :],
+            index[:at],
+            index[:at] + index[at : at + 1] + index[at:],
+            index[:at] + b"0" + index[at:],
+        ):
+            with pytest.raises(RejectError):
+                verify.check_index(damaged, PATH)
+
+
+GOOD = b'{"architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1","platform":"cpu"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "expected JSON"),
+        (b"\xff\xfe", "expected JSON"),
+        (b"nonsense", "expected JSON"),
+        (b"[" * 100_000, "expected JSON"),
+        (b'{"a":' * 100_000, "expected JSON"),
+        (b"[]", "expected an object"),
+        (b"null", "expected an object"),
+        (GOOD[:-1] + b',"version":1}', r"\$: unknown key 'version'"),
+        (GOOD.replace(b',"platform":"cpu"', b""), "missing .*'platform'"),
+        (GOOD.replace(b'"1"', b"1"), r"\$\.jaxlib: expected str, found 1"),
+        (GOOD.replace(b'"1"', b"true"), r"\$\.jaxlib: expected str, found True"),
+        (GOOD.replace(b'"1"', b"null"), r"\$\.jaxlib: expected str"),
+        (GOOD.replace(b'["avx"]', b'"avx"'), r"cpu_features: expected a list"),
+        (GOOD.replace(b'["avx"]', b"[1]"), r"cpu_features\[0\]: expected str"),
+        (GOOD.replace(b'["avx"]', b"[[]]"), r"cpu_features\[0\]: expected str"),
+        (GOOD.replace(b",", b", "), "expected canonical JSON"),
+        (GOOD.replace(b"avx", b"\\u0061vx"), "expected canonical JSON"),
+        (GOOD.replace(b"avx", b"\xc3\xa9"), "expected canonical JSON"),
+        (GOOD[:-1] + b',"platform":"cpu"}', "expected canonical JSON .* no repeated keys"),
+        (
+            b'{"platform":"cpu","architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1"}',
+            "expected canonical JSON",
+        ),
+        (GOOD.decode().encode("utf-16"), "expected canonical JSON"),
+    ],
+)
+def test_another_spelling_or_type_of_a_requirement_is_rejected(
+    content: bytes, complaint: str
+) -> None:
+    assert bundle.from_json(Requirement, GOOD, PATH).cpu_features == ("avx",)
+    with pytest.raises(RejectError, match=complaint) as caught:
+        bundle.from_json(Requirement, content, PATH)
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    "number", ["true", "1.0", "1e3", "-0", "01", "NaN", "Infinity", "null", '"1"', "9" * 5000]
+)
+def test_a_size_that_is_not_plainly_an_integer_is_rejected(number: str) -> None:
+    content = bundle.to_json(Descriptor("type", "digest", 55555))
+    assert bundle.from_json(Descriptor, content, PATH).size == 55555
+    with pytest.raises(RejectError):
+        bundle.from_json(Descriptor, content.replace(b"55555", number.encode()), PATH)
+
+
+def test_null_does_not_pass_for_a_key_that_may_be_absent() -> None:
+    absent = bundle.to_json(Descriptor("type", "digest", 1))
+    assert b"annotations" not in absent
+    for null in (b'{"annotations":null,', b'{"artifactType":null,', b'{"platform":null,'):
+        with pytest.raises(RejectError, match="null"):
+            bundle.from_json(Descriptor, absent.replace(b"{", null, 1), PATH)
+
+
+def test_floats_are_never_written() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            bundle.to_json({"x": value})
+
+
+keys = st.one_of(st.text(max_size=8), st.integers())
+arrays = st.builds(
+    Array,
+    path=st.lists(keys, max_size=4).map(tuple),
+    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int4", "bool"]),
+    shape=st.lists(st.integers(0, 10**12), max_size=5).map(tuple),
+    donated=st.booleans(),
+)
+
+
+@quick
+@given(array=arrays)
+def test_arrays_survive_their_notation(array: Array) -> None:
+    assert Array.parse(str(array)) == array
+
+
+def test_the_notation_of_an_array_stays_as_documented() -> None:
+    text = '["cache",0,"keys"] float32[1,12,128,64] donated'
+    assert Array.parse(text) == Array(("cache", 0, "keys"), "float32", (1, 12, 128, 64), True)
+    assert str(Array((), "bool", ())) == "[] bool[]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[] float32",
+        "[] float32[",
+        "[] float32[,]",
+        "[] float32[1,]",
+        "[] float32[-1]",
+        "[] float32[01]",
+        "[] float32[1, 2]",
+        "[] float32[\u0661]",
+        "[] Float32[1]",
+        "[]  float32[1]",
+        "[] float32[1] donated ",
+        "[] float32[1] given",
+        "[] float32[1]\n",
+        "[ ] float32[1]",
+        "[1.5] float32[1]",
+        "[true] float32[1]",
+        "[null] float32[1]",
+        "[[1]] float32[1]",
+        '["é"] float32[1]',
+        '"ab" float32[1]',
+        '{"a":1} float32[1]',
+        "5 float32[1]",
+        "[" * 100_000,
+    ],
+)
+def test_another_spelling_of_an_array_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Array.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sha256:",
+        "sha512:" + "0" * 64,
+        "sha256:" + "0" * 63,
+        "sha256:" + "0" * 65,
+        "sha256:" + "A" * 64,
+        "sha256:" + "0" * 63 + "g",
+        "sha256:" + "0" * 63 + "\n",
+        "sha256:" + "../" * 21 + "x",
+        "SHA256:" + "0" * 64,
+        " sha256:" + "0" * 64,
+    ],
+)
+def test_what_is_no_digest_never_becomes_a_file_name(text: str) -> None:
+    assert bundle.is_digest(bundle.digest_of(b""))
+    assert not bundle.is_digest(text)
+
+
+def test_the_digest_of_an_index_covers_everything_but_itself(index: bytes) -> None:
+    read = bundle.from_json(Index, index, PATH)
+    assert read.annotations[bundle.INDEX_DIGEST] == bundle.index_digest(read)
+    unsealed = dict(read.annotations)
+    del unsealed[bundle.INDEX_DIGEST]
+    plain = json.loads(index)
+    plain["annotations"] = unsealed
+    assert bundle.index_digest(read) == bundle.digest_of(bundle.to_json(plain))
+    assert bundle.encode_index("other", read.manifests) != index
+    assert bundle.encode_index("demo", read.manifests[:1]) != index

@@ -1,0 +1,284 @@
+"""Damaged bundles: each ends in a RejectError that names the file. None runs, none crashes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import bundle, loader
+from prejit.runtime.errors import RejectError
+from prejit.runtime.executable import Device
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+@contextmanager
+def changed(file: Path, content: bytes, *, hide: bool = False) -> Iterator[None]:
+    """A file with other bytes, written in place; `hide` sets its times back as an attacker would."""
+    before, times = file.read_bytes(), file.stat()
+
+    def write(content: bytes) -> None:
+        with open(file, "r+b") as out:
+            out.write(content)
+            out.truncate()
+        if hide:
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    write(content)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def corrupt(content: bytes, generator: random.Random) -> bytes:
+    """The content with one byte flipped in one bit, or replaced."""
+    at = generator.randrange(len(content))
+    if generator.random() < 0.5:
+        byte = content[at] ^ 1 << generator.randrange(8)
+    else:
+        byte = generator.choice([value for value in range(256) if value != content[at]])
+    return content[:at] + bytes([byte]) + content[at + 1 :]
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the test fail where anything reaches XLA."""
+
+    def reached(*_: object) -> None:
+        raise AssertionError("a damaged bundle reached XLA")
+
+    for name in ("__init__", "put", "load", "compile"):
+        monkeypatch.setattr(Device, name, reached)
+
+
+def names_the_file(error: RejectError, file: Path) -> bool:
+    return error.path == str(file) and str(file) in str(error) and error.hint is not None
+
+
+def test_500_changed_bytes_in_every_file_are_all_rejected(
+    bundle_dir: Path, nothing_runs: None
+) -> None:
+    files = files_of(bundle_dir)
+    generator = random.Random(500)
+    tried = Counter[str]()
+    for number in range(500):
+        file = files[number % len(files)]
+        with changed(file, corrupt(file.read_bytes(), generator)):
+            with pytest.raises(RejectError) as caught:
+                loader.load(bundle_dir)
+        assert names_the_file(caught.value, file), caught.value
+        tried[file.name] += 1
+    assert len(tried) == len(files) == 11
+    assert min(tried.values()) >= 45
+    with pytest.raises(AssertionError, match="reached XLA"):  # whole again, it gets there
+        loader.load(bundle_dir)
+
+
+def test_changed_bytes_are_found_behind_receipts(
+    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the receipts of a good load, and the times set back after the change."""
+    monkeypatch.setattr("prejit.runtime.receipt.SETTLED_SECONDS", -1.0)
+    loader.load(bundle_dir)
+    assert hashed_by_load(bundle_dir) == 0, "there are no receipts: the test shows nothing"
+    generator = random.Random(1)
+    for file in files_of(bundle_dir) * 9:
+        with changed(file, corrupt(file.read_bytes(), generator), hide=True):
+            with pytest.raises(RejectError) as caught:
+                loader.load(bundle_dir)
+        assert names_the_file(caught.value, file)
+
+
+def hashed_by_load(path: Path) -> int:
+    """How many bytes a load would hash now."""
+    from prejit.runtime.fingerprint import Fingerprint
+    from prejit.runtime.layout import Layout
+    from prejit.runtime.receipt import Receipts
+
+    with Layout(path) as layout:
+        index, _ = loader.open_index(layout)
+        targets = loader.match(layout, index, Fingerprint.current())
+        contents = [loader.read_contents(layout, target) for target in targets]
+        return loader.check_blobs(layout, contents, Receipts(path))
+
+
+LOAD_AND_CALL = """
+import sys
+import numpy as np
+from prejit.runtime import load, RejectError
+
+try:
+    bundle = load(sys.argv[1])
+    print(bundle.call("score", x=np.ones((2, 16), np.float32)).tolist(), bundle.call("tick"))
+except RejectError as error:
+    print("rejected", error.path)
+"""
+
+
+def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
+    bundle_dir: Path, run_python: Any
+) -> None:
+    path = bundle_dir
+    wait_until_settled(path)
+    good = run_python(LOAD_AND_CALL, path).stdout
+    assert good.startswith("[[")
+    receipts = list((Path(os.environ["PREJIT_RUNTIME_CACHE"]) / "receipts").rglob("*.json"))
+    assert len(receipts) == 1
+    assert run_python(LOAD_AND_CALL, path).stdout == good
+    generator = random.Random(3)
+    roles = {file for (target, _), file in files_by_role(path).items() if target == "cpu-host"}
+    for file in (path / "index.json", path / "oci-layout", *sorted(roles)):
+        with changed(file, corrupt(file.read_bytes(), generator), hide=True):
+            assert run_python(LOAD_AND_CALL, path).stdout == f"rejected {file}\n"
+    assert run_python(LOAD_AND_CALL, path).stdout == good
+
+
+def wait_until_settled(path: Path) -> None:
+    import time
+
+    from prejit.runtime.receipt import SETTLED_SECONDS
+
+    newest = max(file.stat().st_ctime for file in path.rglob("*"))
+    time.sleep(max(0.0, newest + SETTLED_SECONDS + 0.05 - time.time()))
+
+
+def truncated(content: bytes, generator: random.Random) -> bytes:
+    return content[: generator.randrange(len(content))]
+
+
+def without_its_end(content: bytes, generator: random.Random) -> bytes:
+    return content[:-1]
+
+
+def emptied(content: bytes, generator: random.Random) -> bytes:
+    return b""
+
+
+def appended(content: bytes, generator: random.Random) -> bytes:
+    return content + generator.randbytes(generator.randrange(1, 100))
+
+
+def new_line(content: bytes, generator: random.Random) -> bytes:
+    return content + b"\n"
+
+
+def prepended(content: bytes, generator: random.Random) -> bytes:
+    return b"\0" + content
+
+
+def zeroed(content: bytes, generator: random.Random) -> bytes:
+    return bytes(len(content))
+
+
+def shifted(content: bytes, generator: random.Random) -> bytes:
+    return content[1:] + content[:1]
+
+
+def block_lost(content: bytes, generator: random.Random) -> bytes:
+    """As a disk loses a sector: the length stays."""
+    at = generator.randrange(len(content))
+    return (content[:at] + bytes(512) + content[at + 512 :])[: len(content)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(truncated, without_its_end, emptied, appended, new_line, prepended, zeroed, shifted),
+        block_lost,
+    ],
+)
+def test_files_damaged_at_large_are_rejected(
+    damage: Callable[[bytes, random.Random], bytes], bundle_dir: Path, nothing_runs: None
+) -> None:
+    generator = random.Random(4)
+    for file in files_of(bundle_dir):
+        before = file.read_bytes()
+        damaged = damage(before, generator)
+        if damaged == before:
+            continue
+        with changed(file, damaged):
+            with pytest.raises(RejectError) as caught:
+                loader.load(bundle_dir)
+        assert names_the_file(caught.value, file)
+
+
+def test_swapped_blobs_are_rejected(bundle_dir: Path, nothing_runs: None) -> None:
+    blobs = [file for file in files_of(bundle_dir) if file.parent.name == "sha256"]
+    for one, other in itertools.pairwise(blobs):
+        ours, theirs = one.read_bytes(), other.read_bytes()
+        with changed(one, theirs), changed(other, ours):
+            with pytest.raises(RejectError) as caught:
+                loader.load(bundle_dir)
+        assert caught.value.path in (str(one), str(other))
+
+
+def test_blobs_of_another_valid_bundle_are_rejected(
+    bundle_dir: Path, make_recipe: Any, tmp_path: Path, nothing_runs: None
+) -> None:
+    """Other weights, of the same size and just as well formed, under this bundle's names."""
+    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
+    ours, theirs = files_by_role(bundle_dir), files_by_role(other)
+    assert ours.keys() == theirs.keys()
+    differing = [role for role in ours if ours[role].read_bytes() != theirs[role].read_bytes()]
+    assert bundle.WEIGHTS_MEDIA_TYPE in {role[1] for role in differing}
+    for role in differing:
+        with changed(ours[role], theirs[role].read_bytes()):
+            with pytest.raises(RejectError) as caught:
+                loader.load(bundle_dir)
+        assert names_the_file(caught.value, ours[role])
+
+
+def test_an_index_of_another_bundle_is_rejected(
+    bundle_dir: Path, make_recipe: Any, tmp_path: Path, nothing_runs: None
+) -> None:
+    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
+    with changed(bundle_dir / "index.json", (other / "index.json").read_bytes()):
+        with pytest.raises(RejectError, match=r"blobs/sha256/.*No such file"):
+            loader.load(bundle_dir)
+
+
+def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
+    """Every blob of a bundle by target and media type."""
+    import json
+
+    blobs = path / "blobs" / "sha256"
+    found = {}
+    for target in json.loads((path / "index.json").read_bytes())["manifests"]:
+        name = target["annotations"][bundle.REF_NAME]
+        manifest = json.loads((blobs / target["digest"][7:]).read_bytes())
+        for entry in (target, manifest["config"], *manifest["layers"]):
+            found[name, entry["mediaType"]] = blobs / entry["digest"][7:]
+    return found
+
+
+def test_a_bundle_without_one_of_its_files_is_rejected(
+    bundle_dir: Path, tmp_path: Path, nothing_runs: None
+) -> None:
+    for file in files_of(bundle_dir):
+        file.rename(tmp_path / "aside")
+        with pytest.raises(RejectError) as caught:
+            loader.load(bundle_dir)
+        assert names_the_file(caught.value, file)
+        (tmp_path / "aside").rename(file)
+
+
+def test_files_that_belong_to_nobody_do_no_harm(bundle_dir: Path, recipe: Any) -> None:
+    (bundle_dir / "blobs" / "sha256" / ("0" * 64)).write_bytes(b"stray")
+    (bundle_dir / "blobs" / "sha256" / ".half.tmp").write_bytes(b"stray")
+    (bundle_dir / "ingest").mkdir()
+    np.testing.assert_array_equal(
+        loader.load(bundle_dir).call("score", x=np.zeros((2, 16), np.float32))[0],
+        recipe.weights["score:bias"],
+    )

@@ -1,0 +1,754 @@
+"""Each numbered check between a file and its use: a bundle that only this check keeps out.
+
+What is forged here has right digests everywhere, as whoever builds bundles could make it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import bundle, loader, verify
+from prejit.runtime.bundle import Descriptor, Index, Segment
+from prejit.runtime.errors import RejectError
+from prejit.runtime.fingerprint import Fingerprint
+
+PATH = "somewhere/blob"
+
+
+def reject(path: Path, complaint: str) -> RejectError:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        loader.load(path).prepare()
+    return caught.value
+
+
+def write(path: Path, assembled: tuple[bytes, dict[str, Any]]) -> Path:
+    index, blobs = assembled
+    (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+    for digest, content in blobs.items():
+        (path / "blobs" / "sha256" / digest.removeprefix("sha256:")).write_bytes(content)
+    (path / "oci-layout").write_bytes(bundle.OCI_LAYOUT)
+    (path / "index.json").write_bytes(index)
+    return path
+
+
+def with_index(recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A bundle whose index says something else, its own digest set right."""
+    index, blobs = recipe.assemble()
+    plain = json.loads(index)
+    change(plain)
+    annotations = plain["annotations"]
+    annotations.pop(bundle.INDEX_DIGEST, None)
+    annotations[bundle.INDEX_DIGEST] = bundle.digest_of(bundle.to_json(plain))
+    return write(path, (bundle.to_json(plain), blobs))
+
+
+def with_manifest(
+    recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]
+) -> tuple[Path, str]:
+    """A bundle of one target whose manifest says something else; gives the manifest's name too."""
+    index, blobs = recipe.only("cpu-host").assemble()
+    plain = json.loads(index)
+    descriptor = plain["manifests"][0]
+    manifest = json.loads(blobs.pop(descriptor["digest"]))
+    change(manifest)
+    content = bundle.to_json(manifest)
+    descriptor["digest"], descriptor["size"] = bundle.digest_of(content), len(content)
+    blobs[descriptor["digest"]] = content
+    targets = bundle.from_json(Index, index, PATH).manifests
+    changed = dataclasses.replace(targets[0], digest=descriptor["digest"], size=descriptor["size"])
+    encoded = bundle.encode_index("example", (changed,))
+    return write(path, (encoded, blobs)), descriptor["digest"].removeprefix("sha256:")
+
+
+# 1. oci-layout
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b'{"imageLayoutVersion": "1.0.0"}', b"\0" * 30],
+)
+def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
+    (bundle_dir / "oci-layout").write_bytes(content)
+    assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
+
+
+# 2. index.json
+
+
+@pytest.mark.parametrize(
+    ("written", "newer"),
+    [
+        *(("2", True), ("10", True), ("999999999", True)),
+        *(("0", False), ("", False), ("-2", False), ("one", False), ("01", False), ("1.0", False)),
+        *(("²", False), ("٢", False), ("9" * 5000, False)),
+    ],
+)
+def test_2_another_format_says_which_side_is_older(
+    written: str, newer: bool, recipe: Any, tmp_path: Path
+) -> None:
+    path = with_index(
+        recipe, tmp_path / "b", lambda i: i["annotations"].update({bundle.BUNDLE_FORMAT: written})
+    )
+    error = reject(path, "expected bundle format 1, found")
+    assert (error.hint == verify.NEWER_FORMAT_HINT) == newer
+
+
+def test_2_a_newer_format_is_named_even_where_it_has_new_keys(recipe: Any, tmp_path: Path) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["annotations"][bundle.BUNDLE_FORMAT] = "2"
+        index["subject"] = {"new": 1.5}
+
+    error = reject(with_index(recipe, tmp_path / "b", change), "found '2'")
+    assert error.hint == verify.NEWER_FORMAT_HINT
+
+
+def test_2_an_index_without_its_own_digest_is_rejected(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "b")
+    plain = json.loads((path / "index.json").read_bytes())
+    good = plain["annotations"].pop(bundle.INDEX_DIGEST)
+    for digest in (None, bundle.digest_of(b""), good.upper()):
+        if digest is not None:
+            plain["annotations"][bundle.INDEX_DIGEST] = digest
+        (path / "index.json").write_bytes(bundle.to_json(plain))
+        reject(path, bundle.INDEX_DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda i: i.update(manifests=[]), "at least one target"),
+        (lambda i: i.update(schemaVersion=1), "OCI image index"),
+        (lambda i: i.update(mediaType=bundle.MANIFEST_MEDIA_TYPE), "OCI image index"),
+        (lambda i: i.update(artifactType="application/other"), "OCI image index"),
+        (lambda i: i.update(extra="key"), "unknown key 'extra'"),
+        (lambda i: i["manifests"][0].update(urls=["http://elsewhere"]), "unknown key 'urls'"),
+        (lambda i: i["manifests"].append(i["manifests"][0]), "each target once"),
+    ],
+)
+def test_2_an_index_that_is_not_one_is_rejected(
+    change: Any, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = with_index(recipe, tmp_path / "b", change)
+    assert reject(path, complaint).path == str(path / "index.json")
+
+
+# 3. targets
+
+
+def annotate(index: dict[str, Any], name: str, value: str | None) -> None:
+    annotations = index["manifests"][0]["annotations"]
+    if value is None:
+        del annotations[name]
+    else:
+        annotations[name] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        (bundle.REF_NAME, None, "on each target"),
+        (bundle.REF_NAME, "", "on each target"),
+        (bundle.REQUIREMENT, None, "on each target"),
+        (bundle.REQUIREMENT, "", "expected JSON"),
+        (bundle.REQUIREMENT, "{}", "missing"),
+        (bundle.REQUIREMENT, "\udc80", "expected JSON"),
+        (bundle.REQUIREMENT, '{"jaxlib":"é"}', "missing|canonical"),
+    ],
+)
+def test_3_a_target_without_name_or_requirement_is_rejected(
+    name: str, value: str | None, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = with_index(recipe, tmp_path / "b", lambda index: annotate(index, name, value))
+    assert reject(path, complaint).path == str(path / "index.json")
+
+
+def test_3_two_targets_of_one_name_cannot_lend_each_other_their_fit(
+    recipe: Any, tmp_path: Path
+) -> None:
+    """The first fits this machine; by its name the loader would run the second."""
+    foreign = {**json.loads(recipe.assemble()[0])["manifests"][1]["annotations"]}
+    needs = json.loads(foreign[bundle.REQUIREMENT])
+    needs["cpu_features"] = ["no-such-feature", *needs["cpu_features"]]
+    foreign_config = recipe.only("cpu-x86-64-v3").configured(
+        lambda config: dataclasses.replace(
+            config,
+            target="cpu-host",
+            requirement=dataclasses.replace(
+                config.requirement, cpu_features=tuple(needs["cpu_features"])
+            ),
+        )
+    )
+    both = dataclasses.replace(
+        recipe, targets=(*recipe.only("cpu-host").targets, *foreign_config.targets)
+    )
+    reject(both.write(tmp_path / "b"), "each target once")
+
+
+# 4. descriptors
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"mediaType": "text/plain"}, "expected media type"),
+        ({"digest": "sha512:" + "0" * 128}, "expected a sha256 digest"),
+        ({"digest": "sha256:../../../../etc/passwd"}, "expected a sha256 digest"),
+        ({"digest": "sha256:" + "A" * 64}, "expected a sha256 digest"),
+        ({"size": bundle.MAX_MANIFEST_BYTES + 1}, "expected at most 1048576 bytes"),
+        ({"size": -1}, "expected at most"),
+        ({"size": 1}, "expected 1 bytes, found"),
+    ],
+)
+def test_4_a_descriptor_that_names_no_such_blob_is_rejected(
+    change: dict[str, Any], complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    reject(
+        with_index(recipe, tmp_path / "b", lambda index: index["manifests"][0].update(change)),
+        complaint,
+    )
+
+
+def test_4_a_cap_holds_at_its_edge() -> None:
+    digest = bundle.digest_of(b"")
+    verify.check_descriptor(Descriptor("a", digest, 10), "a", 10, PATH)
+    verify.check_descriptor(Descriptor("a", digest, 0), "a", 10, PATH)
+    for size in (11, -1, 1 << 64):
+        with pytest.raises(RejectError, match=f"expected at most 10 bytes, found {size}"):
+            verify.check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
+
+
+def test_4_an_oversized_blob_is_not_read(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "b")
+    manifest = json.loads((path / "index.json").read_bytes())["manifests"][0]
+    blob = path / "blobs" / "sha256" / manifest["digest"].removeprefix("sha256:")
+    with open(blob, "r+b") as file:
+        file.truncate(1 << 40)
+    reject(path, "found 1099511627776")
+
+
+# 5. digests of manifests and configs, before they are parsed
+
+
+def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe.only("cpu-host").write(tmp_path / "b")
+    manifest = json.loads((path / "index.json").read_bytes())["manifests"][0]["digest"]
+    blobs = path / "blobs" / "sha256"
+    name = manifest.removeprefix("sha256:")
+    config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
+    parsed = []
+    real = bundle.from_json
+    monkeypatch.setattr(
+        bundle,
+        "from_json",
+        lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
+    )
+    for damaged, before in ((name, ["Index", "Requirement"]), (config, [*parsed])):
+        parsed.clear()
+        content = (blobs / damaged).read_bytes()
+        (blobs / damaged).write_bytes(b"[" + content[1:])
+        error = reject(path, f"expected sha256:{damaged}, found sha256:")
+        assert error.path == str(blobs / damaged)
+        assert "Config" not in parsed
+        if damaged == name:
+            assert "Manifest" not in parsed
+            assert parsed[:2] == before
+        (blobs / damaged).write_bytes(content)
+
+
+# 6. manifests
+
+
+def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
+    return next(layer for layer in manifest["layers"] if layer["mediaType"] == media_type)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda m: m.update(schemaVersion=1), "OCI image manifest"),
+        (lambda m: m.update(mediaType=bundle.INDEX_MEDIA_TYPE), "OCI image manifest"),
+        (lambda m: m.update(artifactType="application/other"), "OCI image manifest"),
+        (lambda m: m.update(subject={}), "unknown key 'subject'"),
+        (lambda m: m["config"].update(mediaType="text/plain"), "expected media type"),
+        (lambda m: m["config"].update(size=bundle.MAX_CONFIG_BYTES + 1), "expected at most"),
+        (lambda m: m["layers"][0].update(mediaType="application/x-sh"), "unexpected layer"),
+        (lambda m: m["layers"].append(m["layers"][0]), "unexpected layer"),
+        (lambda m: m["layers"].reverse() or m["layers"].pop(), "programs|expected a layer"),
+        (lambda m: m.update(layers=[]), "expected a layer .*executables"),
+        (
+            lambda m: m["layers"].remove(layer_of(m, bundle.PORTABLE_MEDIA_TYPE)),
+            "expected a layer .*stablehlo",
+        ),
+        (lambda m: m["layers"][1].update(digest="sha256:x"), "expected a sha256 digest"),
+        (lambda m: m["layers"][1].update(size=-5), "expected at most"),
+    ],
+)
+def test_6_a_manifest_with_other_layers_is_rejected(
+    change: Any, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path, name = with_manifest(recipe, tmp_path / "b", change)
+    assert reject(path, complaint).path == str(path / "blobs" / "sha256" / name)
+
+
+def test_6_what_a_bundle_may_do_without_it_may_do_without(recipe: Any, tmp_path: Path) -> None:
+    path, _ = with_manifest(
+        recipe,
+        tmp_path / "b",
+        lambda m: m["layers"].remove(layer_of(m, bundle.LICENSE_MEDIA_TYPE)),
+    )
+    assert loader.load(path).call("tick") == 7
+
+
+# 7. configs
+
+
+def one_program(config: Any, **changes: Any) -> Any:
+    first, *others = config.programs
+    return dataclasses.replace(config, programs=(dataclasses.replace(first, **changes), *others))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: dataclasses.replace(c, format=2), "expected format 1, found 2"),
+        (
+            lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
+            "each program once",
+        ),
+        (lambda c: one_program(c, weights="other"), "score/b2: unknown weight set 'other'"),
+        (lambda c: one_program(c, memory=(1, 2)), "expected an object"),
+        (lambda c: one_program(c, bucket={"b": True}), "expected int, found True"),
+    ],
+)
+def test_7_a_program_table_that_is_not_one_is_rejected(
+    change: Any, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(change).write(tmp_path / "b")
+    assert "blobs/sha256/" in reject(path, complaint).path
+
+
+def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:
+    """Or a registry that shows the index would choose a machine on which the code dies."""
+    index, blobs = recipe.only("cpu-host").assemble()
+    targets = bundle.from_json(Index, index, PATH).manifests
+    annotations = dict(targets[0].annotations or {})
+    needs = json.loads(annotations[bundle.REQUIREMENT])
+    for changed in (
+        {bundle.REQUIREMENT: bundle.to_json({**needs, "cpu_features": []}).decode()},
+        {bundle.REF_NAME: "cpu-x86-64-v2"},
+    ):
+        lying = dataclasses.replace(targets[0], annotations={**annotations, **changed})
+        encoded = bundle.encode_index("example", (lying,))
+        reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "[] float32", '["x"] float32[01,16]', '"x" float32[2,16]']
+)
+@pytest.mark.parametrize("which", ["arguments", "results"])
+def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
+    which: str, text: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(lambda c: one_program(c, **{which: (text,)})).write(tmp_path / "b")
+    loaded = loader.load(path)
+    with pytest.raises(RejectError, match=r"score/b2: expected '\[path\] dtype\[shape\]'"):
+        loaded.call("score", x=np.zeros((2, 16), np.float32))
+
+
+# 8. layers
+
+
+@pytest.mark.parametrize("media_type", bundle.LAYER_MEDIA_TYPES)
+def test_8_every_layer_of_every_target_is_hashed(
+    media_type: str, recipe: Any, tmp_path: Path
+) -> None:
+    """Also those that are only used later, or by another machine."""
+    path = recipe.write(tmp_path / "b")
+    index = json.loads((path / "index.json").read_bytes())
+    blobs = path / "blobs" / "sha256"
+    seen = 0
+    for target in index["manifests"]:
+        manifest = json.loads((blobs / target["digest"].removeprefix("sha256:")).read_bytes())
+        for layer in manifest["layers"]:
+            if layer["mediaType"] == media_type:
+                seen += 1
+                file = blobs / layer["digest"].removeprefix("sha256:")
+                content = file.read_bytes()
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+                with pytest.raises(RejectError, match=file.name):
+                    loader.load(path)
+                file.write_bytes(content)
+    assert seen or media_type in (bundle.TOKENIZER_MEDIA_TYPE, bundle.GENERATION_MEDIA_TYPE)
+
+
+# 9. frames
+
+
+RAW = bytes(range(256)) * 64
+
+
+def segment_of(frame: bytes, raw: bytes = RAW, **changes: Any) -> Segment:
+    """The segment that makes a frame look right."""
+    segment = Segment(0, len(frame), bundle.digest_of(frame), len(raw), bundle.digest_of(raw))
+    return dataclasses.replace(segment, **changes)
+
+
+def frame_of(raw: bytes = RAW, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(raw)
+
+
+def test_9_a_right_frame_gives_the_bytes_that_were_verified() -> None:
+    for raw in (RAW, b"", b"x"):
+        assert verify.unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
+
+
+def streamed(raw: bytes) -> bytes:
+    """A frame that does not say how long its content is."""
+    stream = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+    return stream.compress(raw) + stream.flush()
+
+
+def lying(raw: bytes, said: int) -> bytes:
+    """A frame that says that its content has another length, as a bomb would."""
+    frame = bytearray(frame_of(raw))
+    # RFC 8878 3.1.1.1: magic, frame header descriptor, content size. A single segment has no window.
+    descriptor = frame[4]
+    assert descriptor >> 5 & 1, "expected a single segment"
+    width = (1, 2, 4, 8)[descriptor >> 6]
+    held = said - 256 if width == 2 else said
+    frame[5 : 5 + width] = held.to_bytes(width, "little")
+    assert zstandard.get_frame_parameters(bytes(frame)).content_size == said
+    return bytes(frame)
+
+
+@pytest.mark.parametrize(
+    ("frame", "changes", "complaint"),
+    [
+        (frame_of(), {"digest": bundle.digest_of(b"")}, "expected sha256:e3b0"),
+        (frame_of(), {"raw_digest": bundle.digest_of(b"")}, "expected sha256:e3b0"),
+        (frame_of(), {"raw_size": len(RAW) - 1}, "content size"),
+        (frame_of(), {"raw_size": len(RAW) + 1}, "content size"),
+        (frame_of(), {"raw_size": -1}, "expected at most 1073741824 bytes"),
+        (frame_of(), {"raw_size": bundle.MAX_PROGRAM_BYTES + 1}, "expected at most"),
+        (frame_of(write_checksum=False), {}, "a checksum"),
+        (frame_of(write_content_size=False), {}, "content size"),
+        (streamed(RAW), {}, "content size"),
+        (frame_of() + b"\0", {}, "zstd frame"),
+        (frame_of() + frame_of(), {}, "zstd frame"),
+        (frame_of() + frame_of(b""), {}, "zstd frame"),
+        (b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + frame_of(), {}, "zstd frame"),
+        (frame_of()[:-1], {}, "zstd frame"),
+        (frame_of()[:-4], {}, "zstd frame"),
+        (frame_of()[:9], {}, "zstd frame"),
+        (b"", {}, "zstd frame"),
+        (RAW, {}, "zstd frame"),
+        (lying(RAW, len(RAW) - 100), {"raw_size": len(RAW) - 100}, "zstd frame"),
+        (lying(RAW, len(RAW) + 100), {"raw_size": len(RAW) + 100}, "zstd frame"),
+    ],
+)
+def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(
+    frame: bytes, changes: dict[str, Any], complaint: str
+) -> None:
+    segment = segment_of(frame, **changes)
+    with pytest.raises(RejectError, match=complaint) as caught:
+        verify.unpack(frame, segment, PATH)
+    assert caught.value.path == PATH
+
+
+def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
+    """64 MB of zeros in 6 kB, said to be 1 kB."""
+    bomb = frame_of(bytes(64 << 20))
+    assert len(bomb) < 10_000
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match="content size"):
+        verify.unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
+    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with pytest.raises(RejectError, match="expected sha256:"):
+        verify.unpack(bomb, honest_size, PATH)
+
+
+def test_9_any_changed_byte_of_a_frame_fails_even_without_its_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checksum alone would notice; the digest notices first."""
+    raw = bytes(np.random.default_rng(0).integers(0, 8, 700, np.uint8))
+    frame = frame_of(raw)
+    segment = segment_of(frame, raw)
+    for at in range(len(frame)):
+        damaged = frame[:at] + bytes([frame[at] ^ 1 << at % 8]) + frame[at + 1 :]
+        with pytest.raises(RejectError, match=segment.digest):
+            verify.unpack(damaged, segment, PATH)
+
+
+def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, recipe: Any) -> None:
+    """A pack that is changed after `load` hashed it must not reach the deserializer."""
+    loaded = loader.load(bundle_dir)
+    programs = {p.name: p for p in loaded.config.programs}
+    pack = recipe.only(loaded.target).content(bundle.EXECUTABLES_MEDIA_TYPE)
+    file = bundle_dir / "blobs" / "sha256" / bundle.digest_of(pack).removeprefix("sha256:")
+    segment = programs["tick"].executable
+    with open(file, "r+b") as out:  # in place, so that the map sees it
+        out.seek(segment.offset + segment.size // 2)
+        out.write(bytes([pack[segment.offset + segment.size // 2] ^ 1]))
+    with pytest.raises(RejectError, match=file.name):
+        loaded.call("tick")
+    with pytest.raises(RejectError, match=file.name):
+        loaded.prepare()
+    np.testing.assert_array_equal(
+        loaded.call("score", x=np.zeros((2, 16), np.float32)), [recipe.weights["score:bias"]] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": -10},
+        {"offset": 1 << 60},
+        {"offset": 1},
+        {"size": 0},
+        {"size": -1},
+        {"size": 1 << 60},
+        {"raw_size": 1 << 29},
+    ],
+)
+def test_9_a_segment_that_points_elsewhere_is_rejected(
+    changes: dict[str, int], recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: one_program(
+            c, executable=dataclasses.replace(c.programs[0].executable, **changes)
+        )
+    ).write(tmp_path / "b")
+    reject(path, "expected")
+
+
+# 10. weights
+
+
+def safetensors(header: bytes | dict[str, Any], data: bytes = bytes(256)) -> memoryview:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    encoded += b" " * (-(8 + len(encoded)) % 64)
+    return memoryview(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+def entry(start: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [end - start] if shape is None else shape,
+        "data_offsets": [start, end],
+    }
+
+
+def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
+    content = safetensors(
+        {
+            "__metadata__": {"format": "pt"},
+            "a": entry(0, 64, [2, 8], "F32"),
+            "empty": entry(64, 64, [0, 3], "F32"),
+            "b": entry(64, 66, [], "BF16"),
+            ".gap0": entry(66, 128),
+            "c": entry(128, 256, [128], "BOOL"),
+        }
+    )
+    slices = verify.check_weights(content, PATH)
+    data = slices["a"].start
+    assert data % 64 == 0
+    assert slices["a"] == verify.TensorSlice("float32", (2, 8), data, data + 64)
+    assert slices["b"] == verify.TensorSlice("bfloat16", (), data + 64, data + 66)
+    assert slices["empty"] == verify.TensorSlice("float32", (0, 3), data + 64, data + 64)
+    assert "__metadata__" not in slices
+
+
+def test_10_empty_tensors_may_share_a_place_in_any_order() -> None:
+    for names in (("a", "b"), ("b", "a")):
+        header = {name: entry(0, 64 if name == "a" else 0) for name in names}
+        assert verify.check_weights(safetensors(header), PATH).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ({"a": entry(0, 128), "b": entry(64, 192)}, "b: its bytes are not"),
+        ({"a": entry(0, 128), "b": entry(0, 128)}, "its bytes are not"),
+        ({"a": entry(0, 128), ".gap0": entry(100, 110)}, ".gap0: its bytes are not"),
+        ({"a": entry(0, 257)}, "a: its bytes are not"),
+        ({"a": entry(1 << 62, (1 << 62) + 64)}, "a: its bytes are not"),
+        ({"a": entry(-64, 0)}, "a: its bytes are not"),
+        ({"a": entry(-64, 64)}, "a: its bytes are not"),
+        ({"a": entry(8, 72)}, "a: expected at a multiple of 64"),
+        ({"a": entry(0, 32), "b": entry(32, 64)}, "b: expected at a multiple of 64"),
+        ({"a": entry(64, 0, [64])}, "data_offsets"),
+        ({"a": entry(0, 64, [65])}, "data_offsets"),
+        ({"a": entry(0, 64, [64], "F32")}, "data_offsets"),
+        ({"a": entry(0, 64, [-64])}, "shape"),
+        ({"a": entry(0, 64, [-8, -8])}, "shape"),
+        ({"a": entry(0, 64, [64.0])}, "shape"),
+        ({"a": entry(0, 1, [True])}, "shape"),
+        ({"a": entry(0, 64, 64)}, "shape"),
+        ({"a": entry(0, 1, "")}, "shape"),
+        ({"a": entry(0, 1, {})}, "shape"),
+        ({"a": entry(0, 1, [1] * 65)}, "shape"),
+        ({"a": entry(0, 0, [0, 1 << 62], "F32")}, "shape"),
+        ({"a": entry(0, 0, [1 << 64, 0])}, "shape"),
+        ({"a": entry(0, 64, [1 << 32, 1 << 32])}, "shape"),
+        ({"a": entry(0, 64, [64], "F128")}, "F128"),
+        ({"a": entry(0, 64, [64], ["U8"])}, "header"),
+        ({"a": entry(0, 64, [64], None)}, "None"),
+        ({"a": {"dtype": "U8", "shape": [64]}}, "data_offsets"),
+        ({"a": {"dtype": "U8", "data_offsets": [0, 64]}}, "shape"),
+        ({"a": {**entry(0, 64), "data_offsets": [0, 32, 64]}}, "header"),
+        ({"a": {**entry(0, 64), "data_offsets": [0.0, 64.0]}}, "data_offsets"),
+        ({"a": {**entry(0, 64), "data_offsets": ["0", "64"]}}, "header"),
+        ({"a": {**entry(0, 1, [1]), "data_offsets": [False, True]}}, "data_offsets"),
+        ({"a": None}, "header"),
+        ({"a": []}, "header"),
+        ({"a": "U8"}, "header"),
+        (b"[]", "header"),
+        (b"null", "header"),
+        (b"5", "header"),
+        (b"{", "header"),
+        (b"\xff", "header"),
+        (b"[" * 100_000, "header"),
+        (b'{"a":' * 100_000, "header"),
+        (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', "header"),
+        (
+            b'{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]},'
+            b'"a":{"dtype":"U8","shape":[64],"data_offsets":[64,128]}}',
+            "a key comes twice",
+        ),
+        (b'{"a":{"dtype":"U8","shape":[64],"shape":[64],"data_offsets":[0,64]}}', "comes twice"),
+    ],
+)
+def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        verify.check_weights(safetensors(header), PATH)
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 7,
+        b"\0" * 64,
+        struct.pack("<Q", 57) + b" " * 56,
+        struct.pack("<Q", 1 << 63) + b" " * 56,
+        struct.pack("<Q", (1 << 64) - 1) + b"{}" + b" " * 54,
+        struct.pack("<Q", verify.MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
+    ],
+)
+def test_10_a_header_that_does_not_lie_in_the_file_is_rejected(content: bytes) -> None:
+    with pytest.raises(RejectError, match="safetensors"):
+        verify.check_weights(memoryview(content), PATH)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*verify.SAFETENSORS_DTYPES]) | json_values,
+        "shape": st.lists(st.integers(-1, 70), max_size=3) | json_values,
+        "data_offsets": st.tuples(st.integers(-64, 300), st.integers(-64, 300)) | json_values,
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4))
+def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
+    """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
+    from prejit.runtime.programs import Layer
+    from prejit.runtime.weights import tensors
+
+    content = safetensors(header)
+    try:
+        slices = verify.check_weights(content, PATH)
+    except RejectError:
+        return
+    arrays = tensors(Layer(content, PATH))  # type: ignore[arg-type]
+    for name, array in arrays.items():
+        assert array.nbytes == slices[name].end - slices[name].start
+        assert array.nbytes == array.dtype.itemsize * math.prod(array.shape)
+
+
+def test_10_forged_weights_are_rejected_by_load(recipe: Any, tmp_path: Path) -> None:
+    good = recipe.content(bundle.WEIGHTS_MEDIA_TYPE)
+    size = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + size])
+    header["score:kernel"]["data_offsets"][1] += 64
+    forged = json.dumps(header, separators=(",", ":")).encode().ljust(size) + good[8 + size :]
+    path = recipe.with_content(bundle.WEIGHTS_MEDIA_TYPE, good[:8] + forged).write(tmp_path / "b")
+    digest = bundle.digest_of(good[:8] + forged)
+    assert digest.removeprefix("sha256:") in reject(path, "safetensors header").path
+
+
+def test_10_a_weight_set_of_tensors_that_are_not_there_is_rejected(
+    recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: dataclasses.replace(c, weight_sets={"score": ("score:bias", "score:nothing")})
+    ).write(tmp_path / "b")
+    weights = bundle.digest_of(recipe.content(bundle.WEIGHTS_MEDIA_TYPE))
+    assert reject(path, "score:nothing").path.endswith(weights.removeprefix("sha256:"))
+
+
+def test_10_a_weight_set_without_any_weights_is_rejected(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.layered(
+        lambda layers: tuple(x for x in layers if x.media_type != bundle.WEIGHTS_MEDIA_TYPE)
+    ).write(tmp_path / "b")
+    reject(path, "weight set 'score': no tensor 'score:bias'")
+
+
+# The order
+
+
+def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prejit.runtime.executable import Device
+
+    reached = []
+    monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))
+    monkeypatch.setattr(Device, "compile", lambda *_: reached.append("compile"))
+    path = recipe.write(tmp_path / "b")
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 2]))
+            for machine in (None, dataclasses.replace(Fingerprint.current(), jaxlib="0")):
+                with pytest.raises(RejectError):
+                    loader.load(path, fingerprint=machine).prepare()
+            file.write_bytes(content)
+    assert reached == []
+
+
+def test_a_damaged_bundle_neither_falls_back_nor_warns(recipe: Any, tmp_path: Path) -> None:
+    """Warnings are errors here: a FallbackWarning would show instead of the RejectError."""
+    path = recipe.write(tmp_path / "b")
+    blob = max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    machine = dataclasses.replace(Fingerprint.current(), platform="tpu")
+    with pytest.raises(RejectError):
+        loader.load(path, fingerprint=machine)
