@@ -16,7 +16,7 @@ import numpy as np
 
 from prejit.compiler import checkpoint, packaging
 from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import CompileJob, CompilePool
+from prejit.compiler.compilation import CompileJob, CompilePool, find_compiled
 from prejit.compiler.packaging import Layer, PackedTarget, Tensor
 from prejit.compiler.plan import Inputs, Lowered, file_digest, source_digest, versions
 from prejit.compiler.progress import Progress
@@ -77,7 +77,7 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
             lowered[spec.name] = program
             for target in inputs.targets:
                 key = keys[spec.name, target.name] = inputs.compile_key(spec, target, program)
-                compiled += inputs.cache.lookup(key) is None
+                compiled += find_compiled(inputs.cache, key) is None
                 pool.submit(CompileJob(spec.name, target, program.portable.raw_digest, key))
         with progress.phase("packing weights"):
             weights = _weights(inputs, lowered)

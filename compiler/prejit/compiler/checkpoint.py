@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from prejit.compiler.source import resolve_source
-from prejit.compiler.tensor_files import Tensor, read_parameters, tensors
+from prejit.compiler.tensor_files import Tensor, tensors
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from prejit.compiler.models import Naming, Parameter
 
-__all__ = ["Checkpoint", "open_checkpoint", "read_parameters", "resolve_source"]
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"

@@ -23,13 +23,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import zstandard
 
-from prejit.compiler import checkpoint, toolchain
 from prejit.compiler import target as targets
+from prejit.compiler import toolchain
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key, why
+from prejit.compiler.compilation import find_compiled
 from prejit.compiler.manifest import Manifest
+from prejit.compiler.source import resolve_source
 from prejit.compiler.specs import ProgramSpec, program_specs
 from prejit.compiler.target import Target
+from prejit.compiler.tensor_files import read_parameters
 from prejit.runtime import bundle
 from prejit.runtime.bundle import Segment
 from prejit.runtime.errors import BuildError, UsageError
@@ -106,7 +109,7 @@ def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
                 planned.append(PlannedProgram(spec, target, False, reason))
                 continue
             key = inputs.compile_key(spec, target, lowered)
-            if inputs.cache.lookup(key) is not None:
+            if find_compiled(inputs.cache, key) is not None:
                 planned.append(PlannedProgram(spec, target, True))
             else:
                 reason = why(inputs.cache.last_key(key.kind, key.name), key)
@@ -141,7 +144,7 @@ class Inputs:
     def directory(self) -> Path:
         """The model's checkpoint directory, fetched where it is not local."""
         assert self.manifest.model is not None
-        return checkpoint.resolve_source(self.manifest.model.source, self.manifest.path.parent)
+        return resolve_source(self.manifest.model.source, self.manifest.path.parent)
 
     @cached_property
     def _user(self) -> dict[str, UserFunction]:
@@ -154,7 +157,7 @@ class Inputs:
         for program in self.manifest.programs:
             parameters = None
             if program.params is not None:
-                parameters = checkpoint.read_parameters(self.manifest.resolve(program.params))
+                parameters = read_parameters(self.manifest.resolve(program.params))
             found[program.name] = find_function(program, self.manifest.path, parameters)
         return found
 

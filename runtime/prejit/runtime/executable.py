@@ -21,7 +21,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -164,7 +163,6 @@ class Device:
         self._sharding: Any = (
             None  # made with the first array: its class is one of jax's 44 modules
         )
-        self._made_arrays = False
         self.platform: str = self._device.platform
 
     def put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
@@ -177,11 +175,18 @@ class Device:
         DLPack deleter then takes the GIL, and while the interpreter shuts down that aborts the process.
         jaxlib's own references are dropped without the GIL.
         """
-        _, _jax = _jaxlib()
-        from jax._src import core, sharding_impls
-
         if self._sharding is None:
-            self._sharding = sharding_impls.SingleDeviceSharding(self._device)
+            with _imports_of_ours():  # of those modules
+                from jax._src import sharding_impls
+
+                self._sharding = sharding_impls.SingleDeviceSharding(self._device)
+                self._put(np.zeros(1, np.uint8))
+        return self._put(array)
+
+    def _put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
+        _, _jax = _jaxlib()
+        from jax._src import core
+
         aval = core.ShapedArray(array.shape, array.dtype)
         return _jax.batched_device_put(aval, self._sharding, [array], [self._device])
 

@@ -20,7 +20,9 @@ from flax import serialization, traverse_util
 from safetensors.numpy import save_file
 
 from prejit.compiler import models
-from prejit.compiler.checkpoint import open_checkpoint, read_parameters, resolve_source
+from prejit.compiler.checkpoint import open_checkpoint
+from prejit.compiler.source import resolve_source
+from prejit.compiler.tensor_files import read_parameters
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 
 Tensors = dict[str, np.ndarray[Any, Any]]

@@ -1,0 +1,143 @@
+"""Clients that know nothing of prejit take a bundle for what it is: an OCI image layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oras.layout.layout import Layout, NewLayoutFromRegistry
+from oras.provider import Registry
+
+TARGETS = ("cpu-host", "cpu-x86-64-v3")
+
+
+def blobs_of(layout: Path, target: str) -> dict[str, int]:
+    """Digest -> size of everything that a target's manifest leads to."""
+    index = json.loads((layout / "index.json").read_bytes())
+    [descriptor] = [
+        m
+        for m in index["manifests"]
+        if m["annotations"]["org.opencontainers.image.ref.name"] == target
+    ]
+    digits = descriptor["digest"].removeprefix("sha256:")
+    manifest = json.loads((layout / "blobs" / "sha256" / digits).read_bytes())
+    return {d["digest"]: d["size"] for d in (descriptor, manifest["config"], *manifest["layers"])}
+
+
+def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir: Path) -> None:
+    layout = Layout(str(bundle_dir))
+    for target in TARGETS:
+        found = layout.get_ordered_blobs(tag=target)
+        assert set(found) == blobs_of(bundle_dir, target).keys()
+        for digest in found:
+            content = Path(layout.digest_to_blob_path(digest)).read_bytes()
+            assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
+
+
+class _Store(ThreadingHTTPServer):
+    """A registry on the loopback interface: the part of the OCI distribution API that a push needs."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.blobs: dict[str, bytes] = {}
+        self.manifests: dict[str, tuple[str, bytes]] = {}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Store
+
+    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def do_GET(self) -> None:
+        kind, reference = self.path.split("?")[0].rsplit("/", 2)[-2:]
+        if kind == "manifests" and reference in self.server.manifests:
+            media_type, body = self.server.manifests[reference]
+            digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+            self._answer(200, body, Content_Type=media_type, Docker_Content_Digest=digest)
+        elif kind == "blobs" and reference in self.server.blobs:
+            self._answer(200, self.server.blobs[reference])
+        else:
+            self._answer(404)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def do_POST(self) -> None:
+        self._body()
+        self._answer(202, Location="/v2/bundle/blobs/uploads/1")
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        if "/blobs/uploads/" in self.path:
+            digest = self.path.partition("digest=")[2].replace("%3A", ":")
+            assert f"sha256:{hashlib.sha256(body).hexdigest()}" == digest
+            self.server.blobs[digest] = body
+        else:
+            reference = self.path.split("?")[0].rsplit("/", 1)[1]
+            self.server.manifests[reference] = (self.headers["Content-Type"], body)
+            digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+            self.server.manifests[digest] = self.server.manifests[reference]
+        self._answer(201, Location=self.path, Docker_Content_Digest=digest)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def registry() -> Iterator[_Store]:
+    with _Store() as store:
+        thread = threading.Thread(target=store.serve_forever, daemon=True)
+        thread.start()
+        yield store
+        store.shutdown()
+        thread.join()
+
+
+def test_a_target_survives_a_push_and_a_pull_by_oras(
+    registry: _Store, bundle_dir: Path, tmp_path: Path
+) -> None:
+    provider = Registry(insecure=True, tls_verify=False)
+    where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
+    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag="cpu-host")
+    NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="cpu-host")
+    pulled = tmp_path / "pulled" / "blobs" / "sha256"
+    for digest, size in blobs_of(bundle_dir, "cpu-host").items():
+        content = (pulled / digest.removeprefix("sha256:")).read_bytes()
+        assert len(content) == size
+        assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
+
+
+@pytest.mark.skipif(
+    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
+)
+def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_path: Path) -> None:
+    def skopeo(*arguments: str) -> bytes:
+        return subprocess.run(["skopeo", *arguments], check=True, capture_output=True).stdout
+
+    for target in TARGETS:
+        source = f"oci:{bundle_dir}:{target}"
+        raw = skopeo("inspect", "--raw", source)
+        copied = tmp_path / target
+        skopeo("--insecure-policy", "copy", "--preserve-digests", source, f"oci:{copied}:{target}")
+        blobs = blobs_of(bundle_dir, target)
+        assert f"sha256:{hashlib.sha256(raw).hexdigest()}" in blobs
+        for digest in blobs:
+            name = Path("blobs", "sha256", digest.removeprefix("sha256:"))
+            assert (copied / name).read_bytes() == (bundle_dir / name).read_bytes()
