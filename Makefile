@@ -10,6 +10,7 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
+PROMPT := def read_lines(path):
 
 .PHONY: help demo artifacts test test-fast test-other lint format bench parity demo-model clean
 
@@ -18,7 +19,9 @@ help: ## list the targets
 
 demo: $(READY) ## build the demo bundle, then generate from it in a new process
 	@$(BIN)/prejit build manifests/demo.toml -o artifacts
-	@$(BIN)/python -m prejit.runtime generate artifacts/demo --prompt 'def main(' --max-new-tokens 64 --stats
+	@printf '%s' '$(PROMPT)'
+	@$(BIN)/python -m prejit.runtime generate artifacts/demo --prompt '$(PROMPT)' --max-new-tokens 80 \
+		--temperature 0.6 --top-p 0.9 --seed 1 --require-aot --stats
 
 artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/prejit build manifests/*.toml -o artifacts
