@@ -10,12 +10,15 @@ from measure import Spread
 
 _WIDTH, _LABELS, _VALUES = 760, 270, 90
 _BAR, _STEP = 20, 30
+# A ground of its own: not every viewer knows prefers-color-scheme.
 _STYLE = """
+  .ground { fill: #ffffff }
   text { font: 13px system-ui, sans-serif; fill: #1f2328 }
   .title { font-weight: 600 } .small { font-size: 12px; fill: #59636e }
   .bar { fill: #8c959f } .own { fill: #1a7f37 } .mark { stroke: #cf222e; stroke-dasharray: 4 3 }
   .range { stroke: #1f2328 } .met { fill: #1a7f37 } .missed { fill: #cf222e }
   @media (prefers-color-scheme: dark) {
+    .ground { fill: #0d1117 }
     text { fill: #f0f6fc } .small { fill: #9198a1 } .bar { fill: #656c76 } .own { fill: #3fb950 }
     .range { stroke: #f0f6fc } .mark { stroke: #f85149 } .met { fill: #3fb950 } .missed { fill: #f85149 }
   }
@@ -60,7 +63,8 @@ def draw(panels: Sequence[Panel], goals: Sequence[tuple[str, bool]]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" width="{_WIDTH}" '
         f'height="{top}" role="img" aria-label="benchmark of prejit">\n'
-        f"<style>{_STYLE}</style>\n{body}\n</svg>\n"
+        f"<style>{_STYLE}</style>\n"
+        f'<rect width="{_WIDTH}" height="{top}" rx="6" class="ground"/>\n{body}\n</svg>\n'
     )
 
 

@@ -55,12 +55,13 @@ class Spread:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what would change a row unseen."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_", "PREJIT_", "OMP_", "OPENBLAS_"))
-    }
+    """This process's environment without what would change a row unseen.
+
+    With PYTHONDONTWRITEBYTECODE an editable install would be compiled from source at every start, unlike one
+    that pip made.
+    """
+    unwanted = ("JAX_", "XLA_", "PREJIT_", "OMP_", "OPENBLAS_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     return {**kept, **more}
 
 

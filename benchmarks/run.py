@@ -1,6 +1,6 @@
 """Measures prejit against plain JAX, in fresh processes that take turns: `make bench`.
 
-    python benchmarks/run.py                     everything, about 25 minutes on two cores
+    python benchmarks/run.py                     everything, about 20 minutes on two cores
     python benchmarks/run.py --quick             medians of 3, the main rows only, under 3 minutes
     python benchmarks/run.py --only startup      or kv-cache, buckets, build
 
@@ -254,7 +254,7 @@ def write_results(
     short = re.sub(r"[^a-z0-9]+", "-", facts["machine"]["cpu"].lower()).strip("-")
     short = f"{short[:32]}-{facts['machine']['cores']}"
     (directory / f"{facts['date'][:10]}-{short}.json").write_text(
-        json.dumps({**facts, "targets": goals}, indent=1) + "\n"
+        json.dumps({**facts, "targets": goals}, separators=(",", ":")) + "\n"
     )
     drawn = "startup" in facts["samples"]
     if drawn:
@@ -295,7 +295,8 @@ def main() -> None:
     sections = [given.only] if given.only else list(SECTIONS)
     if given.quick and not given.only:
         sections.remove("buckets")
-    prepare(bench, ("gpt2-4",) if given.quick else tuple(workload.BUCKETS))
+    large = not given.quick or "buckets" in sections
+    prepare(bench, tuple(workload.BUCKETS) if large else ("gpt2-4",))
     tables: list[Table] = []
     targets: list[Target] = []
     for section in sections:
