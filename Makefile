@@ -54,7 +54,7 @@ bench: $(READY) ## the measured table of the README
 
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
-	$(BIN)/python -m pytest tests/parity
+	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
 
 demo-model: $(READY) ## train the demo model again
 	$(BIN)/python -m pip install --quiet --group demo-model

@@ -429,7 +429,7 @@ The loss on every tenth training window at the end is {train_loss:.3f} nats a to
 
 All on the same held-out tokens, in windows of {positions}. The n-grams are counted on the training
 tokens: the unigram with add-one smoothing, the bigram interpolated with it (Witten-Bell). The
-learning rate was picked in a few short runs that were scored on part of the same held-out files.
+learning rate was picked with a few short runs that were scored on part of the same held-out files.
 
 | | nats per token | bits per byte | perplexity |
 | --- | --- | --- | --- |
@@ -475,7 +475,7 @@ def make_card(facts: dict[str, Any], losses: dict[str, float], samples: dict[str
             for name, nats in losses.items()
         ),
         samples="\n".join(
-            f"{title}:\n\n```python\n{text.rstrip()}\n```\n" for title, text in samples.items()
+            f"{title}:\n\n```text\n{text.rstrip()}\n```\n" for title, text in samples.items()
         ),
     )
 

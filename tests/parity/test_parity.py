@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from .record import torch_logits
 
 TOLERANCE = 1e-4
 CONTEXT = 32
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -88,7 +86,7 @@ def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) ->
         assert logits.std(0).min() > 100 * TOLERANCE, f"{name}: a constant would pass"
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed; `make parity` installs it")
+@pytest.mark.torch
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_the_record_equals_what_torch_gives_here(

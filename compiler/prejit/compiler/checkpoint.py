@@ -83,7 +83,9 @@ class Checkpoint:
         return tuple(self._sources)
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        """A parameter: float32, C-contiguous, in the module's shape. Nothing is kept.
+        """A parameter: float32, C-contiguous, in the module's shape.
+
+        Nothing is kept, except of flax's msgpack, which can only be read whole.
 
         Args:
             name: one of `names`.
@@ -213,6 +215,8 @@ def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
     if head is None:
         return []
     embedding = found.setdefault(naming.embedding, head)
+    if embedding is head:
+        return []
     if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
         return [
             f"tie_word_embeddings is true, and {head.published} differs from {embedding.published}"

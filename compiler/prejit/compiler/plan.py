@@ -35,7 +35,7 @@ from prejit.compiler.target import Target
 from prejit.compiler.tensor_files import read_parameters
 from prejit.runtime import bundle
 from prejit.runtime.bundle import Segment
-from prejit.runtime.errors import BuildError, UsageError
+from prejit.runtime.errors import BuildError, ManifestError, UsageError
 from prejit.runtime.receipt import Receipts
 
 if TYPE_CHECKING:
@@ -206,6 +206,13 @@ class Inputs:
             return self._store(self._lower_function(spec))
         from prejit.compiler.lowering import lower_decoder
 
+        longest = self._shape.max_positions
+        if spec.bucket["context"] > longest:
+            raise ManifestError(
+                f"{self.manifest.path}: generate.context: expected at most {longest}, "
+                f"the positions that {self.directory / 'config.json'} gives the model; "
+                f"found {spec.bucket['context']}"
+            )
         lowered = self._store(lower_decoder(self.model, self._shape, spec), asdict(self._shape))
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
         self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)

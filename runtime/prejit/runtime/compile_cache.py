@@ -26,7 +26,11 @@ _DIGEST_BYTES = 32
 
 
 def compiled_here(
-    portable_digest: str, machine: Fingerprint, compile_program: Callable[[], bytes]
+    portable_digest: str,
+    machine: Fingerprint,
+    compile_program: Callable[[], bytes],
+    *,
+    again: bool = False,
 ) -> tuple[bytes, bool]:
     """The executable of a portable program for this machine: from the cache, or compiled and kept.
 
@@ -34,21 +38,21 @@ def compiled_here(
         portable_digest: digest of the portable program, decompressed.
         machine: this machine's real fingerprint.
         compile_program: gives the serialized executable.
+        again: whether to compile although there is one, because XLA does not load that one.
 
     Returns:
         The serialized executable, and whether it was compiled now.
     """
     named = f"{portable_digest} {bundle.digest_of(bundle.to_json(machine))}"
     path = cache_root() / "compiled" / "v1" / hashlib.sha256(named.encode()).hexdigest()
-    if (kept := _read(path)) is not None:
+    if not again and (kept := _read(path)) is not None:
         return kept, False
     with _lock(path):
-        if (kept := _read(path)) is not None:  # another process compiled it meanwhile
+        if not again and (kept := _read(path)) is not None:  # another process compiled it meanwhile
             return kept, False
         serialized = compile_program()
-        with contextlib.suppress(
-            OSError, StoreError
-        ):  # a cache that cannot be written costs only time
+        # A cache that cannot be written costs only time.
+        with contextlib.suppress(OSError, StoreError):
             frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(serialized)
             write_file(path, hashlib.sha256(frame).digest() + frame)
             path.chmod(0o600)

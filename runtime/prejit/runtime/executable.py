@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -38,10 +39,7 @@ jax is deferred."""
 
 @final
 class _DeferredPackage(ModuleType):
-    """Stands for a package whose `__init__` has not run, and runs it when anybody else wants anything of it.
-
-    That is an attribute, or a module of it that was not imported before: jax's modules import each other in
-    circles, and a bare `import jax.export` fails where `__init__` was not the first to enter them.
+    """Stands for jax until anybody else wants anything of it; then `jax/__init__` runs, see _Deferral.
 
     `importlib.util.LazyLoader` cannot do this: it would also run `__init__` for `import jax._src.config`,
     because the import system reads `jax.__path__` then.
@@ -50,7 +48,7 @@ class _DeferredPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         deferral: _Deferral = self.__dict__["_prejit_deferral"]
         if name == "__path__":
-            return deferral.path()
+            return deferral.path_of(self)
         deferral.end()
         if type(self) is ModuleType:
             return getattr(self, name)
@@ -59,39 +57,52 @@ class _DeferredPackage(ModuleType):
 
 @final
 class _Deferral:
-    """Whether `__init__` of a deferred package has run, and who imports modules of it before that."""
+    """Whether `jax/__init__` has run, and who imports modules of jax before that.
+
+    jax's modules import each other in circles, and `__init__` is the one place where to enter them: a bare
+    `import jax.export`, or `from jax._src import api`, fails. So it runs first, unless the modules are those
+    that jaxlib wants, of which we know that they come alone.
+    """
 
     def __init__(self, package: ModuleType) -> None:
         self._package = package
-        self._path = package.__dict__.pop("__path__")
+        self._paths: dict[ModuleType, Any] = {}
         self._lock = threading.RLock()
         self._begun = False
         self._ours: int | None = None
+        self._guard(package)
+
+    def _guard(self, package: ModuleType) -> None:
+        self._paths[package] = package.__dict__.pop("__path__")
         package.__dict__["_prejit_deferral"] = self
         package.__class__ = _DeferredPackage
 
     @contextlib.contextmanager
     def imports_of_ours(self) -> Iterator[None]:
-        """What this thread imports meanwhile does not run `__init__`; others wait."""
+        """What this thread imports meanwhile does not run `__init__`; other threads wait."""
         with self._lock:
             before, self._ours = self._ours, threading.get_ident()
             try:
                 yield
             finally:
                 self._ours = before
+            for name, module in [] if self._begun else list(sys.modules.items()):
+                if name.startswith("jax.") and "__path__" in vars(module):
+                    self._guard(module)
 
-    def path(self) -> Any:
-        """`__path__`, which the import system reads before it imports a module of the package."""
+    def path_of(self, package: ModuleType) -> Any:
+        """`__path__`, which the import system reads before it imports a module of a package."""
         if self._ours != threading.get_ident():
             # The reader holds the lock of the module that it imports, and a thread that runs `__init__` may
-            # want that one: do not wait for such a thread.
-            while not self._begun:
+            # want that one: do not wait for such a thread, nor for ever for one that imports for us.
+            deadline = time.monotonic() + 10.0
+            while not self._begun and time.monotonic() < deadline:
                 if self._lock.acquire(timeout=0.01):
                     try:
                         self.end()
                     finally:
                         self._lock.release()
-        return self._path
+        return self._paths[package]
 
     def end(self) -> None:
         """Runs `__init__`, once."""
@@ -99,7 +110,10 @@ class _Deferral:
             if self._begun:
                 return  # done, or in this very thread
             self._begun = True
-            self._package.__dict__["__path__"] = self._path
+            for package, path in self._paths.items():
+                package.__dict__["__path__"] = path
+                if package is not self._package:
+                    package.__class__ = ModuleType
             self._package.__spec__.loader.exec_module(self._package)  # type: ignore[union-attr]
             # No __getattr__ of ours any more. jax may have set one of its own (deprecations).
             self._package.__class__ = ModuleType
@@ -160,9 +174,9 @@ class Device:
         self._client = xla_client.make_cpu_client()
         self._device = self._client.devices()[0]
         self._devices = _jax.DeviceList((self._device,))
-        self._sharding: Any = (
-            None  # made with the first array: its class is one of jax's 44 modules
-        )
+        self._sharding: Any = None  # made with the first array, of one of jax's 44 modules
+        self._shaped_array: Any = None
+        self._enable_x64: Any = None
         self.platform: str = self._device.platform
 
     def put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
@@ -177,18 +191,19 @@ class Device:
         """
         if self._sharding is None:
             with _imports_of_ours():  # of those modules
-                from jax._src import sharding_impls
+                from jax._src import config, core, sharding_impls
 
+                self._shaped_array = core.ShapedArray
+                self._enable_x64 = config.enable_x64
                 self._sharding = sharding_impls.SingleDeviceSharding(self._device)
-                self._put(np.zeros(1, np.uint8))
+                to_numpy(self._put(np.zeros(1, np.uint8)))
         return self._put(array)
 
     def _put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
         _, _jax = _jaxlib()
-        from jax._src import core
-
-        aval = core.ShapedArray(array.shape, array.dtype)
-        return _jax.batched_device_put(aval, self._sharding, [array], [self._device])
+        aval = self._shaped_array(array.shape, array.dtype)
+        with self._enable_x64(True):  # or 64-bit values become 32-bit ones
+            return _jax.batched_device_put(aval, self._sharding, [array], [self._device])
 
     def load(self, serialized: bytes, path: str) -> Executable:
         """Deserializes an executable. The bytes must have been verified: XLA crashes on damaged ones.

@@ -117,21 +117,26 @@ class Programs:
             compiled.append(self._device.compile(self._portable.unpack(program.portable)))
             return compiled[0].serialize()
 
-        serialized, now = compile_cache.compiled_here(
-            program.portable.raw_digest, Fingerprint.current(), compile_program
-        )
-        if now:
-            return compiled[0], "compiled"
-        return self._device.load(serialized, self._portable.path), "cached"
+        digest, machine = program.portable.raw_digest, Fingerprint.current()
+        serialized, now = compile_cache.compiled_here(digest, machine, compile_program)
+        if not now:
+            try:
+                return self._device.load(serialized, self._portable.path), "cached"
+            except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
+                compile_cache.compiled_here(digest, machine, compile_program, again=True)
+        return compiled[0], "compiled"
 
     def prepare(self, *names: str) -> None:
         """Begins to make programs ready, in this order, in a thread; errors show when they are wanted."""
         wanted = [name for name in names if name not in self._ready]
         if wanted:
-            threading.Thread(target=self._prepare, args=(wanted,), daemon=True).start()
+            # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
+            threading.Thread(target=self._prepare, args=(wanted,)).start()
 
     def _prepare(self, names: Sequence[str]) -> None:
         for name in names:
+            if not threading.main_thread().is_alive():
+                return  # the interpreter waits for this thread to end
             with contextlib.suppress(Exception):  # the caller who wants the program meets it again
                 self[name]
 

@@ -427,7 +427,7 @@ def test_a_repository_that_cannot_be_read_is_named(
 # --- Parameters of users ---------------------------------------------------------------------------
 
 
-NESTED = {
+NESTED: dict[str, Any] = {
     "layer": {"w": np.ones((2, 3), np.float32), "steps": np.arange(3)},
     "scale": np.float32(2),
 }

@@ -180,7 +180,7 @@ def test_a_block_that_would_run_past_the_end_is_not_shifted(family: str) -> None
 
 
 @families
-def test_what_lies_behind_a_token_in_the_cache_is_not_read(family: str) -> None:
+def test_what_lies_behind_a_token_in_the_cache_counts_for_nothing(family: str) -> None:
     tokens = random_tokens(4, 9)
     clean = model(family).feed(tokens, [5, 1, 3], BLOCK)
     used = model(family).feed(tokens, [5, 1, 3], BLOCK, fill=1e3)
@@ -236,7 +236,7 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> N
 
 
 def test_a_matrix_is_stored_as_its_parameter_says() -> None:
-    """(out, in), or (in, out) where XLA:CPU streams that faster: short inputs, more and not too many outputs."""
+    """(in, out) where inputs are few and outputs more, but not very many; else (out, in)."""
     parameters = models.parameters(
         config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False})
     )
@@ -298,7 +298,7 @@ def test_the_description_holds_what_the_runtime_needs() -> None:
         (
             "llama",
             {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
-            "rope_parameters.partial_rotary_factor: expected 1.0, found 0.5",
+            "rope_parameters.partial_rotary_factor: expected null or 1.0, found 0.5",
         ),
     ],
 )
@@ -318,6 +318,7 @@ def test_a_setting_that_is_not_built_is_named(
         (None, "cannot read"),
         ("{", "cannot read"),
         ("[]", "model_type: expected one of"),
+        ('{"model_type": []}', "model_type: expected one of"),
         ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
         ('{"model_type": "gpt2", "n_head": "x"}', "n_head"),
         ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),

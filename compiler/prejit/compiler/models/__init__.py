@@ -83,9 +83,9 @@ def load_config(directory: Path) -> Any:
         ) from error
     family = said.get("model_type") if isinstance(said, dict) else None
     known = ", ".join(map(shown, _FAMILIES))
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(
-            f"{file}: model_type: expected one of {known}; found {shown(family)}"
+            f"{file}: model_type: expected one of {known}, found {shown(family)}"
             f"{did_you_mean(str(family), _FAMILIES)}",
             hint="write the model as a JAX function or flax module and compile it as a [[program]]",
         )

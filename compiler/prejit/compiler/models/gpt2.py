@@ -44,8 +44,8 @@ def describe(config: Any) -> DecoderConfig:
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
     """
-    require(config, "activation_function", ACTIVATIONS)
-    require(config, "add_cross_attention", [False])
+    require(config, "activation_function", config.activation_function, ACTIVATIONS)
+    require(config, "add_cross_attention", config.add_cross_attention, [False])
     if config.n_embd % config.n_head:
         raise unsupported(
             config,

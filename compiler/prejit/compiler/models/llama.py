@@ -44,7 +44,7 @@ def describe(config: Any) -> DecoderConfig:
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
     """
-    require(config, "hidden_act", ACTIVATIONS)
+    require(config, "hidden_act", config.hidden_act, ACTIVATIONS)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise unsupported(

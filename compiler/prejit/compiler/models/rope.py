@@ -23,7 +23,6 @@ import numpy as np
 from prejit.compiler.models.decoder import require, unsupported
 
 Frequencies = np.ndarray[Any, np.dtype[Any]]
-
 """Float32 [H / 2]."""
 
 Turns = tuple[jax.Array, jax.Array]
@@ -51,9 +50,9 @@ def frequencies(config: Any) -> Rotary:
     """
     parameters = config.rope_parameters
     kind = parameters["rope_type"]
-    require(config, "rope_parameters.rope_type", ["default", "dynamic", *_SCALED], kind)
-    partial = parameters.get("partial_rotary_factor", 1.0)
-    require(config, "rope_parameters.partial_rotary_factor", [1.0], partial)
+    require(config, "rope_parameters.rope_type", kind, ["default", "dynamic", *_SCALED])
+    partial = parameters.get("partial_rotary_factor")
+    require(config, "rope_parameters.partial_rotary_factor", partial, [None, 1.0])
     if config.head_dim % 2:
         raise unsupported(config, f"head_dim: expected an even number, found {config.head_dim}")
     periods = _powers(parameters["rope_theta"], config.head_dim)

@@ -1,0 +1,268 @@
+"""Calling programs: nested arguments and results, buckets, and errors that say what was wrong."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import load, pytree
+from prejit.runtime.errors import UsageError
+from prejit.runtime.executable import aligned_zeros
+from prejit.runtime.loaded import Bundle
+
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def example(settled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return load(settled_dir)
+
+
+def tree(half: Any = None, count: Any = None, flag: Any = True) -> dict[str, Any]:
+    half = np.array([1, 2, 3], ml_dtypes.bfloat16) if half is None else half
+    count = np.array([[1, 2], [3, 4]], np.int32) if count is None else count
+    return {"half": half, "pair": (count, flag)}
+
+
+def test_the_right_bucket_answers(example: Bundle, recipe: Any) -> None:
+    kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
+    for size in (2, 8):
+        x = np.random.default_rng(size).standard_normal((size, 16), np.float32)
+        np.testing.assert_allclose(
+            example.call("score", x=x), np.tanh(x @ kernel) + bias, rtol=1e-5, atol=1e-6
+        )
+    used = {report.program: report.source for report in example.report()}
+    assert used["score/b2"] == used["score/b8"] == "loaded"
+
+
+def test_a_nested_call_returns_the_nesting_of_the_function(example: Bundle) -> None:
+    result = example.call("nest", tree=tree())
+    assert result.keys() == {"scalar", "sums"}
+    assert result["scalar"] == np.float32(2.5)
+    assert result["scalar"].shape == ()
+    doubled, counted = result["sums"]
+    assert doubled.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(doubled.astype(np.float32), [2, 4, 6])
+    np.testing.assert_array_equal(counted, [[2, 3], [4, 5]])
+    kept = example.call("nest", tree=tree(flag=np.False_))["sums"][0]
+    np.testing.assert_array_equal(kept.astype(np.float32), [1, 2, 3])
+
+
+def test_lists_tuples_and_python_scalars_are_all_taken(example: Bundle) -> None:
+    for pair in ((np.ones((2, 2), np.int32), True), [np.ones((2, 2), np.int32), np.True_]):
+        result = example.call("nest", tree={"pair": pair, "half": tree()["half"]})
+        assert result["sums"][1].tolist() == [[2, 2], [2, 2]]
+
+
+def test_a_program_without_arguments_is_called_without(example: Bundle) -> None:
+    assert example.call("tick") == 7
+    assert example.call("tick").dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        X[::-1][::-1],
+        np.asfortranarray(X),
+        np.repeat(X, 2, axis=1)[:, ::2],
+        np.broadcast_to(X[0], X.shape),
+        np.frombuffer(b"\0" + X.tobytes(), np.uint8)[1:].view(np.float32).reshape(X.shape),
+    ],
+)
+def test_any_memory_layout_gives_the_same(x: np.ndarray[Any, Any], example: Bundle) -> None:
+    expected = example.call("score", x=np.array(x, order="C"))
+    np.testing.assert_array_equal(example.call("score", x=x), expected)
+
+
+class OnlyDLPack:
+    """As an array of a library that is not installed."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def test_anything_with_dlpack_is_taken(example: Bundle) -> None:
+    expected = example.call("score", x=X)
+    np.testing.assert_array_equal(example.call("score", x=OnlyDLPack(X.copy())), expected)
+
+
+def test_jax_arrays_come_back_for_jax_arrays(example: Bundle) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    expected = example.call("score", x=X)
+    result = example.call("score", x=jnp.asarray(X))
+    assert isinstance(result, jax.Array)
+    np.testing.assert_array_equal(result, expected)
+    assert jax.jit(jnp.sum)(result).shape == ()
+    nested = example.call("nest", tree=tree(half=jnp.ones(3, jnp.bfloat16)))
+    assert nested["sums"][0].dtype == jnp.bfloat16
+    assert isinstance(nested["sums"][1], jax.Array)
+    assert isinstance(example.call("score", x=X), np.ndarray)
+
+
+def test_a_result_stays_when_its_arguments_are_changed_or_gone(example: Bundle) -> None:
+    x = aligned_zeros((8, 16), np.dtype(np.float32))
+    x[...] = 1
+    result = example.call("score", x=x)
+    before = result.copy()
+    x[...] = 100
+    del x
+    gc.collect()
+    example.call("score", x=np.full((8, 16), 3, np.float32))
+    np.testing.assert_array_equal(result, before)
+
+
+def test_calls_from_many_threads_do_not_mix(example: Bundle, recipe: Any) -> None:
+    kernel, bias = recipe.weights["score:kernel"], recipe.weights["score:bias"]
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(25):
+            x = random.standard_normal((random.choice([2, 8]), 16), np.float32)
+            try:
+                np.testing.assert_allclose(
+                    example.call("score", x=x), np.tanh(x @ kernel) + bias, rtol=1e-4, atol=1e-5
+                )
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "complaint"),
+    [
+        ("scores", {"x": X}, "no program 'scores'"),
+        ("score/b2", {"x": X}, "no program 'score/b2'"),
+        ("", {}, "no program ''"),
+        ("score", {}, "score/b2: x is missing"),
+        ("score", {"y": X}, "score/b2: x is missing"),
+        ("score", {"x": X, "y": X}, "score/b2: unexpected y"),
+        ("score", {"x": X[0]}, r"x: expected float32\[2, 16\], found float32\[16\]"),
+        ("score", {"x": X[:1]}, r"score/b8: x: expected float32\[8, 16\], found float32\[1, 16\]"),
+        (
+            "score",
+            {"x": X.astype(np.float64)},
+            r"expected float32\[2, 16\], found float64\[2, 16\]",
+        ),
+        ("score", {"x": X.astype(">f4")}, r"expected float32\[2, 16\], found >f4|float32"),
+        ("score", {"x": None}, "x is missing"),
+        ("score", {"x": "text"}, r"expected float32\[2, 16\], found <U4"),
+        ("score", {"x": {"deep": X}}, "x is missing"),
+        ("nest", {"tree": {"half": tree()["half"]}}, r"tree\['pair'\]\[0\] is missing"),
+        ("nest", {"tree": {**tree(), "more": X}}, r"unexpected tree\['more'\]"),
+        (
+            "nest",
+            {"tree": {**tree(), "pair": tree()["pair"][:1]}},
+            r"tree\['pair'\]\[1\] is missing",
+        ),
+        (
+            "nest",
+            {"tree": tree(flag=1)},
+            r"tree\['pair'\]\[1\]: expected bool\[\], found int64\[\]",
+        ),
+        ("tick", {"x": X}, "unexpected x"),
+    ],
+)
+def test_wrong_arguments_say_what_was_expected_and_found(
+    name: str, arguments: dict[str, Any], complaint: str, example: Bundle
+) -> None:
+    with pytest.raises(UsageError, match=complaint) as caught:
+        example.call(name, **arguments)
+    assert caught.value.hint is not None
+
+
+def test_every_bucket_says_why_it_does_not_fit(example: Bundle) -> None:
+    with pytest.raises(UsageError) as caught:
+        example.call("score", x=X[:1])
+    assert "score/b2: " in str(caught.value)
+    assert "score/b8: " in str(caught.value)
+
+
+def test_positional_arguments_do_not_pass_for_named_ones(example: Bundle) -> None:
+    with pytest.raises(UsageError, match="x is missing"):
+        example.call("score", X)
+
+
+def test_a_bundle_of_functions_says_that_it_cannot_generate(example: Bundle) -> None:
+    with pytest.raises(UsageError, match="this bundle holds no decoder") as caught:
+        example.generate([1, 2, 3])
+    assert "score/b2" in (caught.value.hint or "")
+    with pytest.raises(UsageError, match="no tokenizer"):
+        example.generate("text")
+    assert not example.has_tokenizer
+
+
+def test_a_report_names_every_program_once(settled_dir: Path) -> None:
+    fresh = load(settled_dir)
+    assert [r.source for r in fresh.report()] == ["unused"] * 4
+    assert [r.seconds for r in fresh.report()] == [0.0] * 4
+    fresh.call("tick")
+    again = fresh.report()
+    fresh.call("tick")
+    assert fresh.report() == again, "the time it took to get ready, not to run"
+    assert [(r.program, r.source) for r in again][-1] == ("tick", "loaded")
+    assert again[-1].seconds > 0
+
+
+# Trees
+
+
+def test_a_tree_is_spelled_as_python_writes_it() -> None:
+    assert pytree.spell(("params", "dense", 0)) == "params['dense'][0]"
+    assert pytree.spell(()) == "value"
+    assert pytree.spell((0, "x")) == "0['x']"
+
+
+def test_a_single_value_is_its_own_tree() -> None:
+    assert list(pytree.leaves(5)) == [((), 5)]
+    assert pytree.unflatten([()], [5]) == 5
+    assert pytree.unflatten([], []) == ()
+
+
+def test_none_is_no_leaf() -> None:
+    assert list(pytree.leaves({"a": None, "b": [None, 1]})) == [(("b", 1), 1)]
+
+
+def test_sequences_come_back_in_the_order_of_their_places() -> None:
+    assert pytree.unflatten([(1,), (0,), (10,), (2,)], "bakc") == ("a", "b", "c", "k")
+
+
+trees = st.recursive(
+    st.integers(),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=4).map(tuple)
+        | st.dictionaries(st.text(min_size=1, max_size=3), inner, min_size=1, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=trees)
+def test_a_tree_survives_being_flattened(value: Any) -> None:
+    pairs = list(pytree.leaves(value))
+    assert pytree.unflatten([path for path, _ in pairs], [leaf for _, leaf in pairs]) == value

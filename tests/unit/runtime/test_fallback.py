@@ -1,0 +1,426 @@
+"""MISMATCH: programs compile from their portable form, loudly, once, and right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import bundle, compile_cache, load
+from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
+from prejit.runtime.executable import Device
+from prejit.runtime.fingerprint import Fingerprint
+
+XLA_SAYS_WHAT_IT_COMPILES = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "cpu_compiler=1"}
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+def compiled_by_xla(process: subprocess.CompletedProcess[str]) -> list[str]:
+    """What XLA itself says that it compiled, whatever we say."""
+    return re.findall(r"cpu_compiler\.cc:\d+\] Compiling: (\S+)", process.stderr)
+
+
+def v2_machine() -> Fingerprint:
+    """This machine without anything newer than SSE4.2."""
+    machine = Fingerprint.current()
+    newer = re.compile("avx|fma|f16c|bmi|vaes|vpclmul|gfni|movbe|lzcnt|xsave")
+    kept = tuple(name for name in machine.cpu_features if not newer.match(name))
+    assert kept != machine.cpu_features
+    return dataclasses.replace(machine, cpu_features=kept)
+
+
+OTHER_MACHINES: dict[str, Callable[[], Fingerprint]] = {
+    "cpu_features": v2_machine,
+    "jaxlib": lambda: dataclasses.replace(Fingerprint.current(), jaxlib="0.9.9"),
+    "platform": lambda: dataclasses.replace(Fingerprint.current(), platform="tpu"),
+    "architecture": lambda: dataclasses.replace(Fingerprint.current(), architecture="riscv64"),
+}
+
+
+@pytest.fixture(params=OTHER_MACHINES)
+def other(request: pytest.FixtureRequest) -> tuple[str, Fingerprint]:
+    """An axis, and a machine that mismatches on it alone."""
+    return request.param, OTHER_MACHINES[request.param]()
+
+
+def test_a_mismatch_warns_of_its_axis_and_computes_the_same(
+    other: tuple[str, Fingerprint], settled_dir: Path
+) -> None:
+    axis, machine = other
+    loaded = load(settled_dir)
+    with pytest.warns(FallbackWarning, match=rf"none of the bundle's targets.*{axis}: needs"):
+        fallen_back = load(settled_dir, fingerprint=machine)
+    assert (loaded.matched, fallen_back.matched) == (True, False)
+    ours, theirs = (bundle.call("score", x=X) for bundle in (loaded, fallen_back))
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5)
+    assert theirs.dtype == ours.dtype
+    assert [(r.program, r.source) for r in fallen_back.report()] == [
+        *(("score/b2", "compiled"), ("score/b8", "unused"), ("nest", "unused")),
+        ("tick", "unused"),
+    ]
+    assert [r.source for r in loaded.report()] == ["loaded", "unused", "unused", "unused"]
+
+
+def test_on_mismatch_error_compiles_nothing(
+    other: tuple[str, Fingerprint], settled_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axis, machine = other
+    monkeypatch.setattr(Device, "__init__", lambda *_: pytest.fail("made a device"))
+    with pytest.raises(MismatchError, match=f"{axis}: needs") as caught:
+        load(settled_dir, on_mismatch="error", fingerprint=machine)
+    assert caught.value.exit_code == 3
+    assert caught.value.code == "mismatch"
+    assert {m.name for v in caught.value.verdicts for m in v.mismatches} == {axis}
+
+
+def test_a_wish_that_is_none_is_refused(settled_dir: Path) -> None:
+    with pytest.raises(UsageError, match="expected 'jit' or 'error', found 'ignore'"):
+        load(settled_dir, on_mismatch="ignore")  # type: ignore[arg-type]
+
+
+RUN_ALL = """
+import json, sys, warnings
+import numpy as np
+from prejit.runtime import Fingerprint, load
+warnings.simplefilter("ignore")
+machine = Fingerprint.read(sys.argv[2]) if len(sys.argv) > 2 else None
+bundle = load(sys.argv[1], fingerprint=machine)
+bundle.prepare()
+x = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+y = bundle.call("score", x=x)
+print(json.dumps({"y": y.tolist(), "how": {r.program: r.source for r in bundle.report()}}))
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A saved fingerprint of a machine that is none of the targets."""
+    path = tmp_path / "foreign.json"
+    path.write_bytes(bundle.to_json(v2_machine()))
+    return path
+
+
+def test_the_second_start_compiles_nothing(
+    settled_dir: Path, foreign: Path, run_python: Any
+) -> None:
+    first, second, matching = (
+        run_python(RUN_ALL, settled_dir, *machine, env=XLA_SAYS_WHAT_IT_COMPILES)
+        for machine in ([foreign], [foreign], [])
+    )
+    assert len(compiled_by_xla(first)) == 4
+    assert compiled_by_xla(second) == []
+    assert compiled_by_xla(matching) == []
+    said = [json.loads(process.stdout) for process in (first, second, matching)]
+    for found, source in zip(said, ("compiled", "cached", "loaded"), strict=True):
+        assert set(found["how"].values()) == {source}
+        np.testing.assert_allclose(found["y"], said[2]["y"], rtol=1e-5)
+
+
+def test_a_host_with_its_own_jax_compiles_no_program_of_a_bundle(
+    settled_dir: Path, run_python: Any
+) -> None:
+    done = run_python(
+        "import jax, jax.numpy as jnp\n" + RUN_ALL, settled_dir, env=XLA_SAYS_WHAT_IT_COMPILES
+    )
+    assert compiled_by_xla(done) == []
+
+
+def fallen_back(path: Path) -> Any:
+    with pytest.warns(FallbackWarning):
+        return load(path, fingerprint=v2_machine())
+
+
+def sources(path: Path) -> dict[str, str]:
+    loaded = fallen_back(path)
+    loaded.prepare()
+    y = loaded.call("score", x=X)
+    np.testing.assert_allclose(y, load(path).call("score", x=X), rtol=1e-5)
+    return {report.program: report.source for report in loaded.report()}
+
+
+def cache_files(cache: Path) -> list[Path]:
+    return sorted(p for p in (cache / "compiled" / "v1").iterdir() if not p.suffix)
+
+
+def emptied(content: bytes) -> bytes:
+    return b""
+
+
+def truncated(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def flipped_first(content: bytes) -> bytes:
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def flipped_middle(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 8]) + content[at + 1 :]
+
+
+def appended(content: bytes) -> bytes:
+    return content + b"\0"
+
+
+def random_bytes(content: bytes) -> bytes:
+    return np.random.default_rng(0).bytes(len(content))
+
+
+def no_frame_but_right_digest(content: bytes) -> bytes:
+    import hashlib
+
+    return hashlib.sha256(b"no frame").digest() + b"no frame"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(emptied, truncated, flipped_first, flipped_middle, appended, random_bytes),
+        no_frame_but_right_digest,
+    ],
+)
+def test_a_damaged_cache_entry_is_compiled_again_and_healed(
+    damage: Callable[[bytes], bytes], settled_dir: Path, runtime_cache: Path
+) -> None:
+    assert set(sources(settled_dir).values()) == {"compiled"}
+    files = cache_files(runtime_cache)
+    assert len(files) == 4
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    assert set(sources(settled_dir).values()) == {"compiled"}
+    assert set(sources(settled_dir).values()) == {"cached"}
+
+
+def test_a_cache_entry_that_xla_refuses_is_compiled_again(
+    settled_dir: Path, runtime_cache: Path
+) -> None:
+    """Whole, but not an executable of this jaxlib: that is no fault of the bundle."""
+    import hashlib
+
+    import zstandard
+
+    sources(settled_dir)
+    for file in cache_files(runtime_cache):
+        frame = zstandard.ZstdCompressor(write_checksum=True).compress(b"of another time")
+        file.write_bytes(hashlib.sha256(frame).digest() + frame)
+    assert set(sources(settled_dir).values()) == {"compiled"}
+    assert set(sources(settled_dir).values()) == {"cached"}
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
+def test_what_is_no_file_in_the_cache_is_passed_over(
+    kind: str, settled_dir: Path, runtime_cache: Path, tmp_path: Path
+) -> None:
+    sources(settled_dir)
+    file = cache_files(runtime_cache)[0]
+    file.rename(tmp_path / "aside")
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(tmp_path / "aside")
+    assert sorted(sources(settled_dir).values()) == ["cached"] * 3 + ["compiled"]
+
+
+@pytest.mark.parametrize("mode", [0o622, 0o606])
+def test_a_cache_entry_that_others_can_write_never_runs(
+    mode: int, settled_dir: Path, runtime_cache: Path
+) -> None:
+    """It is machine code."""
+    sources(settled_dir)
+    for file in cache_files(runtime_cache):
+        file.chmod(mode)
+    assert set(sources(settled_dir).values()) == {"compiled"}
+    for file in cache_files(runtime_cache):
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
+def test_a_cache_entry_of_another_user_never_runs(settled_dir: Path, runtime_cache: Path) -> None:
+    sources(settled_dir)
+    for file in cache_files(runtime_cache):
+        os.chown(file, 12345, 12345)
+    assert set(sources(settled_dir).values()) == {"compiled"}
+
+
+def test_a_loose_umask_does_not_cost_the_cache(settled_dir: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert set(sources(settled_dir).values()) == {"compiled"}
+    finally:
+        os.umask(before)
+    assert set(sources(settled_dir).values()) == {"cached"}
+
+
+@pytest.mark.parametrize("root", ["/dev/null", "/proc/no/such", "file"])
+def test_a_cache_that_cannot_be_written_costs_only_time(
+    root: str, settled_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / root))
+    for _ in range(2):
+        assert set(sources(settled_dir).values()) == {"compiled"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"jaxlib": "0.0.1"},
+        {"cpu_features": ("avx",)},
+        {"architecture": "aarch64"},
+        {"platform": "tpu"},
+        {"cpu_model": "Another"},
+    ],
+)
+def test_another_machine_never_takes_a_cached_executable(change: dict[str, Any]) -> None:
+    """A home directory may be shared by machines that are not alike."""
+    machine = Fingerprint.current()
+    other = dataclasses.replace(machine, **change)
+
+    def made(content: bytes) -> Callable[[], bytes]:
+        return lambda: content
+
+    digest = bundle.digest_of(b"program")
+    assert compile_cache.compiled_here(digest, machine, made(b"ours")) == (b"ours", True)
+    assert compile_cache.compiled_here(digest, machine, made(b"again")) == (b"ours", False)
+    assert compile_cache.compiled_here(digest, other, made(b"theirs")) == (b"theirs", True)
+    other_digest = bundle.digest_of(b"another program")
+    assert compile_cache.compiled_here(other_digest, machine, made(b"x")) == (b"x", True)
+
+
+def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock() -> None:
+    machine, digest = Fingerprint.current(), bundle.digest_of(b"program")
+
+    def failing() -> bytes:
+        raise ValueError("out of luck")
+
+    with pytest.raises(ValueError, match="out of luck"):
+        compile_cache.compiled_here(digest, machine, failing)
+    assert compile_cache.compiled_here(digest, machine, lambda: b"good") == (b"good", True)
+
+
+def test_eight_processes_at_once_compile_each_program_once(
+    settled_dir: Path, foreign: Path
+) -> None:
+    go = foreign.with_name("go")
+    waiting = (
+        "import os, time, prejit.runtime.loaded\n"
+        "print('ready', flush=True)\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.005)\n"
+    )
+    command = [sys.executable, "-c", waiting + RUN_ALL, str(settled_dir), str(foreign)]
+    processes = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **XLA_SAYS_WHAT_IT_COMPILES},
+        )
+        for _ in range(8)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    go.touch()
+    compiled: list[str] = []
+    answers = set()
+    for process in processes:
+        out, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        done = subprocess.CompletedProcess(command, 0, out, errors)
+        compiled += compiled_by_xla(done)
+        answers.add(json.dumps(json.loads(out)["y"]))
+    assert len(compiled) == 4, compiled
+    assert len(answers) == 1
+
+
+def test_a_process_killed_while_it_compiles_blocks_nobody(
+    settled_dir: Path, foreign: Path, runtime_cache: Path, run_python: Any
+) -> None:
+    holding = (
+        "import sys, time\n"
+        "from prejit.runtime import compile_cache\n"
+        "from prejit.runtime.fingerprint import Fingerprint\n"
+        "def compile_for_ever():\n"
+        "    print('compiling', flush=True)\n"
+        "    time.sleep(1000)\n"
+        f"digest = {bundle.digest_of(b'program')!r}\n"
+        "compile_cache.compiled_here(digest, Fingerprint.current(), compile_for_ever)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"compiling\n"
+        process.kill()
+    started = time.monotonic()
+    made = compile_cache.compiled_here(
+        bundle.digest_of(b"program"), Fingerprint.current(), lambda: b"made"
+    )
+    assert made == (b"made", True)
+    assert time.monotonic() - started < 5
+
+
+def test_a_program_is_made_ready_once_for_many_threads(settled_dir: Path) -> None:
+    loaded = fallen_back(settled_dir)
+    made = []
+    real = loaded._device.compile
+    object.__setattr__(loaded._device, "compile", lambda p: made.append(1) or real(p))
+    threads = [
+        threading.Thread(target=loaded.call, args=("score",), kwargs={"x": X}) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]
+
+
+def test_a_damaged_portable_program_is_rejected_also_when_it_would_be_compiled(
+    recipe: Any, tmp_path: Path
+) -> None:
+    """Not a mismatch, not a failed build: the frame is wrong although the layer's digest is right."""
+
+    def change(config: Any) -> Any:
+        first = config.programs[0]
+        portable = dataclasses.replace(first.portable, raw_digest=bundle.digest_of(b"other"))
+        return dataclasses.replace(
+            config, programs=(dataclasses.replace(first, portable=portable), *config.programs[1:])
+        )
+
+    path = recipe.configured(change).write(tmp_path / "b")
+    assert load(path).call("score", x=X).shape == (2, 4)
+    loaded = fallen_back(path)
+    with pytest.raises(RejectError, match="expected sha256"):
+        loaded.call("score", x=X)
+    assert loaded.call("tick") == 7
+
+
+def test_what_is_prepared_in_a_thread_shows_its_error_when_it_is_wanted(
+    recipe: Any, tmp_path: Path
+) -> None:
+    def change(config: Any) -> Any:
+        first = config.programs[0]
+        executable = dataclasses.replace(first.executable, raw_digest=bundle.digest_of(b"other"))
+        return dataclasses.replace(
+            config,
+            programs=(dataclasses.replace(first, executable=executable), *config.programs[1:]),
+        )
+
+    loaded = load(recipe.configured(change).write(tmp_path / "b"))
+    loaded._programs.prepare("score/b2", "tick")
+    with pytest.raises(RejectError):
+        loaded.call("score", x=X)
+    assert loaded.call("tick") == 7
