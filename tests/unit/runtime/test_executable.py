@@ -202,7 +202,7 @@ def test_donated_memory_is_reused_and_the_argument_is_gone(device: Device) -> No
     assert address(to_numpy(second)) == where
     assert to_numpy(second)[0] == 2
     for use in (lambda: to_numpy(first), lambda: step.run([first, one])):
-        with pytest.raises(Exception, match="deleted|[Ii]nvalid buffer"):
+        with pytest.raises(Exception, match=r"deleted|[Ii]nvalid buffer"):
             use()
 
 
