@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
-from prejit.runtime.errors import PrejitError, UsageError
+from prejit.runtime.errors import PrejitError, StoreError, UsageError
 
 BUILD_COMMANDS = {
     "plan": "show what a manifest asks for: what is cached, what will compile and why",
@@ -135,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         6 store, 7 network.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know every letter
     try:
         if arguments and arguments[0] in BUILD_COMMANDS:
             return _build_side(arguments)
@@ -150,9 +153,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()  # whoever read our output has gone
         return 141
+    except OSError as error:  # a full disk behind stdout
+        _give_up_stdout()
+        found = StoreError(f"{error.filename or 'standard output'}: {error.strerror}")
+        print(found.describe(), file=sys.stderr)
+        return found.exit_code
+
+
+def _give_up_stdout() -> None:
+    # Or Python complains again when it closes it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _build_side(arguments: Sequence[str]) -> int:

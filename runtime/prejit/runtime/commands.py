@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -129,18 +130,11 @@ def explain(options: Namespace) -> int:
         )
         return 0 if chosen else 3
     rows = [
-        (
-            target.name,
-            axis.name,
-            axis.rule,
-            _short(axis.needed),
-            _short(axis.found),
-            "yes" if axis.matches else "NO",
-        )
+        (target.name, a.name, a.rule, "yes" if a.matches else "NO", a.needed, a.found)
         for target in targets
-        for axis in target.verdict.axes
+        for a in target.verdict.axes
     ]
-    print(_table(["target", "axis", "rule", "needed", "found", "fits"], rows))
+    print(_table(["target", "axis", "rule", "fits", "needed", "found"], rows))
     where = f"the machine of {options.fingerprint}" if options.fingerprint else "this machine"
     if chosen:
         print(f"\n{where} loads {chosen}: nothing is compiled")
@@ -213,32 +207,65 @@ def call(options: Namespace) -> int:
 
     from prejit.runtime import pytree
 
-    given: dict[pytree.Path, Any] = {}
-    for text in options.arg:
-        name, separator, file = text.partition("=")
-        if not separator or not name:
-            raise UsageError(f"--arg: expected NAME=FILE, found {text!r}")
-        try:
-            value = np.load(file, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
-            ) from error
-        given[tuple(int(key) if key.isdigit() else key for key in name.split("."))] = value
+    given = _read_arguments(options.arg)
     bundle = _load(options)
-    result = bundle.call(options.program, **pytree.unflatten(list(given), list(given.values())))
+    for program in bundle.config.programs:
+        if program.name.partition("/")[0] == options.program:
+            _name_extended_dtypes(given, program.arguments)
+    result = bundle.call_leaves(options.program, given)
     directory = Path(options.output)
-    directory.mkdir(parents=True, exist_ok=True)
     written = {}
-    for path, value in pytree.leaves(result):
-        name = ".".join(map(str, path)) or "result"
-        np.save(directory / f"{name}.npy", value)
-        written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, value in pytree.leaves(result):
+            # Names come out of the bundle: none may lead out of the directory.
+            name = ".".join(map(str, path)) or "result"
+            name = re.sub(r"[/%\x00-\x1f]", lambda match: f"%{ord(match[0]):02X}", name)
+            np.save(directory / f"{name}.npy", value)
+            written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot write results: {error}") from error
     if options.json:
         return _print_json({"results": written, "programs": [asdict(r) for r in bundle.report()]})
     for name, array in written.items():
         print(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
     return 0
+
+
+def _read_arguments(texts: Sequence[str]) -> dict[tuple[str | int, ...], Any]:
+    from numpy.lib import format as npy
+
+    given: dict[tuple[str | int, ...], Any] = {}
+    for text in texts:
+        name, separator, file = text.partition("=")
+        if not separator or not name:
+            raise UsageError(f"--arg: expected NAME=FILE, found {text!r}")
+        path = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
+        if path in given:
+            raise UsageError(
+                f"--arg: expected each name once, found {name!r} twice",
+                hint="a part of a name that is a number is a place in a sequence",
+            )
+        try:
+            with open(file, "rb") as opened:
+                given[path] = npy.read_array(opened, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise StoreError(
+                f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
+            ) from error
+    return given
+
+
+def _name_extended_dtypes(
+    given: dict[tuple[str | int, ...], Any], arguments: Sequence[str]
+) -> None:
+    """.npy files know bfloat16 and its like only as bytes of some width."""
+    from prejit.runtime.weights import dtype_of
+
+    for array in map(format.Array.parse, arguments):
+        dtype, value = dtype_of(array.dtype), given.get(array.path)
+        if value is not None and value.dtype.kind == "V" and dtype.itemsize == value.dtype.itemsize:
+            given[array.path] = value.view(dtype)
 
 
 def bench(options: Namespace) -> int:
@@ -388,7 +415,3 @@ def _size(count: int) -> str:
             break
         size /= 1000
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _short(text: str, width: int = 48) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
@@ -193,7 +193,10 @@ class Bundle:
             UsageError: there is no such program, or no bucket of it takes these arguments.
             RejectError: the program is damaged.
         """
-        given = {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))}
+        return self.call_leaves(name, {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))})
+
+    def call_leaves(self, name: str, given: Mapping[pytree.Path, Any]) -> Any:
+        """As `call`, with the arguments flat: each array by its path. Raises as `call`."""
         values = {path: _as_numpy(value) for path, value in given.items()}
         program = self._bucket_for(name, values)
         arguments = self._programs.arguments(program.name)
