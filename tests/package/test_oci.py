@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import oras.schemas
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
@@ -40,6 +42,88 @@ def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir: Path) -> Non
         for digest in found:
             content = Path(layout.digest_to_blob_path(digest)).read_bytes()
             assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
+
+
+# What the OCI image specification 1.1 demands, in the words of JSON Schema: descriptor.md, manifest.md,
+# image-index.md, annotations.md, image-layout.md.
+MEDIA_TYPE = {
+    "type": "string",
+    "pattern": "^[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}/[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}$",
+}
+REF_NAME = r"^[A-Za-z0-9]+((--|[-._:@+])[A-Za-z0-9]+)*(/[A-Za-z0-9]+((--|[-._:@+])[A-Za-z0-9]+)*)*$"
+ANNOTATIONS = {
+    "type": "object",
+    "propertyNames": {"minLength": 1},
+    "properties": {"org.opencontainers.image.ref.name": {"pattern": REF_NAME}},
+    "additionalProperties": {"type": "string"},
+}
+DESCRIPTOR: dict[str, Any] = {
+    "type": "object",
+    "required": ["mediaType", "digest", "size"],
+    "properties": {
+        "mediaType": MEDIA_TYPE,
+        "artifactType": MEDIA_TYPE,
+        "digest": {"type": "string", "pattern": "^sha256:[a-f0-9]{64}$"},
+        "size": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+        "annotations": ANNOTATIONS,
+        "platform": {
+            "type": "object",
+            "required": ["architecture", "os"],
+            "properties": {"architecture": {"enum": ["amd64", "arm64"]}, "os": {"const": "linux"}},
+        },
+    },
+}
+INDEX = {
+    "type": "object",
+    "required": ["schemaVersion", "mediaType", "manifests"],
+    "properties": {
+        "schemaVersion": {"const": 2},
+        "mediaType": {"const": "application/vnd.oci.image.index.v1+json"},
+        "artifactType": MEDIA_TYPE,
+        "manifests": {"type": "array", "items": DESCRIPTOR},
+        "annotations": ANNOTATIONS,
+    },
+}
+MANIFEST = {
+    "type": "object",
+    "required": ["schemaVersion", "mediaType", "config", "layers"],
+    "properties": {
+        "schemaVersion": {"const": 2},
+        "mediaType": {"const": "application/vnd.oci.image.manifest.v1+json"},
+        "artifactType": MEDIA_TYPE,
+        "config": DESCRIPTOR,
+        "layers": {"type": "array", "minItems": 1, "items": DESCRIPTOR},
+        "annotations": ANNOTATIONS,
+    },
+}
+
+
+def test_index_and_manifests_are_as_the_specification_says(bundle_dir: Path) -> None:
+    index = json.loads((bundle_dir / "index.json").read_bytes())
+    jsonschema.validate(index, INDEX)
+    jsonschema.validate(index, oras.schemas.index)
+    blobs = bundle_dir / "blobs" / "sha256"
+    for descriptor in index["manifests"]:
+        manifest = json.loads((blobs / descriptor["digest"].removeprefix("sha256:")).read_bytes())
+        jsonschema.validate(manifest, MANIFEST)
+        jsonschema.validate(manifest, oras.schemas.manifest)
+        assert manifest["artifactType"] == descriptor["artifactType"]
+        # An artifact names its type, or has a config that is not the empty one: ours has both.
+        assert manifest["config"]["mediaType"] != "application/vnd.oci.empty.v1+json"
+    layout = json.loads((bundle_dir / "oci-layout").read_bytes())
+    assert layout == {"imageLayoutVersion": "1.0.0"}
+    assert {path.name for path in bundle_dir.iterdir()} == {"blobs", "index.json", "oci-layout"}
+
+
+def test_every_file_is_named_by_its_digest_and_named_by_the_index(bundle_dir: Path) -> None:
+    expected = {d for target in TARGETS for d in blobs_of(bundle_dir, target)}
+    found = {
+        f"sha256:{hashlib.sha256(blob.read_bytes()).hexdigest()}": blob
+        for blob in (bundle_dir / "blobs" / "sha256").iterdir()
+    }
+    assert set(found) == expected
+    assert all(digest == f"sha256:{blob.name}" for digest, blob in found.items())
+    assert not [path for path in bundle_dir.rglob("*") if path.is_symlink()]
 
 
 class _Store(ThreadingHTTPServer):
@@ -141,3 +225,20 @@ def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_pa
         for digest in blobs:
             name = Path("blobs", "sha256", digest.removeprefix("sha256:"))
             assert (copied / name).read_bytes() == (bundle_dir / name).read_bytes()
+
+
+@pytest.mark.skipif(
+    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
+)
+def test_skopeo_unpacks_a_target_and_refuses_a_damaged_one(
+    bundle_dir: Path, tmp_path: Path
+) -> None:
+    command = ["skopeo", "--insecure-policy", "copy", f"oci:{bundle_dir}:cpu-host"]
+    subprocess.run([*command, f"dir:{tmp_path}/unpacked"], check=True, capture_output=True)
+    for digest in list(blobs_of(bundle_dir, "cpu-host"))[1:]:
+        name = digest.removeprefix("sha256:")
+        blob = bundle_dir / "blobs" / "sha256" / name
+        assert (tmp_path / "unpacked" / name).read_bytes() == blob.read_bytes()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    done = subprocess.run([*command, f"dir:{tmp_path}/again"], capture_output=True, check=False)
+    assert done.returncode != 0

@@ -2,34 +2,26 @@
 
 It is small on purpose: put arrays on a device, load or compile a program, run it, read a result. It
 works on jaxlib's client (PJRT) directly, below `jax.jit`, so nothing is traced and nothing is dispatched
-in Python. tests/unit/runtime/test_executable.py runs on every jax version that we support.
-
-Importing all of jax costs more than loading a program, and a loader needs 44 of its modules only, those
-that jaxlib asks for when it makes an array. So `jax/__init__.py` is deferred: a placeholder package takes
-its place and turns into the real one when anybody else wants anything of it. `PREJIT_EAGER_JAX=1`
-turns this off.
+in Python; jax itself is deferred, see deferred_jax.py. tests/unit/runtime/test_executable.py runs on
+every jax version that we support.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import importlib.util
 import math
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, final
 
 import numpy as np
 
 from prejit.runtime.bundle import Memory
+from prejit.runtime.deferred_jax import defer_jax, imports_of_ours
 from prejit.runtime.errors import BuildError, RejectError
 
 DeviceArray = Any
@@ -37,110 +29,11 @@ DeviceArray = Any
 jax is deferred."""
 
 
-@final
-class _DeferredPackage(ModuleType):
-    """Stands for jax until anybody else wants anything of it; then `jax/__init__` runs, see _Deferral.
-
-    `importlib.util.LazyLoader` cannot do this: it would also run `__init__` for `import jax._src.config`,
-    because the import system reads `jax.__path__` then.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        deferral: _Deferral = self.__dict__["_prejit_deferral"]
-        if name == "__path__":
-            return deferral.path_of(self)
-        deferral.end()
-        if type(self) is ModuleType:
-            return getattr(self, name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-
-@final
-class _Deferral:
-    """Whether `jax/__init__` has run, and who imports modules of jax before that.
-
-    jax's modules import each other in circles, and `__init__` is the one place where to enter them: a bare
-    `import jax.export`, or `from jax._src import api`, fails. So it runs first, unless the modules are those
-    that jaxlib wants, of which we know that they come alone.
-    """
-
-    def __init__(self, package: ModuleType) -> None:
-        self._package = package
-        self._paths: dict[ModuleType, Any] = {}
-        self._lock = threading.RLock()
-        self._begun = False
-        self._ours: int | None = None
-        self._guard(package)
-
-    def _guard(self, package: ModuleType) -> None:
-        self._paths[package] = package.__dict__.pop("__path__")
-        package.__dict__["_prejit_deferral"] = self
-        package.__class__ = _DeferredPackage
-
-    @contextlib.contextmanager
-    def imports_of_ours(self) -> Iterator[None]:
-        """What this thread imports meanwhile does not run `__init__`; other threads wait."""
-        with self._lock:
-            before, self._ours = self._ours, threading.get_ident()
-            try:
-                yield
-            finally:
-                self._ours = before
-            for name, module in [] if self._begun else list(sys.modules.items()):
-                if name.startswith("jax.") and "__path__" in vars(module):
-                    self._guard(module)
-
-    def path_of(self, package: ModuleType) -> Any:
-        """`__path__`, which the import system reads before it imports a module of a package."""
-        if self._ours != threading.get_ident():
-            # The reader holds the lock of the module that it imports, and a thread that runs `__init__` may
-            # want that one: do not wait for such a thread, nor for ever for one that imports for us.
-            deadline = time.monotonic() + 10.0
-            while not self._begun and time.monotonic() < deadline:
-                if self._lock.acquire(timeout=0.01):
-                    try:
-                        self.end()
-                    finally:
-                        self._lock.release()
-        return self._paths[package]
-
-    def end(self) -> None:
-        """Runs `__init__`, once."""
-        with self._lock:
-            if self._begun:
-                return  # done, or in this very thread
-            self._begun = True
-            for package, path in self._paths.items():
-                package.__dict__["__path__"] = path
-                if package is not self._package:
-                    package.__class__ = ModuleType
-            self._package.__spec__.loader.exec_module(self._package)  # type: ignore[union-attr]
-            # No __getattr__ of ours any more. jax may have set one of its own (deprecations).
-            self._package.__class__ = ModuleType
-
-
-def _defer_jax() -> None:
-    if "jax" in sys.modules or os.environ.get("PREJIT_EAGER_JAX"):
-        return
-    spec = importlib.util.find_spec("jax")
-    if spec is None:
-        return  # jaxlib says it better
-    package = importlib.util.module_from_spec(spec)
-    _Deferral(package)
-    sys.modules["jax"] = package
-
-
-def _imports_of_ours() -> contextlib.AbstractContextManager[None]:
-    """While jaxlib imports the modules of jax that it needs."""
-    deferral = vars(sys.modules["jax"]).get("_prejit_deferral") if "jax" in sys.modules else None
-    return deferral.imports_of_ours() if deferral is not None else contextlib.nullcontext()
-
-
 @functools.cache
 def _jaxlib() -> tuple[Any, Any]:
     """jaxlib's client module and its C++ core, imported without running `jax/__init__.py`."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as jax does: no INFO lines on stderr
-    _defer_jax()
+    defer_jax()
     from jaxlib import _jax, xla_client
 
     return xla_client, _jax
@@ -190,7 +83,7 @@ class Device:
         jaxlib's own references are dropped without the GIL.
         """
         if self._sharding is None:
-            with _imports_of_ours():  # of those modules
+            with imports_of_ours():  # of those modules
                 from jax._src import config, core, sharding_impls
 
                 self._shaped_array = core.ShapedArray
