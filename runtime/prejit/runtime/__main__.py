@@ -20,6 +20,10 @@ BUILD_COMMANDS = {
     "build": "compile manifests and write their bundles",
 }
 
+_BUILD_PACKAGES = {
+    *("prejit", "click", "flax", "huggingface_hub", "orbax", "pydantic", "rich", "safetensors"),
+    "transformers",
+}
 _EXAMPLES = {
     "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
     "verify": "prejit verify artifacts/demo",
@@ -170,13 +174,14 @@ def _give_up_stdout() -> None:
 def _build_side(arguments: Sequence[str]) -> int:
     # By name, not by an import statement: the server side does not depend on the build side.
     try:
-        command_line = importlib.import_module("prejit.compiler.cli")
-    except ImportError as error:
+        return int(importlib.import_module("prejit.compiler.cli").run(arguments))
+    except ModuleNotFoundError as error:  # at once, or when a command comes to need it
+        if (error.name or "").partition(".")[0] not in _BUILD_PACKAGES:
+            raise
         raise UsageError(
             f"`prejit {arguments[0]}` needs the build side, and {error.name} is not installed",
             hint="pip install 'prejit[compiler]'",
         ) from error
-    return int(command_line.run(arguments))
 
 
 if __name__ == "__main__":

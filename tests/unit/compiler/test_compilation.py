@@ -340,6 +340,7 @@ def test_a_long_compile_is_told_by_a_heartbeat(
 
 # A build of its own, to be interrupted.
 BUILD = """
+import signal
 import sys
 from pathlib import Path
 from prejit.compiler.cache import Cache
@@ -347,6 +348,7 @@ from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import CompileJob, CompilePool
 from prejit.compiler.target import target
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 root, command, *portables = sys.argv[1:]
 cache = Cache.open(Path(root))
 with CompilePool(cache, workers=len(portables), command=(sys.executable, command)) as pool:
