@@ -374,18 +374,25 @@ def test_a_process_killed_while_it_compiles_blocks_nobody(
 
 
 def test_a_program_is_made_ready_once_for_many_threads(settled_dir: Path) -> None:
-    loaded = fallen_back(settled_dir)
-    made = []
-    real = loaded._device.compile
-    object.__setattr__(loaded._device, "compile", lambda p: made.append(1) or real(p))
-    threads = [
-        threading.Thread(target=loaded.call, args=("score",), kwargs={"x": X}) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert made == [1]
+    for bundle_of, how in ((load, "load"), (fallen_back, "compile")):
+        loaded = bundle_of(settled_dir)
+        made = []
+        real = getattr(loaded._device, how)
+
+        def slowly(*arguments: Any, made: list[int] = made, real: Any = real) -> Any:
+            made.append(1)
+            time.sleep(0.05)
+            return real(*arguments)
+
+        setattr(loaded._device, how, slowly)
+        threads = [
+            threading.Thread(target=loaded.call, args=("score",), kwargs={"x": X}) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert made == [1]
 
 
 def test_a_damaged_portable_program_is_rejected_also_when_it_would_be_compiled(

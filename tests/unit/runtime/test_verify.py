@@ -648,7 +648,7 @@ def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
         b"",
         b"\0" * 7,
         b"\0" * 64,
-        struct.pack("<Q", 57) + b" " * 56,
+        struct.pack("<Q", 57) + b"{}".ljust(56),
         struct.pack("<Q", 1 << 63) + b" " * 56,
         struct.pack("<Q", (1 << 64) - 1) + b"{}" + b" " * 54,
         struct.pack("<Q", verify.MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
