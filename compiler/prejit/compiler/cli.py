@@ -118,6 +118,11 @@ def _print_plan(programs: Sequence[PlannedProgram]) -> None:
     metavar="N",
     help="Compile processes side by side (default: cores).",
 )
+@click.option(
+    "--skip-unbuildable",
+    is_flag=True,
+    help="Leave out targets that this machine cannot compile for, and say so.",
+)
 @_cache
 @_json
 def build(
@@ -125,6 +130,7 @@ def build(
     output: Path,
     targets: tuple[str, ...],
     jobs: int | None,
+    skip_unbuildable: bool,
     cache: Path | None,
     as_json: bool,
 ) -> int:
@@ -136,9 +142,12 @@ def build(
     built = []
     for manifest in manifests:
         started = time.perf_counter()
+        chosen = _buildable(manifest, targets) if skip_unbuildable else targets
+        if skip_unbuildable and not chosen:
+            continue
         with open_progress() as progress:
             result = build_bundle(
-                _inputs(manifest, targets, cache),
+                _inputs(manifest, chosen, cache),
                 output,
                 workers=jobs or default_workers(),
                 progress=progress,
@@ -155,6 +164,20 @@ def build(
     if as_json:
         click.echo(json.dumps(built, indent=2))
     return 0
+
+
+def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a manifest's targets that this machine can compile for; the others are told."""
+    from prejit.compiler.manifest import read_manifest
+    from prejit.compiler.target import can_build, target
+
+    chosen = []
+    for name in only or read_manifest(manifest).targets:
+        if reason := can_build(target(name)):
+            click.echo(f"{manifest}: left out {name}: {reason}", err=True)
+        else:
+            chosen.append(name)
+    return tuple(chosen)
 
 
 def _inputs(manifest: Path, targets: tuple[str, ...], cache: Path | None) -> Inputs:

@@ -149,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from prejit.runtime import commands
 
         status: int = getattr(commands, options.command)(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a daemon may have closed it
+            sys.stdout.flush()
         return status
     except PrejitError as error:
         print(error.describe(), file=sys.stderr)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime import bundle as format
 from prejit.runtime import verify as checks
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import FallbackWarning, StoreError, UsageError
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import check_blobs, load, match, open_index, read_contents
@@ -360,6 +360,7 @@ def _start_up(options: Namespace) -> dict[str, float | int]:
 
 def _load(options: Namespace) -> Bundle:
     with warnings.catch_warnings():
+        warnings.simplefilter("always", FallbackWarning)  # whatever PYTHONWARNINGS says
         warnings.showwarning = lambda message, *_, **__: print(
             f"warning: {message}", file=sys.stderr
         )

@@ -176,7 +176,8 @@ def load(
         path: directory of the bundle.
         on_mismatch: what to do where this machine is none of the bundle's targets: `jit` compiles the
             portable programs, with a FallbackWarning; `error` raises.
-        fingerprint: what to take this machine for; None: what it is.
+        fingerprint: what to take this machine for; None: what it is. It loads executables only where
+            this machine fits as well.
 
     Returns:
         The bundle. Its programs get ready when they are first wanted.
@@ -193,7 +194,13 @@ def load(
         raise UsageError(f"on_mismatch: expected 'jit' or 'error', found {on_mismatch!r}")
     with Layout(path) as layout:
         index, digest = open_index(layout)
-        targets = match(layout, index, fingerprint or Fingerprint.current())
+        targets = match(layout, index, Fingerprint.current())
+        if fingerprint is not None:
+            # Code still runs here: a declared machine may lack what this one has, but cannot lend it
+            # instructions. Those would end in SIGILL.
+            here = {target.name: target for target in targets}
+            declared = match(layout, index, fingerprint)
+            targets = tuple(t if not t.verdict.matches else here[t.name] for t in declared)
         chosen = next((target for target in targets if target.verdict.matches), None)
         if chosen is None and on_mismatch == "error":
             raise _mismatch(layout, targets)

@@ -72,6 +72,23 @@ def test_a_mismatch_warns_of_its_axis_and_computes_the_same(
     assert [r.source for r in loaded.report()] == ["loaded", "unused", "unused", "unused"]
 
 
+def test_a_declared_machine_lends_this_one_no_instructions(recipe: Any, tmp_path: Path) -> None:
+    """A saved fingerprint of a better machine, and code that would die of SIGILL here."""
+    machine = Fingerprint.current()
+
+    def change(config: Any) -> Any:
+        needs = dataclasses.replace(config.requirement, cpu_features=("avx10.9", "sse2"))
+        return dataclasses.replace(config, requirement=needs)
+
+    path = recipe.configured(change).write(tmp_path / "b")
+    better = dataclasses.replace(machine, cpu_features=("avx10.9", *machine.cpu_features))
+    with pytest.warns(FallbackWarning, match=r"cpu_features: needs .*avx10\.9"):
+        loaded = load(path, fingerprint=better)
+    assert not loaded.matched
+    with pytest.raises(MismatchError, match=r"avx10\.9"):
+        load(path, fingerprint=better, on_mismatch="error")
+
+
 def test_on_mismatch_error_compiles_nothing(
     other: tuple[str, Fingerprint], settled_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
