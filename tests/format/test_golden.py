@@ -7,6 +7,7 @@ one of these tests pass, mend the reader.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -86,6 +87,56 @@ def test_a_changed_byte_of_a_golden_bundle_is_rejected(golden: Path, tmp_path: P
         with pytest.raises(RejectError, match=file.name):
             load(copy)
         file.write_bytes(content)
+
+
+def test_another_reader_finds_what_the_documentation_says(golden: Path) -> None:
+    """Written from docs/bundle-format.md alone, with the libraries of safetensors and zstd."""
+    zstandard, safetensors = pytest.importorskip("zstandard"), pytest.importorskip("safetensors")
+    blobs = golden / "blobs" / "sha256"
+
+    def blob(descriptor: dict[str, Any]) -> bytes:
+        content = (blobs / descriptor["digest"].removeprefix("sha256:")).read_bytes()
+        assert descriptor["digest"] == f"sha256:{hashlib.sha256(content).hexdigest()}"
+        assert descriptor["size"] == len(content)
+        return content
+
+    def canonical(value: object) -> bytes:
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
+
+    index = json.loads((golden / "index.json").read_bytes())
+    assert (golden / "index.json").read_bytes() == canonical(index)
+    digest = index["annotations"].pop("dev.prejit.index-digest")
+    assert digest == f"sha256:{hashlib.sha256(canonical(index)).hexdigest()}"
+    for target in index["manifests"]:
+        manifest = json.loads(blob(target))
+        config = json.loads(blob(manifest["config"]))
+        assert blob(manifest["config"]) == canonical(config)
+        assert (
+            canonical(config["requirement"]).decode()
+            == (target["annotations"]["dev.prejit.requirement"])
+        )
+        layers = {
+            layer["mediaType"].removeprefix("application/vnd.prejit."): blob(layer)
+            for layer in manifest["layers"]
+        }
+        for program in config["programs"]:
+            for pack, key in (("executables", "executable"), ("stablehlo", "portable")):
+                segment = program[key]
+                start = segment["offset"]
+                frame = layers[f"{pack}.v1+zstd"][start : start + segment["size"]]
+                assert segment["digest"] == f"sha256:{hashlib.sha256(frame).hexdigest()}"
+                raw = zstandard.ZstdDecompressor().decompress(frame)
+                assert len(raw) == segment["raw_size"]
+                assert segment["raw_digest"] == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+            assert raw.startswith(b"ML\xefR"), "a portable artifact is MLIR bytecode"
+        weights = layers["weights.v1.safetensors"]
+        header = int.from_bytes(weights[:8], "little")
+        found = dict(safetensors.deserialize(weights))
+        for names in config["weight_sets"].values():
+            for name in names:
+                start, _ = json.loads(weights[8 : 8 + header])[name]["data_offsets"]
+                assert (8 + header + start) % 64 == 0
+                assert found[name]["dtype"] == "F32"
 
 
 def test_v1_programs_compile_from_their_portable_form(v1: Path) -> None:

@@ -267,5 +267,7 @@ def _remove_damaged(path: Path) -> None:
     receipts = Receipts(path)
     directory = path / "blobs" / "sha256"
     for blob in directory.iterdir() if directory.is_dir() else ():
+        if not bundle.is_digest(f"sha256:{blob.name}"):
+            continue  # another writer's temporary file
         if receipts.digest_of(blob) != f"sha256:{blob.name}":
             blob.unlink()
