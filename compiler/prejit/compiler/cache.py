@@ -28,6 +28,7 @@ from typing import Any, final
 from prejit.compiler.cache_key import Key
 from prejit.runtime.bundle import digest_of, is_digest
 from prejit.runtime.errors import StoreError
+from prejit.runtime.layout import sync_directory
 
 VERSION = "v1"
 """Raised when a file of the last version could no longer be read. 1 (2026-11-20): the first."""
@@ -273,7 +274,7 @@ class Cache:
         with _storing(path):
             if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _sync_directory(path.parent.parent)
+                sync_directory(path.parent.parent)
         file = self._new_temp()
         try:
             with _storing(path):
@@ -313,7 +314,7 @@ class Cache:
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(file.name, path)
-                _sync_directory(path.parent)
+                sync_directory(path.parent)
         except BaseException:
             _discard(file)
             raise
@@ -362,14 +363,6 @@ def _remove_damaged(path: Path, file: BufferedReader) -> None:
     with suppress(FileNotFoundError):
         if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
             path.unlink()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
