@@ -9,8 +9,7 @@ import os
 from collections.abc import Mapping
 
 from prejit.compiler.target import Target, cross_compiles
-from prejit.runtime.errors import StoreError
-from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.fingerprint import Fingerprint, read_xla_flags
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
 """Kernels come out in the same order each time, if XLA has one CPU to run on (`taskset -c 0`). With more
@@ -74,22 +73,7 @@ def xla_flags(target: Target, inherited: Mapping[str, str]) -> str:
     Raises:
         StoreError: XLA_FLAGS names a file, and it cannot be read.
     """
-    flags = [_REPRODUCIBLE, *_users_flags(inherited).split()]
+    flags = [_REPRODUCIBLE, *read_xla_flags(inherited).split()]
     if target.xla_max_isa is not None and not cross_compiles():
         flags.append(f"--xla_cpu_max_isa={target.xla_max_isa}")
     return " ".join(flags)
-
-
-def _users_flags(inherited: Mapping[str, str]) -> str:
-    """The user's flags as text: XLA takes the flags themselves, or the name of a file with them."""
-    flags = inherited.get("XLA_FLAGS", "").strip()
-    if not flags or flags.startswith("-"):
-        return flags
-    try:
-        with open(flags, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(
-            f"{flags}: cannot read the file that XLA_FLAGS names: {error}",
-            hint="set XLA_FLAGS to flags, which start with --, or to a file with flags",
-        ) from error

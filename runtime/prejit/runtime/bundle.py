@@ -27,11 +27,14 @@ from typing import Any, TypeVar
 
 from prejit.runtime.errors import RejectError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when a reader of the last version could no longer read what we write.
 
 1 (2026-11-20): the first.
+2 (2026-11-20): requirements of accelerators; portable programs for several platforms; meshes. A reader of
+    2 reads 1 as it is: every new key may be missing.
 """
+READABLE_FORMATS = (1, 2)
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -249,21 +252,79 @@ class Decoder:
     bos_token_id: int | None = None
 
 
+_VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
+_AXIS_FORMS = {
+    # field of Requirement and of Fingerprint: (what it looks like, an example)
+    "platform": (r"[a-z]+", "cpu"),
+    "architecture": (r"[a-z][a-z0-9_]*", "x86_64"),
+    "cpu_features": (r"[a-z0-9.\-]+", "avx2"),
+    "jaxlib": (_VERSION, "0.12.0.1"),
+    "plugin": (rf"[a-z0-9\-]+ {_VERSION}", "libtpu 0.0.51"),
+    "cuda": (_VERSION, "13.0"),
+    "driver": (_VERSION, "580.65.06"),
+    "device_kind": (r"[\x20-\x7e]+", "NVIDIA L4"),
+    "compute_capability": (r"\d+\.\d+", "9.0"),
+    "device_count": (r"[1-9]\d*", "8"),
+    "topology": (r"[1-9]\d*(?:x[1-9]\d*)*", "2x2"),
+    "device_memory_bytes": (r"\d+", "16000000000"),
+    "xla_flags": (r"--\S+", "--xla_cpu_enable_fast_math=true"),
+    "environment": (r"[A-Z][A-Z0-9_]*=.*", "NVIDIA_TF32_OVERRIDE=0"),
+}
+
+
+def check_axes(value: Requirement | Any) -> None:
+    """Checks the form of every axis of a requirement or a fingerprint.
+
+    Raises:
+        ValueError: an axis has a value that nothing could mean.
+    """
+    for name, (form, example) in _AXIS_FORMS.items():
+        found = getattr(value, name)
+        for item in found if isinstance(found, tuple) else (found,):
+            if item is not None and not re.fullmatch(form, str(item)):
+                raise ValueError(f"{name}: expected the form of {example!r}, found {item!r:.80}")
+
+
 @dataclass(frozen=True, slots=True)
 class Requirement:
     """What an executable needs of a machine. Empty or None: does not matter.
 
+    `fingerprint.compare` has the rule of each, with its reason.
+
     Attributes:
         platform: `cpu`, `cuda`, `tpu`.
-        architecture: `x86_64`, `aarch64`.
+        architecture: of the host: `x86_64`, `aarch64`.
         cpu_features: instruction-set extensions in LLVM's names.
         jaxlib: exact version; executables have no promise beyond it.
+        plugin: name and exact version of the PJRT plugin, where it is not jaxlib itself.
+        cuda: the lowest CUDA runtime, of the same major version.
+        driver: the lowest driver.
+        device_kind: as its driver names it.
+        compute_capability: of a GPU.
+        device_count: how many devices a program runs on.
+        topology: of a TPU slice.
+        device_memory_bytes: what the largest program needs of one device.
+        xla_flags: of the build, those that change results or speed; sorted.
+        environment: NAME=value likewise; sorted.
     """
 
     platform: str
     architecture: str
     cpu_features: tuple[str, ...]
     jaxlib: str
+    plugin: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    device_kind: str | None = None
+    compute_capability: str | None = None
+    device_count: int | None = None
+    topology: str | None = None
+    device_memory_bytes: int | None = None
+    xla_flags: tuple[str, ...] | None = None
+    environment: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_axes(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prejit.runtime import bundle
+from prejit.runtime.accelerator import find_accelerator
 from prejit.runtime.bundle import Requirement
 from prejit.runtime.errors import RejectError, StoreError
 
@@ -97,18 +100,63 @@ CPU_FEATURES = {
 """Extensions that a compiler may use and that Linux tells of. Others (`shstk`, tuning) do not count."""
 
 
+_FLAGS_WITHOUT_EFFECT = (
+    # Prefixes of XLA flags that change neither results nor speed of what is loaded (xla/debug_options_flags.cc).
+    *(
+        "--xla_dump",
+        "--xla_hlo_profile",
+        "--xla_backtrace",
+        "--xla_vlog",
+        "--xla_gpu_cuda_data_dir",
+    ),
+    "--xla_cpu_parallel_codegen_split_count",  # ours: the order of kernels in the file
+    "--xla_force_host_platform_device_count",  # the axis device_count is about it
+    *("--xla_gpu_dump_autotune", "--xla_gpu_load_autotune", "--xla_gpu_per_fusion_autotune_cache"),
+    "--xla_cpu_max_isa",  # the axis cpu_features is about it
+)
+_ENVIRONMENT = {
+    # Variables of each platform that change results or speed of compiled code.
+    "cpu": (),
+    # cuBLAS: TF32 for float32 products, and its deterministic mode (cuBLAS documentation).
+    "cuda": ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    "tpu": ("LIBTPU_INIT_ARGS",),  # flags of the TPU's compiler and runtime
+}
+
+
+def effective_xla_flags(flags: str) -> tuple[str, ...]:
+    """Those of XLA_FLAGS that change what compiled code gives or how fast; sorted, the last of a name."""
+    named = {flag.partition("=")[0]: flag for flag in flags.split() if flag.startswith("--")}
+    return tuple(
+        sorted(flag for flag in named.values() if not flag.startswith(_FLAGS_WITHOUT_EFFECT))
+    )
+
+
+def effective_environment(platform: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Those variables that change what compiled code of a platform gives or how fast; sorted."""
+    return tuple(f"{name}={environ[name]}" for name in _ENVIRONMENT[platform] if environ.get(name))
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What a machine is.
 
     Attributes:
-        platform: `cpu`.
+        platform: the one that programs run on unless told otherwise: `cpu`, `cuda`, `tpu`.
         architecture: `x86_64`, `aarch64`.
         cpu_features: extensions that this machine has, in LLVM's names, sorted.
         jaxlib: its version.
         cpu_model: information only.
         cpu_count: cores that this process may use; information only.
         memory_bytes: of the machine; information only.
+        plugin: name and version of the PJRT plugin of the accelerator.
+        cuda: version of the CUDA runtime.
+        driver: version of the accelerator's driver.
+        device_kind: of the accelerators, as their driver names them.
+        compute_capability: of a GPU; of the least, where they differ.
+        device_count: accelerators that this process sees.
+        topology: of a TPU slice.
+        device_memory_bytes: of the smallest accelerator.
+        xla_flags, environment: those in force that change results or speed; sorted.
     """
 
     platform: str
@@ -118,15 +166,35 @@ class Fingerprint:
     cpu_model: str
     cpu_count: int
     memory_bytes: int
+    plugin: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    device_kind: str | None = None
+    compute_capability: str | None = None
+    device_count: int | None = None
+    topology: str | None = None
+    device_memory_bytes: int | None = None
+    xla_flags: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        bundle.check_axes(self)
 
     @classmethod
     def current(cls) -> Fingerprint:
-        """This machine's. Costs about a millisecond; neither jax nor a device is touched."""
+        """This machine's. Costs about a millisecond; neither jax nor a device is touched.
+
+        Raises:
+            UsageError: JAX_PLATFORMS or XLA_FLAGS says something that cannot be.
+        """
         from jaxlib import version
 
         flags, model = _linux_cpu()
+        found = find_accelerator(os.environ)
+        described = {} if found is None else found.described()
+        platform_name = described.pop("platform", "cpu")
         return cls(
-            platform="cpu",
+            platform=platform_name,
             architecture=platform.machine(),
             cpu_features=tuple(
                 sorted(name for name, flag in CPU_FEATURES.items() if flag in flags)
@@ -135,6 +203,9 @@ class Fingerprint:
             cpu_model=model,
             cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            xla_flags=effective_xla_flags(read_xla_flags(os.environ)),
+            environment=effective_environment(platform_name, os.environ),
+            **described,
         )
 
     @classmethod
@@ -164,8 +235,8 @@ class Axis:
     """One line of a verdict.
 
     Attributes:
-        name: of the axis: `platform`, `architecture`, `cpu_features`, `jaxlib`.
-        rule: `equal`, `subset`.
+        name: of the axis, as `compare` lists them.
+        rule: `equal`, `subset`, `at least`, `information`.
         needed, found: in words.
         matches: whether what was found satisfies what is needed.
     """
@@ -212,27 +283,96 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
       does not check.
     - jaxlib: equal. The serialized form has no promise from one version to the next
       (xla/pjrt/pjrt_executable.h), even where a neighbouring version happens to load it.
+    - plugin: equal, likewise: it is what compiled the code and what reads it.
+    - cuda: at least, within a major version (CUDA Compatibility, "minor version compatibility").
+    - driver: at least (CUDA Toolkit release notes: each toolkit has a lowest driver).
+    - device_kind: equal for a TPU, whose code is of one chip. For a GPU information only: XLA wants the
+      same compute capability (xla/service/gpu/gpu_executable.cc, CheckCompatibility) and takes any
+      board that has it; what is tuned for another board runs, somewhat slower.
+    - compute_capability: equal, likewise.
+    - device_count: at least; CPU devices are virtual, a process makes as many as it wants.
+    - topology: equal; collectives are routed at compile time.
+    - device_memory: at least; beyond it the first call ends in RESOURCE_EXHAUSTED.
+    - xla_flags, environment: equal. They are baked into an executable, so that what an operator sets
+      on a server would be ignored without a word.
+
+    An axis that the requirement does not speak of is left out.
     """
-    missing = sorted(set(needs.cpu_features) - set(machine.cpu_features))
-    return Verdict(
-        target,
-        (
-            _equal("platform", needs.platform, machine.platform),
-            _equal("architecture", needs.architecture, machine.architecture),
+    rows = [
+        _equal("platform", needs.platform, machine.platform),
+        _equal("architecture", needs.architecture, machine.architecture),
+        _subset("cpu_features", needs.cpu_features, machine.cpu_features),
+        _equal("jaxlib", needs.jaxlib, machine.jaxlib),
+    ]
+    if needs.plugin is not None:
+        rows.append(_equal("plugin", needs.plugin, machine.plugin))
+    if needs.cuda is not None:
+        rows.append(_at_least_version("cuda", needs.cuda, machine.cuda, same_major=True))
+    if needs.driver is not None:
+        rows.append(_at_least_version("driver", needs.driver, machine.driver))
+    if needs.device_kind is not None:
+        rule = "equal" if needs.platform == "tpu" else "information"
+        row = _equal("device_kind", needs.device_kind, machine.device_kind)
+        rows.append(row if rule == "equal" else replace(row, rule=rule, matches=True))
+    if needs.compute_capability is not None:
+        rows.append(
+            _equal("compute_capability", needs.compute_capability, machine.compute_capability)
+        )
+    if needs.device_count is not None:
+        virtual = needs.platform == "cpu"
+        found = machine.device_count or 0
+        matches = virtual or found >= needs.device_count
+        shown = "virtual devices" if virtual else str(found or "none")
+        rows.append(Axis("device_count", "at least", str(needs.device_count), shown, matches))
+    if needs.topology is not None:
+        rows.append(_equal("topology", needs.topology, machine.topology))
+    if needs.device_memory_bytes is not None:
+        has = machine.device_memory_bytes
+        rows.append(
             Axis(
-                "cpu_features",
-                "subset",
-                f"{len(needs.cpu_features)} extensions",
-                f"all but {' '.join(missing)}" if missing else "all of them",
-                not missing,
-            ),
-            _equal("jaxlib", needs.jaxlib, machine.jaxlib),
-        ),
+                "device_memory",
+                "at least",
+                _gigabytes(needs.device_memory_bytes),
+                "unknown" if has is None else _gigabytes(has),
+                has is not None and has >= needs.device_memory_bytes,
+            )
+        )
+    if needs.xla_flags is not None:
+        rows.append(_equal("xla_flags", " ".join(needs.xla_flags), " ".join(machine.xla_flags)))
+    if needs.environment is not None:
+        rows.append(
+            _equal("environment", " ".join(needs.environment), " ".join(machine.environment))
+        )
+    return Verdict(target, tuple(rows))
+
+
+def _equal(name: str, needed: str, found: str | None) -> Axis:
+    return Axis(name, "equal", needed or "none", found or "none", needed == (found or ""))
+
+
+def _subset(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
+    missing = sorted(set(needed) - set(found))
+    return Axis(
+        name,
+        "subset",
+        f"{len(needed)} extensions",
+        f"all but {' '.join(missing)}" if missing else "all of them",
+        not missing,
     )
 
 
-def _equal(name: str, needed: str, found: str) -> Axis:
-    return Axis(name, "equal", needed, found, needed == found)
+def _at_least_version(
+    name: str, needed: str, found: str | None, *, same_major: bool = False
+) -> Axis:
+    rule = "at least, same major" if same_major else "at least"
+    if found is None:
+        return Axis(name, rule, needed, "none", False)
+    needs, has = (tuple(map(int, re.findall(r"\d+", text))) for text in (needed, found))
+    return Axis(name, rule, needed, found, has >= needs and (not same_major or has[0] == needs[0]))
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
 
 
 def _linux_cpu() -> tuple[frozenset[str], str]:
@@ -255,3 +395,22 @@ def _linux_cpu() -> tuple[frozenset[str], str]:
     except OSError:
         pass
     return flags, model
+
+
+def read_xla_flags(environ: Mapping[str, str]) -> str:
+    """XLA_FLAGS as flags: XLA takes the flags themselves, or the name of a file with them.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    flags = environ.get("XLA_FLAGS", "").strip()
+    if not flags or flags.startswith("-"):
+        return flags
+    try:
+        with open(flags, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"{flags}: cannot read the file that XLA_FLAGS names: {error}",
+            hint="set XLA_FLAGS to flags, which start with --, or to a file with flags",
+        ) from error

@@ -35,11 +35,12 @@ def check_layout_file(content: bytes, path: str) -> None:
 def check_index(content: bytes, path: str) -> Index:
     """2. `index.json` is canonical, of a format we read, undamaged, and lists targets."""
     written = _format_of(content)
-    if written is not None and written != str(bundle.FORMAT_VERSION):
+    if written is not None and written not in map(str, bundle.READABLE_FORMATS):
         newer = re.fullmatch("[1-9][0-9]{0,8}", written) and int(written) > bundle.FORMAT_VERSION
+        formats = " or ".join(map(str, bundle.READABLE_FORMATS))
         raise RejectError(
             path,
-            f"expected bundle format {bundle.FORMAT_VERSION}, found {written!r:.80}",
+            f"expected bundle format {formats}, found {written!r:.80}",
             hint=NEWER_FORMAT_HINT if newer else None,
         )
     index = bundle.from_json(Index, content, path)
@@ -129,7 +130,7 @@ def check_manifest(content: bytes, path: str) -> Manifest:
 def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
     """7. A target's config is canonical and agrees with the index that led to it."""
     config = bundle.from_json(Config, content, path)
-    if config.format != bundle.FORMAT_VERSION:
+    if config.format not in bundle.READABLE_FORMATS:
         raise RejectError(path, f"expected format {bundle.FORMAT_VERSION}, found {config.format}")
     if config.target != target or config.requirement != requirement:
         raise RejectError(path, f"expected target {target!r} with the requirement of the index")
