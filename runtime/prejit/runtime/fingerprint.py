@@ -15,7 +15,7 @@ from pathlib import Path
 from prejit.runtime import bundle
 from prejit.runtime.accelerator import find_accelerator
 from prejit.runtime.bundle import Requirement
-from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.errors import RejectError, StoreError, UsageError
 
 CPU_FEATURES = {
     # LLVM's name (llvm/lib/Target/X86/X86.td) -> Linux's flag (arch/x86/include/asm/cpufeatures.h).
@@ -101,7 +101,8 @@ CPU_FEATURES = {
 
 
 _FLAGS_WITHOUT_EFFECT = (
-    # Prefixes of XLA flags that change neither results nor speed of what is loaded (xla/debug_options_flags.cc).
+    # Prefixes of XLA flags that change neither results nor speed of what is loaded
+    # (xla/debug_options_flags.cc).
     *(
         "--xla_dump",
         "--xla_hlo_profile",
@@ -121,6 +122,9 @@ _ENVIRONMENT = {
     "cuda": ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
     "tpu": ("LIBTPU_INIT_ARGS",),  # flags of the TPU's compiler and runtime
 }
+_SET_BY_JAX = " --xla_tpu_use_enhanced_launch_barrier=true"
+"""`import jax` appends it to LIBTPU_INIT_ARGS on a TPU (jax/_src/cloud_tpu_init.py): before and after the
+import, a machine is the same one."""
 
 
 def effective_xla_flags(flags: str) -> tuple[str, ...]:
@@ -133,7 +137,9 @@ def effective_xla_flags(flags: str) -> tuple[str, ...]:
 
 def effective_environment(platform: str, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Those variables that change what compiled code of a platform gives or how fast; sorted."""
-    return tuple(f"{name}={environ[name]}" for name in _ENVIRONMENT[platform] if environ.get(name))
+    values = {name: environ.get(name, "") for name in _ENVIRONMENT[platform]}
+    values = {name: value.replace(_SET_BY_JAX, "").strip() for name, value in values.items()}
+    return tuple(f"{name}={value}" for name, value in sorted(values.items()) if value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,8 @@ class Fingerprint:
         """This machine's. Costs about a millisecond; neither jax nor a device is touched.
 
         Raises:
-            UsageError: JAX_PLATFORMS or XLA_FLAGS says something that cannot be.
+            UsageError: an environment variable says something that cannot be.
+            StoreError: XLA_FLAGS names a file that cannot be read.
         """
         from jaxlib import version
 
@@ -193,20 +200,26 @@ class Fingerprint:
         found = find_accelerator(os.environ)
         described = {} if found is None else found.described()
         platform_name = described.pop("platform", "cpu")
-        return cls(
-            platform=platform_name,
-            architecture=platform.machine(),
-            cpu_features=tuple(
-                sorted(name for name, flag in CPU_FEATURES.items() if flag in flags)
-            ),
-            jaxlib=version.__version__,
-            cpu_model=model,
-            cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            xla_flags=effective_xla_flags(read_xla_flags(os.environ)),
-            environment=effective_environment(platform_name, os.environ),
-            **described,
-        )
+        try:
+            return cls(
+                platform=platform_name,
+                architecture=platform.machine(),
+                cpu_features=tuple(
+                    sorted(name for name, flag in CPU_FEATURES.items() if flag in flags)
+                ),
+                jaxlib=version.__version__,
+                cpu_model=model,
+                cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+                memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                xla_flags=effective_xla_flags(read_xla_flags(os.environ)),
+                environment=effective_environment(platform_name, os.environ),
+                **described,
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"this machine is not told as any is: {error}",
+                hint="look at XLA_FLAGS and at the variables of the accelerator, such as TPU_TOPOLOGY",
+            ) from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Fingerprint:
@@ -278,23 +291,28 @@ class Verdict:
 def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
     """Compares what a target's executables need with what a machine is.
 
-    - platform, architecture: equal; machine code is of one.
+    - platform: equal; a client of one platform reads no executable of another.
+    - architecture: equal; machine code is of one, and so is the host's part of an accelerator's program.
     - cpu_features: a subset. Code with an instruction that the machine lacks dies of SIGILL, and XLA
-      does not check.
+      does not check. More than is needed does no harm.
     - jaxlib: equal. The serialized form has no promise from one version to the next
       (xla/pjrt/pjrt_executable.h), even where a neighbouring version happens to load it.
     - plugin: equal, likewise: it is what compiled the code and what reads it.
     - cuda: at least, within a major version (CUDA Compatibility, "minor version compatibility").
-    - driver: at least (CUDA Toolkit release notes: each toolkit has a lowest driver).
+    - driver: at least (CUDA Toolkit release notes: each toolkit has a lowest driver; CUDA Compatibility:
+      a later driver runs what was built for an earlier one).
     - device_kind: equal for a TPU, whose code is of one chip. For a GPU information only: XLA wants the
       same compute capability (xla/service/gpu/gpu_executable.cc, CheckCompatibility) and takes any
       board that has it; what is tuned for another board runs, somewhat slower.
     - compute_capability: equal, likewise.
-    - device_count: at least; CPU devices are virtual, a process makes as many as it wants.
-    - topology: equal; collectives are routed at compile time.
+    - device_count: at least; a program runs on the first of them. CPU devices are virtual, a process
+      makes as many as it wants.
+    - topology: equal; collectives are routed at compile time (xla/pjrt/pjrt_compiler.h: an executable is
+      compiled for one PjRtTopologyDescription).
     - device_memory: at least; beyond it the first call ends in RESOURCE_EXHAUSTED.
-    - xla_flags, environment: equal. They are baked into an executable, so that what an operator sets
-      on a server would be ignored without a word.
+    - xla_flags, environment: equal. They are baked into an executable (xla/xla.proto, DebugOptions; the
+      cuBLAS and libtpu documentation), so that what an operator sets on a server would be ignored
+      without a word.
 
     An axis that the requirement does not speak of is left out.
     """
@@ -327,27 +345,32 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
     if needs.topology is not None:
         rows.append(_equal("topology", needs.topology, machine.topology))
     if needs.device_memory_bytes is not None:
-        has = machine.device_memory_bytes
         rows.append(
-            Axis(
-                "device_memory",
-                "at least",
-                _gigabytes(needs.device_memory_bytes),
-                "unknown" if has is None else _gigabytes(has),
-                has is not None and has >= needs.device_memory_bytes,
-            )
+            _at_least_bytes("device_memory", needs.device_memory_bytes, machine.device_memory_bytes)
         )
     if needs.xla_flags is not None:
-        rows.append(_equal("xla_flags", " ".join(needs.xla_flags), " ".join(machine.xla_flags)))
+        rows.append(_same("xla_flags", needs.xla_flags, machine.xla_flags))
     if needs.environment is not None:
-        rows.append(
-            _equal("environment", " ".join(needs.environment), " ".join(machine.environment))
-        )
+        rows.append(_same("environment", needs.environment, machine.environment))
     return Verdict(target, tuple(rows))
+
+
+def preference(needs: Requirement, machine: Fingerprint) -> tuple[bool, int]:
+    """What targets that fit a machine are sorted by; the first is taken, of equals the index's first.
+
+    What is tuned for the machine's very device comes first, then what uses most of its CPU.
+    """
+    return needs.device_kind != machine.device_kind, -len(needs.cpu_features)
 
 
 def _equal(name: str, needed: str, found: str | None) -> Axis:
     return Axis(name, "equal", needed or "none", found or "none", needed == (found or ""))
+
+
+def _same(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
+    return Axis(
+        name, "equal", " ".join(needed) or "none", " ".join(found) or "none", needed == found
+    )
 
 
 def _subset(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
@@ -367,12 +390,18 @@ def _at_least_version(
     rule = "at least, same major" if same_major else "at least"
     if found is None:
         return Axis(name, rule, needed, "none", False)
-    needs, has = (tuple(map(int, re.findall(r"\d+", text))) for text in (needed, found))
+    needs, has = ([int(part) for part in re.findall(r"[0-9]+", text)] for text in (needed, found))
+    has += [0] * (len(needs) - len(has))  # 13 is 13.0
     return Axis(name, rule, needed, found, has >= needs and (not same_major or has[0] == needs[0]))
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+def _at_least_bytes(name: str, needed: int, found: int | None) -> Axis:
+    if found is None:
+        return Axis(name, "at least", f"{needed / 1e9:.2f} GB", "unknown", False)
+    shown = [f"{size / 1e9:.2f} GB" for size in (needed, found)]
+    if shown[0] == shown[1] and needed > found:  # both sides must show what differs
+        shown = [f"{size} bytes" for size in (needed, found)]
+    return Axis(name, "at least", shown[0], shown[1], found >= needed)
 
 
 def _linux_cpu() -> tuple[frozenset[str], str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
-from prejit.runtime.fingerprint import Fingerprint, Verdict, compare
+from prejit.runtime.fingerprint import Fingerprint, Verdict, compare, preference
 from prejit.runtime.layout import Layout, digest_file
 from prejit.runtime.receipt import Receipts
 
@@ -73,7 +73,7 @@ def open_index(layout: Layout) -> tuple[Index, str]:
 
 
 def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, ...]:
-    """Every target of a bundle with its verdict, those that need most of the machine first.
+    """Every target of a bundle with its verdict, in the order of `fingerprint.preference`.
 
     Raises:
         RejectError: a requirement in the index is damaged.
@@ -82,7 +82,7 @@ def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, .
     for descriptor in index.manifests:
         name, needs = verify.target_of(descriptor, str(layout.path / "index.json"))
         targets.append(
-            (-len(needs.cpu_features), Target(name, compare(name, needs, machine), descriptor))
+            (preference(needs, machine), Target(name, compare(name, needs, machine), descriptor))
         )
     targets.sort(key=lambda item: item[0])
     return tuple(target for _, target in targets)

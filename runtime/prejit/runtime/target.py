@@ -112,7 +112,8 @@ class Target:
             cuda: the CUDA version that they are compiled for.
             cpu_features: that they really use; None: all that the target has.
             device_memory_bytes: that they need; None: not known.
-            xla_flags, environment: those of the build that change what runs.
+            xla_flags: those of the build that change what runs.
+            environment: variables of the build, likewise.
         """
         features = self.cpu_features if cpu_features is None else cpu_features
         return Requirement(
