@@ -6,6 +6,7 @@ manifest -> Inputs -> lower (here, one by one) -> compile (workers, side by side
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +17,20 @@ import numpy as np
 
 from prejit.compiler import checkpoint, packaging
 from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import CompileJob, CompilePool, find_compiled
+from prejit.compiler.compatibility import readable_until
+from prejit.compiler.compilation import Compiled, CompileJob, CompilePool, find_compiled
 from prejit.compiler.packaging import Layer, PackedTarget, Tensor
 from prejit.compiler.plan import Inputs, Lowered, file_digest, source_digest, versions
 from prejit.compiler.progress import Progress
-from prejit.compiler.target import Target
+from prejit.compiler.toolchain import CUDA, Toolchain
 from prejit.runtime import bundle
-from prejit.runtime.bundle import Config, Decoder, Program, Requirement
+from prejit.runtime.bundle import Config, Decoder, Portable, Program, Requirement
 from prejit.runtime.errors import BuildError, CheckpointError, RejectError, StoreError
-from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.fingerprint import (
+    Fingerprint,
+    effective_environment,
+    effective_xla_flags,
+)
 from prejit.runtime.layout import Layout, write_layout
 from prejit.runtime.loader import check_blobs, match, open_index, read_contents
 from prejit.runtime.receipt import Receipts
@@ -68,6 +74,7 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
     lowered: dict[str, Lowered] = {}
     keys: dict[tuple[str, str], Key] = {}
     compiled = 0
+    toolchains = {t.name: inputs.made_toolchain(t, progress) for t in inputs.targets}
     with CompilePool(inputs.cache, workers=workers, progress=progress) as pool:
         for spec in inputs.specs:
             program = inputs.cached(spec) if spec.kind != "call" else None
@@ -75,10 +82,11 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
                 with progress.phase(f"lowering {spec.name}"):
                     program = inputs.lower(spec)
             lowered[spec.name] = program
-            for target in inputs.targets:
-                key = keys[spec.name, target.name] = inputs.compile_key(spec, target, program)
+            for name, toolchain in toolchains.items():
+                key = keys[spec.name, name] = inputs.compile_key(spec, toolchain, program)
                 compiled += find_compiled(inputs.cache, key) is None
-                pool.submit(CompileJob(spec.name, target, program.portable.raw_digest, key))
+                digest = program.portable.raw_digest
+                pool.submit(CompileJob(spec.name, toolchain, digest, program.platforms, key))
         with progress.phase("packing weights"):
             weights = _weights(inputs, lowered)
         results = pool.results()
@@ -106,11 +114,12 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
                 portable=portables[spec.name],
                 memory=programs[spec.name].memory,
                 weights=(spec.section or MODEL_WEIGHTS) if lowered[spec.name].weights else None,
+                platforms=lowered[spec.name].platforms,
             )
             for spec in inputs.specs
         )
-        features = set[str]().union(*(program.cpu_features for program in programs.values()))
-        config = _config(inputs, target, table, tuple(sorted(features)), lowered)
+        needs = _requirement(inputs, toolchains[target.name], programs)
+        config = _config(inputs, toolchains[target.name], needs, table, lowered)
         packed.append(PackedTarget(config, (layer, *layers)))
     index, blobs = packaging.assemble(inputs.manifest.bundle.name, packed)
     path = output / inputs.manifest.bundle.name
@@ -122,25 +131,58 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
     return Built(path, bundle.digest_of(index), compiled, len(keys) - compiled, not current)
 
 
+def _requirement(
+    inputs: Inputs, toolchain: Toolchain, programs: Mapping[str, Compiled]
+) -> Requirement:
+    """What a target's executables need of a machine, from what the compiler says of them.
+
+    Raises:
+        BuildError: a program needs more memory than a device of the target has.
+    """
+    target = toolchain.target
+    accelerated = target.platform != "cpu"
+    needs = {name: program.memory.need_bytes for name, program in programs.items()}
+    if accelerated and target.memory_bytes is not None:
+        too_large = [name for name, need in needs.items() if need > target.memory_bytes]
+        if too_large:
+            listed = "".join(
+                f"\n  {name}: needs {needs[name] / 1e9:.2f} GB: {programs[name].memory.described()}"
+                for name in too_large
+            )
+            raise BuildError(
+                f"{inputs.manifest.path}: target {target.name}: a device has "
+                f"{target.memory_bytes / 1e9:.2f} GB, and {len(too_large)} of {len(programs)} "
+                f"programs need more{listed}",
+                hint="make [generate] batch or context smaller, split the model over a [mesh], "
+                "or build for a larger device",
+            )
+    return target.requirement(
+        toolchain.jaxlib,
+        plugin=toolchain.plugin,
+        cuda=CUDA if target.platform == "cuda" else None,
+        cpu_features=tuple(sorted(set[str]().union(*(p.cpu_features for p in programs.values())))),
+        device_memory_bytes=max(needs.values()) if accelerated else None,
+        xla_flags=effective_xla_flags(toolchain.xla_flags(os.environ)),
+        environment=effective_environment(target.platform, os.environ),
+    )
+
+
 def _config(
     inputs: Inputs,
-    target: Target,
+    toolchain: Toolchain,
+    requirement: Requirement,
     programs: tuple[Program, ...],
-    cpu_features: tuple[str, ...],
     lowered: Mapping[str, Lowered],
 ) -> Config:
     """The config blob of one target."""
+    jax = versions("jax")["jax"]
+    stablehlo = {program.stablehlo for program in lowered.values()}
     return Config(
         format=bundle.FORMAT_VERSION,
         bundle=inputs.manifest.bundle.name,
-        target=target.name,
-        requirement=Requirement(
-            platform=target.platform,
-            architecture=target.architecture,
-            cpu_features=cpu_features,
-            jaxlib=versions("jaxlib")["jaxlib"],
-        ),
-        versions=versions("prejit", "jax", "jaxlib"),
+        target=toolchain.target.name,
+        requirement=requirement,
+        versions={**versions("prejit"), **dict(toolchain.versions)},
         programs=programs,
         weight_sets={
             spec.section or MODEL_WEIGHTS: _tensor_names(spec.section, lowered[spec.name])
@@ -148,6 +190,8 @@ def _config(
             if lowered[spec.name].weights
         },
         decoder=_decoder(inputs, lowered),
+        mesh=inputs.manifest.mesh,
+        portable=Portable(jax, max(stablehlo), readable_until(jax)),
     )
 
 

@@ -169,15 +169,15 @@ def build(
 def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a manifest's targets that this machine can compile for; the others are told."""
     from prejit.compiler.manifest import read_manifest
-    from prejit.compiler.target import can_build, target
+    from prejit.compiler.target import can_build, chosen
 
-    chosen = []
-    for name in only or read_manifest(manifest).targets:
-        if reason := can_build(target(name)):
-            click.echo(f"{manifest}: left out {name}: {reason}", err=True)
+    buildable = []
+    for target in chosen(read_manifest(manifest).targets, only, str(manifest)):
+        if reason := can_build(target):
+            click.echo(f"{manifest}: left out {target.name}: {reason}", err=True)
         else:
-            chosen.append(name)
-    return tuple(chosen)
+            buildable.append(target.name)
+    return tuple(buildable)
 
 
 def _inputs(manifest: Path, targets: tuple[str, ...], cache: Path | None) -> Inputs:

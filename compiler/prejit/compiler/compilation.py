@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, final
 
-from prejit.compiler import toolchain
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.target import Target
+from prejit.compiler.toolchain import Toolchain
 from prejit.runtime import bundle
 from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
+from prejit.runtime.target import Target
 
 WORKER_BYTES = 1 << 30
 """Memory that a worker may need: 180 to 530 MB were measured for the programs of GPT-2 124M."""
@@ -43,15 +42,22 @@ class CompileJob:
 
     Attributes:
         program: its name, unique in the build.
-        target: what to compile for.
+        toolchain: what compiles it, and for which target.
         portable_digest: of the portable program, a blob in the cache.
+        platforms: that it was lowered for.
         key: what the result is stored under.
     """
 
     program: str
-    target: Target
+    toolchain: Toolchain
     portable_digest: str
+    platforms: tuple[str, ...]
     key: Key
+
+    @property
+    def target(self) -> Target:
+        """What it is compiled for."""
+        return self.toolchain.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +156,6 @@ class CompilePool:
         workers: int | None = None,
         progress: Progress | None = None,
         environ: Mapping[str, str] | None = None,
-        command: Sequence[str] = (sys.executable, "-P", "-m", "prejit.compiler.worker"),
     ) -> None:
         """Starts nothing yet.
 
@@ -159,13 +164,11 @@ class CompilePool:
             workers: how many side by side; None: `default_workers()`.
             progress: who is told.
             environ: what workers inherit; None: this process's environment.
-            command: that starts a worker; the cache's directory is added.
         """
         self._cache = cache
         self._limit = workers or default_workers()
         self._progress = progress or Quiet()
         self._environ = dict(os.environ if environ is None else environ)
-        self._command = (*command, str(cache.root))
         self._changed = threading.Condition()  # guards all that follows
         self._waiting: list[CompileJob] = []
         self._unfinished = 0
@@ -234,11 +237,11 @@ class CompilePool:
         worker: _Worker | None = None
         try:
             while (job := self._next_job(worker)) is not None:
-                if worker is None or worker.target != job.target or not worker.alive:
+                if worker is None or worker.toolchain != job.toolchain or not worker.alive:
                     self._drop(worker)
                     worker = None
                 try:
-                    worker = worker or self._new_worker(job.target)
+                    worker = worker or self._new_worker(job.toolchain)
                     self._progress.started(job.program, job.target.name)
                     outcome = worker.compile(job) if worker else None
                 except Exception as error:
@@ -257,16 +260,19 @@ class CompilePool:
             if self._closed:
                 return None
             fitting = (
-                i for i, job in enumerate(self._waiting) if worker and job.target == worker.target
+                i
+                for i, job in enumerate(self._waiting)
+                if worker and job.toolchain == worker.toolchain
             )
             return self._waiting.pop(next(fitting, 0))
 
-    def _new_worker(self, target: Target) -> _Worker | None:
-        environment = toolchain.environment(target, self._environ)
+    def _new_worker(self, toolchain: Toolchain) -> _Worker | None:
+        environment = toolchain.environment(self._environ)
+        command = (*toolchain.command, str(self._cache.root), toolchain.target.platform)
         with self._changed:  # closing must either see the worker or keep it from being started
             if self._closed:
                 return None
-            worker = _Worker(target, self._command, environment)
+            worker = _Worker(toolchain, command, environment)
             self._workers.add(worker)
         return worker
 
@@ -307,8 +313,10 @@ class CompilePool:
 class _Worker:
     """A worker process for one target. Its stderr goes to a file, of which only a failure is told."""
 
-    def __init__(self, target: Target, command: Sequence[str], environment: dict[str, str]) -> None:
-        self.target = target
+    def __init__(
+        self, toolchain: Toolchain, command: Sequence[str], environment: dict[str, str]
+    ) -> None:
+        self.toolchain = toolchain
         # No pipe: nobody would have to read it, and the last lines are there after a crash.
         self._stderr: BinaryIO = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (see release)
         self._lock = threading.Lock()
@@ -394,8 +402,7 @@ def _request(job: CompileJob) -> dict[str, Any]:
     key = {"kind": job.key.kind, "name": job.key.name, "ingredients": job.key.ingredients}
     return {
         "portable": job.portable_digest,
-        "cpu": job.target.cpu,
-        "cpu_features": job.target.cpu_features,
+        "machine": job.toolchain.machine(job.platforms),
         "key": key,
     }
 

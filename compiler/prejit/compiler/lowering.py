@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from prejit.compiler.specs import ProgramSpec
 from prejit.compiler.wording import nearest
 from prejit.runtime.bundle import Array
 from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.target import PLATFORMS
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -36,11 +37,13 @@ class LoweredProgram:
 
     Attributes:
         portable: StableHLO, a versioned portable artifact (openxla/stablehlo, docs/vhlo.md).
+        platforms: that it was lowered for, in the order of its platform index.
         weights: names of the tensors that come first among the arguments, in order.
         arguments, results: the others, in order.
     """
 
     portable: bytes
+    platforms: tuple[str, ...]
     weights: tuple[str, ...]
     arguments: tuple[Array, ...]
     results: tuple[Array, ...]
@@ -123,7 +126,11 @@ def lower_decoder(
         *(Array(a.path, a.dtype, a.shape) for a in arguments if a.donated),
     ]
     return LoweredProgram(
-        exported.mlir_module_serialized, tuple(weights), tuple(arguments), tuple(results)
+        exported.mlir_module_serialized,
+        exported.platforms,
+        tuple(weights),
+        tuple(arguments),
+        tuple(results),
     )
 
 
@@ -212,9 +219,20 @@ def find_function(
 
 
 def lower_function(
-    user: UserFunction, program: manifest.Program, spec: ProgramSpec, at: Path
+    user: UserFunction,
+    program: manifest.Program,
+    spec: ProgramSpec,
+    at: Path,
+    platforms: Sequence[str],
 ) -> LoweredProgram:
-    """Lowers a function of the user's at one bucket.
+    """Lowers a function of the user's at one bucket: for every platform, if it can be.
+
+    Args:
+        user: the function.
+        program: its section of the manifest.
+        spec: the program.
+        at: the manifest, for errors and for modules beside it.
+        platforms: those of the manifest's targets, for which it must be possible.
 
     Raises:
         BuildError: it cannot be traced or lowered; the cause says why.
@@ -225,8 +243,13 @@ def lower_function(
     def function(weights: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         return user.function(weights, *args, **kwargs)
 
+    values = (user.weights, args, kwargs)
     try:
-        exported = _export(function, (user.weights, args, kwargs))
+        try:
+            exported = _export(function, values)
+        except NotImplementedError:  # it calls what only some platforms have
+            wanted = tuple(name for name in PLATFORMS if name in platforms)
+            exported = _export(function, values, platforms=wanted)
         results = jax.eval_shape(function, user.weights, args, kwargs)
     except Exception as error:
         raise BuildError(
@@ -236,6 +259,7 @@ def lower_function(
         ) from error
     return LoweredProgram(
         exported.mlir_module_serialized,
+        exported.platforms,
         tuple(user.weights),
         _arrays(args or kwargs),
         _arrays(results),
@@ -243,11 +267,14 @@ def lower_function(
 
 
 def _export(
-    function: Callable[..., Any], values: tuple[Any, ...], donate: int | None = None
+    function: Callable[..., Any],
+    values: tuple[Any, ...],
+    donate: int | None = None,
+    platforms: tuple[str, ...] = PLATFORMS,
 ) -> export.Exported:
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no paths of this machine
     jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), keep_unused=True)
-    return export.export(jitted, platforms=("cpu",))(*values)
+    return export.export(jitted, platforms=platforms)(*values)
 
 
 def _import(program: manifest.Program, at: Path) -> Any:

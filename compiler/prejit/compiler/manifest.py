@@ -3,8 +3,9 @@
     [bundle]                             name, license
     [model]                              source, dtype            ... and with it
     [generate]                           batch, prompt, context
+    [mesh]                               data, tensor             more than one device
     [[program]]                          name, function, args, buckets, params
-    [[target]]                           name
+    [[target]]                           name, jax, ...           see target.TargetTable
 
 pydantic checks the form (which keys, of which types), manifest_checks.py the values. All errors of
 a file are reported together, each with its line, its key, what was found and what is allowed.
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,9 +31,12 @@ from prejit.compiler.manifest_checks import (
     unknown_key,
     value_problems,
 )
+from prejit.compiler.target import TableError, TargetTable, resolve
 from prejit.compiler.toml_lines import KeyPath, key_lines
 from prejit.compiler.wording import nearest, shown
+from prejit.runtime.bundle import Mesh
 from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.target import Target
 
 _STRICT = {"strict": True, "extra": "forbid"}
 
@@ -85,6 +90,16 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class MeshTable:
+    """`[mesh]`; the attributes of `prejit.runtime.bundle.Mesh`."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    data: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """`[[program]]`: a function of the user's own.
 
@@ -120,27 +135,22 @@ class Manifest:
         path: the file.
         bundle: what is made.
         model, generate: a decoder and its buckets; both or none.
+        mesh: the devices that a decoder's programs run on; None: one.
         programs: functions of the user's own.
-        targets: names of targets, as `prejit.compiler.target.target` takes them.
+        targets: the machines to compile for.
     """
 
     path: Path
     bundle: Bundle
     model: Model | None
     generate: Generate | None
+    mesh: Mesh | None
     programs: tuple[Program, ...]
-    targets: tuple[str, ...]
+    targets: tuple[Target, ...]
 
     def resolve(self, path: str) -> Path:
         """The file or directory that a path of the manifest means."""
         return Path(os.path.abspath(self.path.parent / path))
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    __pydantic_config__: ClassVar = _STRICT
-
-    name: str
 
 
 _SECTIONS: dict[str, tuple[type[Any], bool]] = {
@@ -148,8 +158,9 @@ _SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "bundle": (Bundle, False),
     "model": (Model, False),
     "generate": (Generate, False),
+    "mesh": (MeshTable, False),
     "program": (Program, True),
-    "target": (_Target, True),
+    "target": (TargetTable, True),
 }
 
 
@@ -184,6 +195,10 @@ def _checked(path: Path, text: str, data: dict[str, Any]) -> Manifest:
     for where, problem in (*_unknown_sections(data), *value_problems(data, path.parent)):
         if where not in malformed:
             problems.append((where, problem))
+    mesh = None
+    if (table := parsed.get("mesh")) is not None and min(table.data, table.tensor) > 0:
+        mesh = Mesh(table.data, table.tensor) if table.data * table.tensor > 1 else None
+    targets = _targets(parsed.get("target") or (), path.parent, mesh, problems)
     if problems:
         raise _manifest_error(path, text, problems)
     return Manifest(
@@ -191,9 +206,32 @@ def _checked(path: Path, text: str, data: dict[str, Any]) -> Manifest:
         parsed["bundle"],
         parsed.get("model"),
         parsed.get("generate"),
+        mesh,
         tuple(parsed.get("program", ())),
-        tuple(entry.name for entry in parsed["target"]),
+        targets,
     )
+
+
+def _targets(
+    tables: Sequence[TargetTable],
+    directory: Path,
+    mesh: Mesh | None,
+    problems: list[tuple[KeyPath, str]],
+) -> tuple[Target, ...]:
+    """What the tables mean; what is wrong with them goes to problems."""
+    found: dict[str, int] = {}
+    targets = []
+    for index, table in enumerate(tables):
+        try:
+            target = resolve(table, directory, mesh)
+        except TableError as error:
+            problems.append((("target", index, error.key), str(error)))
+            continue
+        if (first := found.setdefault(target.name, index)) != index:
+            problem = f"expected each target once; found {shown(target.name)}, which is target[{first}] too"
+            problems.append((("target", index, "name"), problem))
+        targets.append(target)
+    return tuple(targets)
 
 
 def _parse_section(

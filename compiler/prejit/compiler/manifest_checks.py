@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from prejit.compiler.shape_string import EXAMPLE, MAX_SIZE, SIZE, split_shape, undefined
-from prejit.compiler.target import names as target_names
 from prejit.compiler.toml_lines import KeyPath
 from prejit.compiler.wording import did_you_mean, shown
 
@@ -22,6 +21,10 @@ Problems = Iterator[tuple[KeyPath, str]]
 """(key, what is wrong with it), in the order of the file where that is easy."""
 
 _SIZES = "a list of different positive integers such as [1, 8]"
+_TARGET_TEXTS = (
+    *("fingerprint", "jax", "autotune", "platform", "architecture", "cpu", "device_kind"),
+    *("compute_capability", "driver", "generation", "topology"),
+)
 _EXPECTED = {
     "bundle": "a [bundle] table with a name",
     "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
@@ -42,7 +45,15 @@ _EXPECTED = {
     "program[].params": "the path of a .safetensors file or of an orbax directory",
     "target": "at least one [[target]] table with a name",
     "target[]": "a [[target]] table with a name",
-    "target[].name": f"one of {', '.join(target_names())}",
+    "target[].name": "the name of a target (`prejit targets` lists them)",
+    **{f"target[].{key}": "a text" for key in _TARGET_TEXTS},
+    **{
+        f"target[].{key}": "a list of texts" for key in ("cpu_features", "constraints", "xla_flags")
+    },
+    "target[].memory_bytes": "an integer",
+    "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
+    "mesh": "a [mesh] table with data and tensor",
+    **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
     **{f"generate.{name}": _SIZES for name in ("batch", "prompt", "context")},
     **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context")},
 }
@@ -65,18 +76,21 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _bundle_problems(_table(data.get("bundle")), directory)
     yield from _model_problems(_table(data.get("model")), directory)
     yield from _generate_problems(_table(data.get("generate")))
-    programs, targets = data.get("program"), data.get("target")
+    programs = data.get("program")
     for index, program in enumerate(programs if isinstance(programs, list) else ()):
         for where, problem in _program_problems(_table(program), directory):
             yield ("program", index, *where), problem
-    for index, entry in enumerate(targets if isinstance(targets, list) else ()):
-        name = _table(entry).get("name")
-        if isinstance(name, str) and name not in target_names():
-            guess = did_you_mean(name, target_names())
-            problem = f"unknown target {shown(name)}{guess}; expected {_EXPECTED['target[].name']}"
-            yield ("target", index, "name"), problem
     yield from _repeated("program", programs)
-    yield from _repeated("target", targets)
+    yield from _mesh_problems(_table(data.get("mesh")), bool(programs))
+
+
+def _mesh_problems(mesh: dict[str, Any], has_programs: bool) -> Problems:
+    for name in ("data", "tensor"):
+        size = mesh.get(name)
+        if type(size) is int and size < 1:
+            yield ("mesh", name), f"expected {_EXPECTED[f'mesh.{name}']}; found {shown(size)}"
+    if mesh and has_programs:
+        yield ("mesh",), "expected no [[program]] beside it: a mesh splits a [model] only"
 
 
 def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:

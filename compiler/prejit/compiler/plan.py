@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
@@ -23,20 +24,22 @@ from typing import TYPE_CHECKING, Any, final
 
 import zstandard
 
-from prejit.compiler import target as targets
-from prejit.compiler import toolchain
+from prejit.compiler import environments
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key, why
 from prejit.compiler.compilation import find_compiled
 from prejit.compiler.manifest import Manifest
+from prejit.compiler.progress import Progress
 from prejit.compiler.source import resolve_source
 from prejit.compiler.specs import ProgramSpec, program_specs
-from prejit.compiler.target import Target
+from prejit.compiler.target import can_build, chosen
 from prejit.compiler.tensor_files import read_parameters
+from prejit.compiler.toolchain import Toolchain, host_toolchain, toolchain_of
 from prejit.runtime import bundle
 from prejit.runtime.bundle import Segment
-from prejit.runtime.errors import BuildError, ManifestError, UsageError
+from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.receipt import Receipts
+from prejit.runtime.target import Target
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,12 +55,16 @@ class Lowered:
 
     Attributes:
         portable: its frame; the offset is not known yet.
+        platforms: that it was lowered for, in the order of its platform index.
+        stablehlo: the version of its form.
         weights: names of the tensors that come first among the arguments, in order.
         arguments, results: the others, as `bundle.Array` prints them.
         decoder: fields of `bundle.Decoder` that the model decides; None for a user's function.
     """
 
     portable: Segment
+    platforms: tuple[str, ...]
+    stablehlo: str
     weights: tuple[str, ...]
     arguments: tuple[str, ...]
     results: tuple[str, ...]
@@ -68,6 +75,8 @@ class Lowered:
         """The inverse of dataclasses.asdict, after JSON."""
         return cls(
             Segment(**result["portable"]),
+            tuple(result["platforms"]),
+            result["stablehlo"],
             tuple(result["weights"]),
             tuple(result["arguments"]),
             tuple(result["results"]),
@@ -108,7 +117,12 @@ def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
                 reason = why(inputs.cache.last_key(key.kind, key.name), key)
                 planned.append(PlannedProgram(spec, target, False, reason))
                 continue
-            key = inputs.compile_key(spec, target, lowered)
+            toolchain = inputs.toolchain(target)
+            if toolchain is None:
+                reason = "its environment has still to be made"
+                planned.append(PlannedProgram(spec, target, False, reason))
+                continue
+            key = inputs.compile_key(spec, toolchain, lowered)
             if find_compiled(inputs.cache, key) is not None:
                 planned.append(PlannedProgram(spec, target, True))
             else:
@@ -135,10 +149,37 @@ class Inputs:
         self.manifest = manifest
         self.cache = cache
         self.specs = program_specs(manifest)
-        self.targets = tuple(targets.target(n) for n in _chosen(manifest, only))
+        self.targets = chosen(manifest.targets, only, str(manifest.path))
+        self._toolchains: dict[str, Toolchain] = {}
         for target in self.targets:
-            if reason := targets.can_build(target):
+            if reason := can_build(target):
                 raise BuildError(f"{manifest.path}: target {target.name}: {reason}")
+
+    def toolchain(self, target: Target) -> Toolchain | None:
+        """What compiles for a target; None where its environment has still to be made."""
+        if target.name not in self._toolchains:
+            wanted = environments.wanted(target, _version("jax"))
+            if wanted is None:
+                found = host_toolchain(target, versions("jax", "jaxlib"))
+            elif (environment := environments.find(wanted)) is not None:
+                found = toolchain_of(target, environment)
+            else:
+                return None
+            self._toolchains[target.name] = found
+        return self._toolchains[target.name]
+
+    def made_toolchain(self, target: Target, progress: Progress) -> Toolchain:
+        """What compiles for a target; its environment is made where it has to be.
+
+        Raises:
+            BuildError, NetworkError, StoreError: it cannot be made.
+        """
+        if (found := self.toolchain(target)) is None:
+            wanted = environments.wanted(target, _version("jax"))
+            assert wanted is not None
+            found = toolchain_of(target, environments.make(wanted, progress))
+            self._toolchains[target.name] = found
+        return found
 
     @cached_property
     def directory(self) -> Path:
@@ -178,15 +219,14 @@ class Inputs:
             ),
         )
 
-    def compile_key(self, spec: ProgramSpec, target: Target, lowered: Lowered) -> Key:
+    def compile_key(self, spec: ProgramSpec, toolchain: Toolchain, lowered: Lowered) -> Key:
         """The key of a compile: everything that decides the executable."""
         return Key(
             "compile",
-            f"{self.manifest.bundle.name}/{target.name}/{spec.name}",
+            f"{self.manifest.bundle.name}/{toolchain.target.name}/{spec.name}",
             (
                 ("stablehlo", lowered.portable.raw_digest),
-                *toolchain.ingredients(target, os.environ),
-                *versions("jaxlib").items(),
+                *toolchain.ingredients(os.environ),
                 ("format", str(bundle.FORMAT_VERSION)),
             ),
         )
@@ -241,7 +281,9 @@ class Inputs:
         from prejit.compiler.lowering import lower_function
 
         section = next(p for p in self.manifest.programs if p.name == spec.section)
-        return lower_function(self._user[section.name], section, spec, self.manifest.path)
+        platforms = [target.platform for target in self.targets]
+        user = self._user[section.name]
+        return lower_function(user, section, spec, self.manifest.path, platforms)
 
     def _store(self, program: LoweredProgram, decoder: dict[str, Any] | None = None) -> Lowered:
         raw = program.portable
@@ -251,6 +293,8 @@ class Inputs:
         segment = Segment(0, len(frame), digest, len(raw), raw_digest)
         return Lowered(
             segment,
+            program.platforms,
+            _stablehlo_version(raw),
             program.weights,
             tuple(map(str, program.arguments)),
             tuple(map(str, program.results)),
@@ -300,12 +344,7 @@ def versions(*packages: str) -> dict[str, str]:
     return {package: _version(package) for package in packages}
 
 
-def _chosen(manifest: Manifest, only: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets to build, in the manifest's order."""
-    for name in only:
-        targets.target(name)
-        if name not in manifest.targets:
-            raise UsageError(
-                f"--target: expected one of {manifest.path}, {', '.join(manifest.targets)}; found {name!r}"
-            )
-    return tuple(name for name in manifest.targets if not only or name in only)
+def _stablehlo_version(portable: bytes) -> str:
+    """The version that a portable artifact names in its header (stablehlo/api/PortableApi.h)."""
+    found = re.search(rb"StableHLO_v(\d+\.\d+\.\d+)", portable[:256])
+    return found[1].decode() if found else "unknown"

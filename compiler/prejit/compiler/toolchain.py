@@ -1,79 +1,230 @@
-"""What a target's programs are compiled with: the environment of its workers, and what of it a key holds.
+"""What a target's programs are compiled with: interpreter, packages, flags; and what of it a key holds.
 
-XLA reads its flags once, when a process first uses it. So each target has worker processes of its own.
+XLA reads its flags once, when a process first uses it, and a process has one jaxlib. So each target has
+worker processes of its own.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from prejit.compiler.target import Target, cross_compiles
+from prejit.compiler.environments import Environment, worker_command
+from prejit.compiler.target import cross_compiles
+from prejit.runtime import bundle
+from prejit.runtime.errors import StoreError
 from prejit.runtime.fingerprint import Fingerprint, read_xla_flags
+from prejit.runtime.target import Target, capabilities
+
+PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
+"""The package that holds the PJRT plugin of a platform."""
+
+CUDA = "13.0"
+"""The CUDA version that the plugin compiles for."""
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
 """Kernels come out in the same order each time, if XLA has one CPU to run on (`taskset -c 0`). With more
 they come out as they are finished. Costs nothing: GPT-2's programs compile as fast as without (2 CPUs)."""
 
 
-def environment(target: Target, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker process.
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """What compiles for a target.
 
-    Args:
-        target: what it compiles for.
-        inherited: this process's environment. The user's own XLA_FLAGS stay.
-
-    Raises:
-        StoreError: XLA_FLAGS names a file, and it cannot be read.
+    Attributes:
+        target: what is compiled for.
+        command: that starts a worker; the cache's directory and the platform are added.
+        versions: of the packages in its environment that decide what comes out, by name, sorted.
+        isolated: whether the environment is not this process's own.
     """
-    worker = dict(inherited)
-    # They set the size of XLA's thread pool, which XLA partitions loops for: see `ingredients`.
-    for name in ("NPROC", "PJRT_NPROC"):
-        worker.pop(name, None)
-    return worker | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(target, inherited),
-        "PYTHONHASHSEED": "0",
-        "OPENBLAS_NUM_THREADS": "1",  # a worker forks, and only a process without threads can well
-    }
+
+    target: Target
+    command: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+    isolated: bool = False
+
+    @property
+    def jaxlib(self) -> str:
+        """The version of jaxlib that compiles."""
+        return dict(self.versions)["jaxlib"]
+
+    @property
+    def plugin(self) -> str | None:
+        """Name and version of the PJRT plugin; None where that is jaxlib itself."""
+        name = PLUGINS.get(self.target.platform)
+        return None if name is None else f"{name} {dict(self.versions)[name]}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the code keeps to the extensions of the target, and owes nothing to the build host's."""
+        return self.target.cpu_features is not None and cross_compiles(self.jaxlib)
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """The environment variables of a worker process.
+
+        Args:
+            inherited: this process's. The user's own XLA_FLAGS stay.
+
+        Raises:
+            StoreError: XLA_FLAGS names a file, and it cannot be read.
+        """
+        worker = dict(inherited)
+        # They set the size of XLA's thread pool, which XLA partitions loops for: see `ingredients`.
+        for name in ("NPROC", "PJRT_NPROC"):
+            worker.pop(name, None)
+        if self.isolated:
+            for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+                worker.pop(name, None)
+        if self.target.platform == "tpu":
+            worker["TPU_SKIP_MDS_QUERY"] = "1"  # or libtpu asks the cloud which chips it has
+        return (
+            worker
+            | {
+                "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
+                "XLA_FLAGS": self.xla_flags(inherited),
+                "PYTHONHASHSEED": "0",
+                "OPENBLAS_NUM_THREADS": "1",  # a worker forks, and only a process without threads can well
+            }
+        )
+
+    def xla_flags(self, inherited: Mapping[str, str]) -> str:
+        """XLA_FLAGS: ours, which the user's may override, and the target's last.
+
+        Raises:
+            StoreError: XLA_FLAGS names a file, and it cannot be read.
+        """
+        flags = [_REPRODUCIBLE, *read_xla_flags(inherited).split(), *self.target.xla_flags]
+        if self.target.xla_max_isa is not None and not self.is_exact:
+            flags.append(f"--xla_cpu_max_isa={self.target.xla_max_isa}")
+        if self.target.autotune is not None:
+            flags.append(f"--xla_gpu_load_autotune_results_from={self.target.autotune}")
+        return " ".join(flags)
+
+    def ingredients(self, inherited: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+        """The ingredients that a target, its environment and the build host add to the key of a program.
+
+        Beside them a key needs the digest of the portable program.
+
+        Args:
+            inherited: this process's environment variables.
+
+        Raises:
+            StoreError: XLA_FLAGS or the target's autotuning names a file, and it cannot be read.
+        """
+        target = self.target
+        listed = [
+            ("target", target.name),
+            ("platform", target.platform),
+            ("architecture", target.architecture),
+            *self.versions,
+        ]
+        # Autotuning counts by what it says, not by where it lies.
+        flags = replace(self, target=replace(target, autotune=None)).xla_flags(inherited)
+        listed.append(("xla_flags", flags))
+        if target.autotune is not None:
+            listed.append(("autotune", _digest_of_file(target.autotune)))
+        if target.platform == "cpu":
+            if self.is_exact:
+                cpu, features = target.cpu or "", target.cpu_features or ()
+            else:  # what the host has goes into the code; --xla_cpu_max_isa only leaves out some of it
+                host = Fingerprint.current()
+                cpu, features = host.cpu_model, host.cpu_features
+            listed += [
+                ("cpu", cpu),
+                ("cpu_features", " ".join(features)),
+                # XLA:CPU splits loops at compile time, into as many parts as the build host has CPUs.
+                ("cpus", str(len(os.sched_getaffinity(0)))),
+            ]
+        else:
+            described = replace(target, name="", autotune=None, jax=None, constraints=())
+            listed.append(("device", bundle.to_json(described).decode()))
+        listed.append(("devices", str(target.device_count)))
+        return tuple(listed)
+
+    def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
+        """The fields of `prejit.runtime.executable.CompileFor`, for a worker.
+
+        Args:
+            platforms: that the program was lowered for.
+        """
+        target = self.target
+        return {
+            "platform": target.platform,
+            "platforms": platforms,
+            "device_count": target.device_count,
+            "cpu": target.cpu,
+            "cpu_features": target.cpu_features,
+            "gpu": gpu_config(target) if target.platform == "cuda" else None,
+            "topology": f"{target.generation}:{target.topology}" if target.topology else None,
+        }
 
 
-def ingredients(target: Target, inherited: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The ingredients that a target and the build host add to the key of a compiled program.
-
-    Beside them a key needs the digest of the portable program, and the version of jaxlib.
+def host_toolchain(target: Target, versions: Mapping[str, str]) -> Toolchain:
+    """A target's toolchain where this process's own environment compiles for it.
 
     Args:
         target: what is compiled for.
-        inherited: this process's environment.
-
-    Raises:
-        StoreError: XLA_FLAGS names a file, and it cannot be read.
+        versions: of jax and jaxlib here.
     """
-    if target.cpu_features is not None and cross_compiles():
-        cpu, features = target.cpu or "", target.cpu_features
-    else:  # what the host has goes into the code; --xla_cpu_max_isa only leaves out some of it
-        host = Fingerprint.current()
-        cpu, features = host.cpu_model, host.cpu_features
-    return (
-        ("target", target.name),
-        ("platform", target.platform),
-        ("architecture", target.architecture),
-        ("cpu", cpu),
-        ("cpu_features", " ".join(features)),
-        ("xla_flags", xla_flags(target, inherited)),
-        # XLA:CPU splits loops at compile time, into as many parts as the build host has CPUs.
-        ("cpus", str(len(os.sched_getaffinity(0)))),
+    command = (sys.executable, "-P", "-m", "prejit.compiler.worker")
+    return Toolchain(target, command, tuple(sorted(versions.items())))
+
+
+def toolchain_of(target: Target, environment: Environment) -> Toolchain:
+    """A target's toolchain where an environment of its own compiles for it."""
+    packages = ("jax", "jaxlib", *filter(None, [PLUGINS.get(target.platform)]))
+    versions = tuple(sorted((name, environment.versions[name]) for name in packages))
+    return Toolchain(target, tuple(worker_command(environment)), versions, isolated=True)
+
+
+def gpu_config(target: Target) -> str:
+    """A GPU as XLA wants it described: GpuTargetConfigProto as text.
+
+    Its fields are those of xla/stream_executor/device_description.proto. Limits that all GPUs since compute
+    capability 7.0 share are those of the CUDA C++ Programming Guide.
+    """
+    gpu, shared = target.gpu, capabilities()[target.compute_capability or ""]
+    assert gpu is not None
+    major, minor = (target.compute_capability or "").split(".")
+    limits = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": shared.shared_bytes_per_core,
+        "shared_memory_per_block_optin": shared.shared_bytes_per_block_optin,
+        "threads_per_core_limit": shared.threads_per_core,
+        "core_count": gpu.core_count,
+        "fpus_per_core": shared.fpus_per_core,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": gpu.bandwidth_bytes,
+        "l2_cache_size": gpu.l2_bytes,
+        "clock_rate_ghz": gpu.clock_mhz / 1000,
+        "device_memory_size": target.memory_bytes,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    lines = [f"  {name}: {value}" for name, value in limits.items()]
+    return "\n".join(
+        (
+            "gpu_device_info {",
+            *lines,
+            f"  cuda_compute_capability {{ major: {major} minor: {minor} }}",
+            "}",
+            'platform_name: "CUDA"',
+            "dnn_version_info { major: 9 minor: 12 }",  # the lowest cuDNN that jax's plugin takes
+            f'device_description_str: "{target.device_kind}"',
+        )
     )
 
 
-def xla_flags(target: Target, inherited: Mapping[str, str]) -> str:
-    """XLA_FLAGS for a target: ours, which the user's may override, and the target's limit last.
-
-    Raises:
-        StoreError: XLA_FLAGS names a file, and it cannot be read.
-    """
-    flags = [_REPRODUCIBLE, *read_xla_flags(inherited).split()]
-    if target.xla_max_isa is not None and not cross_compiles():
-        flags.append(f"--xla_cpu_max_isa={target.xla_max_isa}")
-    return " ".join(flags)
+def _digest_of_file(path: str) -> str:
+    try:
+        return bundle.digest_of(Path(path).read_bytes())
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read autotuning results: {error.strerror}") from error

@@ -1,10 +1,10 @@
 """A worker process: compiles for one target what it is told on stdin.
 
-    python -m prejit.compiler.worker CACHE
+    python -m prejit.compiler.worker CACHE PLATFORM
 
 One JSON line asks, one JSON line answers; the end of stdin, for whatever reason, ends the worker:
 
-    {"portable": digest, "cpu": ..., "cpu_features": ..., "key": ...}
+    {"portable": digest, "machine": fields of CompileFor, "key": ...}
     {"result": ...} | {"error": {"code": ..., "message": ..., "hint": ...}} | {"exit": code or -signal}
 
 Every program is compiled in a fork of its own. So a program that crashes XLA or runs out of memory takes
@@ -34,7 +34,7 @@ from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import Compiled
 from prejit.runtime import bundle, executable
 from prejit.runtime.errors import BuildError, PrejitError
-from prejit.runtime.executable import CompiledProgram
+from prejit.runtime.executable import CompiledProgram, CompileFor
 
 ZSTD_LEVEL = 9
 """Of a GPT-2 program of 776 kB, which compiles in 1.3 s: level 3 makes 91 kB in 2 ms, 9 makes 80 kB in
@@ -113,11 +113,11 @@ def _compile(cache: Cache, compile_portable: Compile, request: dict[str, Any]) -
             f"expected the portable program {request['portable']} in the build cache, found none",
             hint="build again: it was damaged or deleted, and is made anew",
         )
-    features = request["cpu_features"]
+    told: dict[str, Any] = request["machine"]
+    told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+    machine = CompileFor(**told)
     start = time.perf_counter()
-    program = compile_portable(
-        portable, cpu=request["cpu"], cpu_features=None if features is None else tuple(features)
-    )
+    program = compile_portable(portable, machine)
     seconds = time.perf_counter() - start
     frame = compress(program.serialized)
     segment = bundle.Segment(
@@ -159,10 +159,10 @@ def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 def main(compile_portable: Compile = executable.compile_portable) -> None:
-    """`python -m prejit.compiler.worker CACHE`."""
+    """`python -m prejit.compiler.worker CACHE PLATFORM`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what XLA or a plugin prints must not come between the answers
-    executable.cross_compiles()  # imports jaxlib, once for all forks
+    executable.import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
     serve(Cache(Path(sys.argv[1])), compile_portable, requests, answers)
 

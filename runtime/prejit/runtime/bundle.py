@@ -147,7 +147,7 @@ class Array:
 
     The program table holds it as text, in the manifest's own notation behind its path:
 
-        ["cache",0,1] float32[1,12,128,64] donated
+        ["cache",0,1] float32[1,12,128,64] donated @data,tensor,,
 
     so that a table of hundreds of programs is read in milliseconds; only programs that run are parsed.
 
@@ -156,17 +156,20 @@ class Array:
         dtype: NumPy's name for it (`float32`, `bfloat16`, `int32`, ...).
         shape: in elements.
         donated: the program reuses the argument's memory; the caller must not touch it again.
+        sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
     """
 
     path: tuple[str | int, ...]
     dtype: str
     shape: tuple[int, ...]
     donated: bool = False
+    sharding: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         path = json.dumps(self.path, separators=(",", ":"), ensure_ascii=True)
         shape = ",".join(map(str, self.shape))
-        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}"
+        split = f" @{','.join(self.sharding)}" if self.sharding else ""
+        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}{split}"
 
     @classmethod
     def parse(cls, text: str) -> Array:
@@ -178,23 +181,94 @@ class Array:
         array = None
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             path, end = json.JSONDecoder().raw_decode(text)
-            match = re.fullmatch(r" ([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]( donated)?", text[end:])
+            match = re.fullmatch(
+                r" ([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]( donated)?(?: @([a-z,]+))?", text[end:]
+            )
             if match is not None and all(type(key) in (str, int) for key in path):
                 shape = tuple(map(int, match[2].split(","))) if match[2] else ()
-                array = cls(tuple(path), match[1], shape, match[3] is not None)
+                split = parse_sharding(match[4] or "", len(shape))
+                array = cls(tuple(path), match[1], shape, match[3] is not None, split)
         if array is None or str(array) != text:  # one spelling, as everywhere in the format
             raise ValueError(f"expected '[path] dtype[shape]', found {text!r:.80}")
         return array
 
 
+def parse_sharding(text: str, dimensions: int) -> tuple[str, ...]:
+    """A sharding as it is spelled: `data,tensor,,` for four dimensions; empty text: nothing is split.
+
+    Raises:
+        ValueError: an axis that no mesh has, or comes twice, or one too many or too few.
+    """
+    if not text:
+        return ()
+    axes = tuple(text.split(","))
+    named = [axis for axis in axes if axis]
+    known = set(named) <= set(MESH_AXES) and len(set(named)) == len(named)
+    if len(axes) != dimensions or not named or not known:
+        raise ValueError(
+            f"expected a mesh axis or none for each of {dimensions} dimensions, {text!r:.80}"
+        )
+    return axes
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The devices that a program runs on, in rows and columns.
+
+    Attributes:
+        data: rows; each works on its own part of a batch.
+        tensor: columns; each holds its own part of the weights and of the KV cache.
+    """
+
+    data: int
+    tensor: int
+
+    def __post_init__(self) -> None:
+        if self.data < 1 or self.tensor < 1:
+            raise ValueError(
+                f"mesh: expected sizes of 1 or more, found {self.data} x {self.tensor}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.data * self.tensor
+
+
+MESH_AXES = ("data", "tensor")
+"""Names of the axes of a Mesh, rows first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the compiler says a program needs while it runs, in bytes."""
+    """What the compiler says a program needs while it runs, in bytes, on each device.
+
+    Attributes:
+        argument_bytes: weights and inputs.
+        output_bytes: results.
+        alias_bytes: of the results, what reuses donated arguments.
+        temp_bytes: intermediate values.
+    """
 
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
+
+    @property
+    def need_bytes(self) -> int:
+        """All that is held at once."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    def described(self) -> str:
+        """The parts in words."""
+        results = self.output_bytes - self.alias_bytes
+        parts = (
+            ("arguments", self.argument_bytes),
+            ("results", results),
+            ("temporary", self.temp_bytes),
+        )
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +286,8 @@ class Program:
         portable: its frame in the portable pack: StableHLO, a versioned portable artifact.
         memory: what the compiler expects it to need.
         weights: the tensors that come first among the arguments: a key of `Config.weight_sets`.
+        platforms: that the portable program was lowered for, in the order of its platform index; None:
+            for `cpu` alone, and there is no index.
     """
 
     name: str
@@ -224,6 +300,7 @@ class Program:
     portable: Segment
     memory: Memory
     weights: str | None = None
+    platforms: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +358,7 @@ def check_axes(value: Requirement | Any) -> None:
     for name, (form, example) in _AXIS_FORMS.items():
         found = getattr(value, name)
         for item in found if isinstance(found, tuple) else (found,):
-            if item is not None and not re.fullmatch(form, str(item)):
+            if item is not None and not re.fullmatch(form, str(item), re.ASCII):
                 raise ValueError(f"{name}: expected the form of {example!r}, found {item!r:.80}")
 
 
@@ -328,6 +405,21 @@ class Requirement:
 
 
 @dataclass(frozen=True, slots=True)
+class Portable:
+    """What is known of portable programs.
+
+    Attributes:
+        jax: the version that lowered them.
+        stablehlo: the version of their form: a jaxlib that reads this one reads them.
+        readable_until: a date, YYYY-MM-DD: later jaxlibs need not read them; None: not known.
+    """
+
+    jax: str
+    stablehlo: str
+    readable_until: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The config blob of a target's manifest: the program table.
 
@@ -340,6 +432,10 @@ class Config:
         programs: the program table.
         weight_sets: ordered names of tensors of the weights layer, by name of the set.
         decoder: None where the bundle holds no decoder.
+        mesh: the devices that its programs run on; None: one.
+        weight_shardings: how tensors are split over the mesh, spelled as in `Array`; those that are not
+            here are on every device.
+        portable: what wrote the portable programs, and how long they can be read.
     """
 
     format: int
@@ -350,6 +446,9 @@ class Config:
     programs: tuple[Program, ...]
     weight_sets: dict[str, tuple[str, ...]]
     decoder: Decoder | None = None
+    mesh: Mesh | None = None
+    weight_shardings: dict[str, str] | None = None
+    portable: Portable | None = None
 
 
 def digest_of(content: bytes | bytearray | memoryview) -> str:

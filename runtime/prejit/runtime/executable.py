@@ -14,15 +14,16 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.bundle import Memory
+from prejit.runtime.bundle import MESH_AXES, Array, Memory, Mesh
 from prejit.runtime.deferred_jax import defer_jax, imports_of_ours
-from prejit.runtime.errors import BuildError, RejectError
+from prejit.runtime.errors import BuildError, PrejitError, RejectError, UsageError
 
 DeviceArray = Any
 """A `jaxlib._jax.ArrayImpl`: what `isinstance(x, jax.Array)` accepts, without its Python methods while
@@ -41,15 +42,22 @@ def _jaxlib() -> tuple[Any, Any]:
 
 @final
 class Executable:
-    """A program loaded on a device, ready to run."""
+    """A program loaded on a device or a mesh, ready to run."""
 
-    def __init__(self, loaded: Any) -> None:
+    def __init__(self, loaded: Any, assemble: Callable[[Any], list[DeviceArray]] | None) -> None:
         self._loaded = loaded
-        self.run = loaded.execute
+        self._assemble = assemble
+        self.run: Callable[[list[DeviceArray]], list[DeviceArray]] = (
+            loaded.execute if assemble is None else self._run_sharded
+        )
         """Runs the program: `run(list of DeviceArray) -> list of DeviceArray`, asynchronously.
 
         Donated arguments are deleted. The compiled program itself checks number and sizes.
         """
+
+    def _run_sharded(self, arguments: list[DeviceArray]) -> list[DeviceArray]:
+        assert self._assemble is not None
+        return self._assemble(self._loaded.execute_sharded(arguments))
 
     def serialize(self) -> bytes:
         """The executable's bytes, for `Device.load` on the same kind of machine."""
@@ -58,79 +66,217 @@ class Executable:
 
 @final
 class Device:
-    """One device of this machine and the client that runs it."""
+    """What programs run on: one device of this machine or a mesh of them, and the client that runs it.
 
-    def __init__(self, platform: str = "cpu") -> None:
-        if platform != "cpu":
-            raise NotImplementedError(platform)
+    On a CPU the client is our own, so that a host program's jax is not disturbed; an accelerator has
+    room for one client only, and there it is jax's. Where the process takes part in a cluster
+    (`jax.distributed.initialize`), the mesh spans the devices of all its processes.
+    """
+
+    def __init__(self, platform: str = "cpu", mesh: Mesh | None = None) -> None:
+        """Starts the client.
+
+        Args:
+            platform: `cpu`, `cuda`, `tpu`.
+            mesh: its size says how many devices are used; None: one.
+
+        Raises:
+            UsageError: the machine has fewer devices, or jax has no such platform.
+        """
         xla_client, _jax = _jaxlib()
-        self._client = xla_client.make_cpu_client()
-        self._device = self._client.devices()[0]
-        self._devices = _jax.DeviceList((self._device,))
-        self._sharding: Any = None  # made with the first array, of one of jax's 44 modules
+        self.mesh = mesh
+        count = 1 if mesh is None else mesh.size
+        if platform == "cpu" and not _in_cluster():
+            # Told, or it would be as many as --xla_force_host_platform_device_count says.
+            self._client = xla_client.make_cpu_client(num_devices=count)
+        else:
+            self._client = _backend_of_jax(platform)
+        devices = self._client.devices()
+        if len(devices) < count:
+            raise UsageError(
+                f"expected {count} {platform} devices for the bundle's mesh, found {len(devices)}",
+                hint="run it on a machine that has them, or build with a smaller [mesh]",
+            )
+        self._all = devices[:count]
+        local = self._client.process_index()
+        self._local = [device for device in self._all if device.process_index == local]
+        self._devices = _jax.DeviceList(tuple(self._all))
+        self._shardings: dict[tuple[str, ...], Any] = {}
         self._shaped_array: Any = None
         self._enable_x64: Any = None
-        self.platform: str = self._device.platform
+        self._lock = threading.Lock()
+        self.platform = platform
 
-    def put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
-        """The array on this device.
+    def put(self, array: np.ndarray[Any, Any], sharding: tuple[str, ...] = ()) -> DeviceArray:
+        """The array on this device, or split over the mesh.
 
         On a CPU nothing is copied where the data is C-contiguous and aligned to 64 bytes: the device then
-        reads the caller's memory, which must not change while it is in use.
+        reads the caller's memory, which must not change while it is in use. On a mesh the same holds for
+        every shard by itself: what is split along its first dimension is not copied either, and never is
+        the whole of it.
 
         Not through DLPack: XLA's threads drop the last reference to an array when a program ends, NumPy's
         DLPack deleter then takes the GIL, and while the interpreter shuts down that aborts the process.
         jaxlib's own references are dropped without the GIL.
+
+        Args:
+            array: the whole of it.
+            sharding: the mesh axis that splits each dimension, `""` for none; empty: every device has it all.
         """
-        if self._sharding is None:
-            with imports_of_ours():  # of those modules
-                from jax._src import config, core, sharding_impls
+        if self._shaped_array is None:
+            self._begin()
+        shards = [array]
+        placed = self._sharding(sharding)
+        if self.mesh is not None:
+            pieces = placed.addressable_devices_indices_map(array.shape)
+            shards = [array[pieces[device]] for device in self._local]
+        return self._put(array.shape, array.dtype, placed, shards)
 
-                self._shaped_array = core.ShapedArray
-                self._enable_x64 = config.enable_x64
-                self._sharding = sharding_impls.SingleDeviceSharding(self._device)
-                to_numpy(self._put(np.zeros(1, np.uint8)))
-        return self._put(array)
-
-    def _put(self, array: np.ndarray[Any, Any]) -> DeviceArray:
+    def _put(
+        self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: list[Any]
+    ) -> DeviceArray:
         _, _jax = _jaxlib()
-        aval = self._shaped_array(array.shape, array.dtype)
+        aval = self._shaped_array(shape, dtype)
         with self._enable_x64(True):  # or 64-bit values become 32-bit ones
-            return _jax.batched_device_put(aval, self._sharding, [array], [self._device])
+            return _jax.batched_device_put(aval, sharding, shards, self._local)
 
-    def load(self, serialized: bytes, path: str) -> Executable:
+    def _begin(self) -> None:
+        """Imports those of jax's modules that arrays are made of, with the first array."""
+        with self._lock, imports_of_ours():
+            from jax._src import config, core
+
+            self._enable_x64 = config.enable_x64
+            self._shaped_array = core.ShapedArray
+            first = self._put(
+                (1,),
+                np.dtype(np.uint8),
+                self._sharding(()),
+                [np.zeros(1, np.uint8)] * len(self._local),
+            )
+            to_numpy(first)
+
+    def _sharding(self, spec: tuple[str, ...]) -> Any:
+        """jax's sharding for a spec of ours; of one device where there is no mesh."""
+        if (known := self._shardings.get(spec)) is None:
+            with imports_of_ours():
+                from jax._src import mesh, partition_spec, sharding_impls
+
+                if self.mesh is None:
+                    known = sharding_impls.SingleDeviceSharding(self._all[0])
+                else:
+                    grid = np.array(self._all).reshape(self.mesh.data, self.mesh.tensor)
+                    axes = partition_spec.PartitionSpec(*(axis or None for axis in spec))
+                    known = sharding_impls.NamedSharding(mesh.Mesh(grid, MESH_AXES), axes)
+            self._shardings[spec] = known
+        return known
+
+    def load(self, serialized: bytes, path: str, results: Sequence[Array] = ()) -> Executable:
         """Deserializes an executable. The bytes must have been verified: XLA crashes on damaged ones.
 
         Args:
             serialized: as `Executable.serialize` gave them.
             path: the file that they came from, for errors.
+            results: what it gives; a mesh wants to know.
 
         Raises:
             RejectError: XLA does not accept the bytes.
         """
         _register_library_calls(serialized)
         try:
-            return Executable(self._client.deserialize_executable(serialized, self._devices, None))
+            loaded = self._client.deserialize_executable(serialized, self._devices, None)
         except Exception as error:
             raise RejectError(path, f"XLA does not load this executable: {error}") from error
+        return self._executable(loaded, results)
 
-    def compile(self, portable: bytes) -> Executable:
+    def compile(
+        self, portable: bytes, platforms: Sequence[str] = (), results: Sequence[Array] = ()
+    ) -> Executable:
         """Compiles a portable program for this device.
 
+        Args:
+            portable: StableHLO, a versioned portable artifact.
+            platforms: that it was lowered for, in order; empty: for this one alone.
+            results: what it gives; a mesh wants to know.
+
         Raises:
-            BuildError: XLA does not compile it.
+            BuildError: XLA does not compile it, or it was not lowered for this platform.
         """
-        xla_client, _ = _jaxlib()
-        options = xla_client.CompileOptions()
         try:
-            module = _stablehlo_module(portable)
-            return Executable(self._client.compile_and_load(module, self._devices, options))
+            module = _stablehlo_module(portable, platforms, self.platform)
+            loaded = self._client.compile_and_load(
+                module, self._devices, _compile_options(len(self._all))
+            )
+        except PrejitError:
+            raise
         except Exception as error:
             raise BuildError(f"XLA does not compile this program: {error}") from error
+        return self._executable(loaded, results)
+
+    def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
+        if self.mesh is None:
+            return Executable(loaded, None)
+        if self._shaped_array is None:
+            self._begin()
+        _, _jax = _jaxlib()
+        from prejit.runtime.weights import dtype_of
+
+        outputs = [
+            (self._shaped_array(array.shape, dtype_of(array.dtype)), self._sharding(array.sharding))
+            for array in results
+        ]
+
+        def assemble(ran: Any) -> list[DeviceArray]:
+            shards = ran.disassemble_into_single_device_arrays()
+            return [
+                _jax.ArrayImpl(aval, sharding, arrays, committed=True, _skip_checks=True)
+                for (aval, sharding), arrays in zip(outputs, shards, strict=True)
+            ]
+
+        return Executable(loaded, assemble)
+
+
+def _in_cluster() -> bool:
+    """Whether the host program called `jax.distributed.initialize`."""
+    state = sys.modules.get("jax._src.distributed")
+    return state is not None and state.global_state.client is not None
+
+
+def _backend_of_jax(platform: str) -> Any:
+    """jax's own client of a platform."""
+    import jax  # all of it: a plugin registers its custom calls with it
+
+    try:
+        return jax.devices(platform)[0].client
+    except RuntimeError as error:
+        raise UsageError(
+            f"expected a {platform} device, found none: {error}",
+            hint="install jax for it, such as pip install 'jax[cuda13]', or set JAX_PLATFORMS=cpu",
+        ) from error
+
+
+def _compile_options(device_count: int) -> Any:
+    """For one program over so many devices, split as its shardings say (SPMD, by Shardy)."""
+    xla_client, _ = _jaxlib()
+    options = xla_client.CompileOptions()
+    if device_count > 1:
+        options.num_partitions = device_count
+        build = options.executable_build_options
+        build.num_partitions = device_count
+        build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = True
+        ids = np.arange(device_count, dtype=np.int32).reshape(1, device_count)
+        assignment = xla_client.DeviceAssignment.create(ids)
+        options.device_assignment = build.device_assignment = assignment
+    return options
 
 
 def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
-    """The array's values, once they are there; on a CPU a read-only view, not a copy."""
+    """The array's values, once they are there; on a CPU a read-only view, not a copy.
+
+    Of an array on a mesh every device must have the whole.
+    """
+    if len(shards := array._arrays) > 1:
+        array = shards[0]
     value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
     return value
 
@@ -173,14 +319,54 @@ def _register_library(name: str) -> None:
         library._lapack.initialize()
 
 
-def _stablehlo_module(portable: bytes) -> Any:
-    """The MLIR module of a versioned portable artifact, upgraded to this jaxlib's StableHLO."""
+def _stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -> Any:
+    """The MLIR module of a versioned portable artifact, upgraded to this jaxlib's StableHLO.
+
+    A program for several platforms takes, as its first argument, the index of the one that it runs on
+    (jax/_src/export/_export.py, "platform index"). Here that becomes a constant, so that XLA drops the
+    parts that are for other platforms.
+
+    Raises:
+        BuildError: it was not lowered for this platform.
+    """
     from jaxlib.mlir import ir
 
     _, _jax = _jaxlib()
-    _register_library_calls(portable)
+    if platforms and platform not in platforms:
+        raise BuildError(
+            f"expected a program for {platform}, found one for {' and '.join(platforms)} alone",
+            hint="its function does not lower for other platforms: mend that and build again",
+        )
+    if platform == "cpu":
+        _register_library_calls(portable)
     with ir.Context():
-        return _jax.mlir.deserialize_portable_artifact(portable)
+        module = _jax.mlir.deserialize_portable_artifact(portable)
+        if len(platforms) > 1:
+            _bind_platform(module, tuple(platforms).index(platform))
+        return module
+
+
+def _bind_platform(module: Any, index: int) -> None:
+    """Replaces the first argument of `main`, the platform index, by a constant."""
+    from jaxlib.mlir import ir
+
+    functions = (op for op in module.body.operations if op.operation.name == "func.func")
+    main = next(op for op in functions if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    block = main.regions[0].blocks[0]
+    argument = block.arguments[0]
+    with ir.InsertionPoint.at_block_begin(block), ir.Location.unknown():
+        value = ir.DenseElementsAttr.get(np.array(index, np.int32))
+        constant = ir.Operation.create(
+            "stablehlo.constant", results=[argument.type], attributes={"value": value}
+        )
+        argument.replace_all_uses_with(constant.result)
+        block.erase_argument(0)
+        kind = main.attributes["function_type"].value
+        main.attributes["function_type"] = ir.TypeAttr.get(
+            ir.FunctionType.get(kind.inputs[1:], kind.results)
+        )
+        notes = list(main.attributes["arg_attrs"])[1:]
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +375,38 @@ class CompiledProgram:
 
     Attributes:
         serialized: for `Device.load`.
-        cpu_features: the instruction-set extensions that the code may use, in LLVM's names.
-        memory: what it needs while it runs.
+        cpu_features: the instruction-set extensions that the code may use, in LLVM's names; none where
+            the code is not a CPU's.
+        memory: what it needs while it runs, on each device.
     """
 
     serialized: bytes
     cpu_features: tuple[str, ...]
     memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFor:
+    """The machine that a program is compiled for. It need not be this one.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `tpu`.
+        platforms: that the program was lowered for, in order; empty: for this one alone.
+        device_count: devices of the mesh.
+        cpu: LLVM's name for the CPU to tune for; None: this machine's.
+        cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
+            Ignored where `cross_compiles()` is false.
+        gpu: XLA's description of a GPU: a GpuTargetConfigProto as text (xla/service/gpu/gpu_target_config).
+        topology: libtpu's name of a slice of TPUs: `v5e:2x2`.
+    """
+
+    platform: str = "cpu"
+    platforms: tuple[str, ...] = ()
+    device_count: int = 1
+    cpu: str | None = None
+    cpu_features: tuple[str, ...] | None = None
+    gpu: str | None = None
+    topology: str | None = None
 
 
 def cross_compiles() -> bool:
@@ -207,34 +418,35 @@ def cross_compiles() -> bool:
     return hasattr(_jax.DeviceTopology, "deserialize")
 
 
-def compile_portable(
-    portable: bytes, *, cpu: str | None = None, cpu_features: tuple[str, ...] | None = None
-) -> CompiledProgram:
-    """Compiles a portable program for a CPU that need not be this machine's.
+def import_compiler(platform: str) -> None:
+    """Imports what compiling for a platform needs and starts no thread, so that a process may fork then."""
+    _jaxlib()
+    if platform != "cpu":
+        from jax.experimental import topologies  # noqa: F401
+
+
+def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> CompiledProgram:
+    """Compiles a portable program for a machine that need not be this one, nor have its devices.
 
     Args:
         portable: StableHLO as a versioned portable artifact.
-        cpu: LLVM's name for the CPU to tune for; None: this machine's.
-        cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
-            Ignored where `cross_compiles()` is false.
+        machine: what to compile for.
 
     Raises:
         BuildError: XLA does not compile it.
     """
-    xla_client, _jax = _jaxlib()
-    client = xla_client.make_cpu_client()
-    options = xla_client.CompileOptions()
     try:
-        module = _stablehlo_module(portable)
-        if cpu is None or cpu_features is None or not cross_compiles():
-            devices = _jax.DeviceList(tuple(client.devices()[:1]))
-            compiled = client.compile_and_load(module, devices, options)
+        module = _stablehlo_module(portable, machine.platforms, machine.platform)
+        options = _compile_options(machine.device_count)
+        if machine.platform == "cpu":
+            compiled = _compile_for_cpu(module, machine, options)
         else:
-            host = _jax.get_topology_for_devices(client.devices()[:1])
-            changed = _with_cpu(host.serialize(), cpu, cpu_features)
-            compiled = client.compile(module, _jax.DeviceTopology.deserialize(changed), options)
+            devices = _described_devices(machine)
+            compiled = devices[0].client.compile(module, _jaxlib()[1].DeviceList(devices), options)
         serialized = bytes(compiled.serialize())
         stats = compiled.get_compiled_memory_stats()
+    except PrejitError:
+        raise
     except Exception as error:
         raise BuildError(f"XLA does not compile this program: {error}") from error
     memory = Memory(
@@ -243,7 +455,46 @@ def compile_portable(
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
     )
-    return CompiledProgram(serialized, _features_in(serialized), memory)
+    features = _features_in(serialized) if machine.platform == "cpu" else ()
+    return CompiledProgram(serialized, features, memory)
+
+
+def _compile_for_cpu(module: Any, machine: CompileFor, options: Any) -> Any:
+    xla_client, _jax = _jaxlib()
+    client = xla_client.make_cpu_client(num_devices=machine.device_count)
+    devices = client.devices()[: machine.device_count]
+    if machine.cpu is None or machine.cpu_features is None or not cross_compiles():
+        return client.compile_and_load(module, _jax.DeviceList(tuple(devices)), options)
+    host = _jax.get_topology_for_devices(devices)
+    changed = _with_cpu(host.serialize(), machine.cpu, machine.cpu_features)
+    return client.compile(module, _jax.DeviceTopology.deserialize(changed), options)
+
+
+def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
+    """Devices that exist as a description only, of a PJRT plugin that is installed here.
+
+    Raises:
+        BuildError: the plugin is missing, or gives fewer devices than the mesh wants.
+    """
+    from jax.experimental import topologies
+
+    try:
+        if machine.platform == "cuda":
+            shape = f"1x1x{machine.device_count}"  # slices x hosts x devices of a host
+            found = topologies.get_topology_desc(
+                platform="cuda", target_config=machine.gpu, topology=shape
+            )
+        else:
+            found = topologies.get_topology_desc(machine.topology or "", platform="tpu")
+    except NotImplementedError as error:
+        raise BuildError(
+            f"expected jax's plugin for {machine.platform}, found none: {error}"
+        ) from error
+    if len(found.devices) < machine.device_count:
+        raise BuildError(
+            f"expected {machine.device_count} devices, found {len(found.devices)} in {machine.topology}"
+        )
+    return tuple(found.devices[: machine.device_count])
 
 
 def _features_in(serialized: bytes) -> tuple[str, ...]:

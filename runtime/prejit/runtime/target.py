@@ -126,7 +126,7 @@ class Target:
             driver=self.driver,
             device_kind=self.device_kind,
             compute_capability=self.compute_capability,
-            device_count=self.device_count,
+            device_count=None if self.platform == "cpu" else self.device_count,
             topology=self.topology,
             device_memory_bytes=device_memory_bytes,
             xla_flags=xla_flags,
