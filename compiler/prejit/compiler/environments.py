@@ -26,8 +26,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ prejit.__path__ = {roots!r}
 runpy.run_module("prejit.compiler.worker", run_name="__main__", alter_sys=True)
 """
 _LAST_LINES = 6
+_SHOWN = 3
 
 _Version = tuple[int, int]
 
@@ -116,7 +117,7 @@ class Environment:
 
     path: Path
     python: Path
-    versions: dict[str, str]
+    versions: dict[str, str] = field(hash=False)
 
 
 def root(cache_root: Path) -> Path:
@@ -200,25 +201,22 @@ def make(wanted: Wanted, root: Path, progress: Progress | None = None) -> Enviro
         return found
     python = interpreter(wanted)
     path = root / wanted.key
-    with progress.phase(f"waiting for another process's environment of {wanted.target}"):
-        lock = locked(_lock_path(wanted, root))
-        descriptor = lock.__enter__()
-    try:
+    with ExitStack() as held:
+        with progress.phase(f"waiting for another process's environment of {wanted.target}"):
+            lock = held.enter_context(locked(_lock_path(wanted, root)))
         if (found := find(wanted, root)) is not None:
             return found
         packages = ", ".join(wanted.requirements[: -len(_OURS)])
         progress.note(f"making an environment for {wanted.target}, once: {packages}")
         with progress.phase(f"installing {packages}"):
             try:
-                _install(wanted, path, python, descriptor)
+                _install(wanted, path, python, lock)
             except BaseException:
                 remove(path)
                 raise
-    finally:
-        lock.__exit__(None, None, None)
-    made = read(path)
-    assert made is not None
-    return made
+        made = read(path)
+        assert made is not None
+        return made
 
 
 def remove(path: Path) -> None:
@@ -235,29 +233,32 @@ def interpreter(wanted: Wanted) -> str:
         BuildError: none fits.
     """
     lowest, highest = pythons(wanted.jax)
-    seen: dict[str, str] = {}  # path: what is wrong with it
+    seen: dict[str, _Version] = {}
+    without: list[str] = []
     for version, path in _candidates(lowest, highest):
         if path in seen:
             continue
-        if not lowest <= version <= highest:
-            seen[path] = _text(version)
-            continue
-        found = _probe(path)
-        if isinstance(found, str):
-            return found
-        if found == _NO_VENV:
-            seen[path] = f"{_text(version)} without venv"
-    needs = f"{_text(lowest)} or newer"
-    if highest < (4, 0):
-        needs = f"{_text(lowest)} to {_text(highest)}"
-    without = [text for text in seen.values() if text.endswith("venv")]
-    versions = ", ".join(sorted(set(seen.values()), key=_sortable)) or "none"
+        seen[path] = version
+        if lowest <= version <= highest:
+            found = _probe(path)
+            if isinstance(found, str):
+                return found
+            if found == _NO_VENV:
+                without.append(path)
+    newer = any(version > highest for version in seen.values())
+    needs = f"{_text(lowest)} to {_text(highest)}" if newer else f"{_text(lowest)} or newer"
+    newest = sorted(seen, key=lambda path: seen[path], reverse=True)[:_SHOWN]
+    listed = (
+        f"{_text(seen[path])}{' without venv' if path in without else ''} ({path})"
+        for path in newest
+    )
+    hint = f"`uv python install {_text(lowest)}`, or install it with pyenv or the system's packages"
+    if without:
+        hint = f"`apt install python{_text(seen[without[0]])}-venv`, or {hint}"
     raise BuildError(
-        f"target {wanted.target}: jax {wanted.jax} needs Python {needs}, found only {versions} "
-        f"({', '.join(seen)})",
-        hint=f"apt install python{without[0].split()[0]}-venv"
-        if without
-        else f"`uv python install {_text(lowest)}`, or install it with pyenv or the system's packages",
+        f"target {wanted.target}: jax {wanted.jax} needs Python {needs}, "
+        f"found only {', '.join(listed)}",
+        hint=hint,
     )
 
 
@@ -433,8 +434,8 @@ def _candidates(lowest: _Version, highest: _Version) -> Iterator[tuple[_Version,
     if uv := shutil.which("uv"):
         bound = "" if highest >= (4, 0) else f",<{highest[0]}.{highest[1] + 1}"
         found = _output([uv, "python", "find", "--system", f">={_text(lowest)}{bound}"])
-        if found is not None:
-            yield lowest, found.strip()
+        if found is not None and (version := re.search(r"3\.(\d+)", _output([found, "-V"]) or "")):
+            yield (3, int(version[1])), os.path.realpath(found)
 
 
 def _newest_first(paths: Sequence[str], pattern: str) -> Iterator[tuple[_Version, str]]:
@@ -467,7 +468,7 @@ def _output(command: Sequence[str]) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _lock_path(wanted: Wanted, root: Path) -> Path:
@@ -501,7 +502,3 @@ def _store_error(path: Path, number: int | None, reason: Any) -> StoreError:
 
 def _text(version: _Version) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _sortable(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split()[0].split(".")))
