@@ -17,27 +17,29 @@ if TYPE_CHECKING:
         FallbackWarning,
         MismatchError,
         PrejitError,
+        PrejitWarning,
         RejectError,
         StoreError,
         UsageError,
     )
-    from prejit.runtime.fingerprint import Fingerprint
+    from prejit.runtime.fingerprint import Axis, Fingerprint
     from prejit.runtime.generate import Piece, Result, Sampling, Stats
     from prejit.runtime.loaded import Bundle
-    from prejit.runtime.loader import load
+    from prejit.runtime.loader import fallback_counts, load
 
 _HOMES = {
     "errors": (
         *("ContextError", "FallbackWarning", "MismatchError", "PrejitError"),
-        *("RejectError", "StoreError", "UsageError"),
+        *("PrejitWarning", "RejectError", "StoreError", "UsageError"),
     ),
-    "fingerprint": ("Fingerprint",),
+    "fingerprint": ("Axis", "Fingerprint"),
     "generate": ("Piece", "Result", "Sampling", "Stats"),
     "loaded": ("Bundle",),
-    "loader": ("load",),
+    "loader": ("fallback_counts", "load"),
 }
 
 __all__ = [
+    "Axis",
     "Bundle",
     "ContextError",
     "FallbackWarning",
@@ -45,12 +47,14 @@ __all__ = [
     "MismatchError",
     "Piece",
     "PrejitError",
+    "PrejitWarning",
     "RejectError",
     "Result",
     "Sampling",
     "Stats",
     "StoreError",
     "UsageError",
+    "fallback_counts",
     "load",
 ]
 

@@ -141,10 +141,50 @@ class DecoderPrograms:
         """The smallest context bucket for so many tokens, or the largest there is."""
         return next((c for c in self.contexts if c >= tokens), self.contexts[-1])
 
+    def bucket_for(self, rows: int, tokens: int) -> tuple[int, int]:
+        """The batch and context bucket of a session: the smallest, or one in whose stead others are ready.
+
+        That is the one for which the fewest programs must be waited for.
+
+        Raises:
+            UsageError: no bucket is large enough.
+        """
+        batch, context = self.batch_for(rows), self.context_for(tokens)
+        larger = [
+            (b, c) for b in self.batches for c in self.contexts if b >= batch and c >= context
+        ]
+        return min(larger, key=self._missing)  # the first of equals
+
+    def _missing(self, bucket: tuple[int, int]) -> int:
+        ready = self.programs.ready
+        some = any(ready(prefill.name) for prefill in self._prefill[bucket])
+        return (not some) + (not ready(self._decode[bucket].name))
+
     def prefill_for(self, batch: int, context: int, tokens: int) -> Program:
-        """The prefill program for so many tokens: the smallest that takes them all, else the largest."""
+        """The prefill program for so many tokens: the smallest that takes them all, else the largest.
+
+        Of those that are ready; where none is, the shortest.
+        """
         programs = self._prefill[batch, context]
-        return next((p for p in programs if p.bucket["prompt"] >= tokens), programs[-1])
+        ready = [program for program in programs if self.programs.ready(program.name)]
+        return _fitting(ready or programs[:1], tokens)
+
+    def prepare(self, rows: int, tokens: int, prompt: int, bucket: tuple[int, int]) -> None:
+        """Begins to make the programs of a request ready, then those that would have served it better.
+
+        Args:
+            rows: of the request.
+            tokens: of the request, as for `bucket_for`.
+            prompt: the longest of its prompts, in tokens.
+            bucket: the batch and context that were chosen.
+
+        Raises:
+            BuildError, RejectError: one of the latter failed in the background, and fails again.
+        """
+        self.programs.prepare(self.prefill_for(*bucket, prompt).name, self._decode[bucket].name)
+        best = self.batch_for(rows), self.context_for(tokens)
+        wanted = _fitting(self._prefill[best], prompt), self._decode[best]
+        self.programs.wish(*(p.name for p in wanted if not self.programs.ready(p.name)))
 
     def prefills(self, batch: int, context: int) -> tuple[Program, ...]:
         """The prefill programs of a bucket, the shortest first."""
@@ -155,12 +195,20 @@ class DecoderPrograms:
         return self._decode[batch, context]
 
 
+def _fitting(prefills: Sequence[Program], tokens: int) -> Program:
+    return next((p for p in prefills if p.bucket["prompt"] >= tokens), prefills[-1])
+
+
 @final
 class Session:
     """One live generation: a batch of rows and its KV cache."""
 
     def __init__(
-        self, decoder: DecoderPrograms, sampling: Sequence[Sampling], context: int
+        self,
+        decoder: DecoderPrograms,
+        sampling: Sequence[Sampling],
+        context: int,
+        batch: int | None = None,
     ) -> None:
         """Makes an empty cache.
 
@@ -168,12 +216,13 @@ class Session:
             decoder: the programs.
             sampling: one for each row.
             context: cache positions of each row; one of the bundle's context buckets.
+            batch: one of the bundle's batch buckets; None: the smallest for so many rows.
         """
         self._decoder = decoder
         self._device = decoder.device
         self.rows = len(sampling)
         self.context = context
-        self._batch = decoder.batch_for(self.rows)
+        self._batch = decoder.batch_for(self.rows) if batch is None else batch
         self._step = decoder.decode_for(self._batch, context)
         shape = decoder.decoder
         cache_shape = (self._batch, shape.num_kv_heads, context, shape.head_size)
@@ -281,12 +330,10 @@ def run_rows(
     longest = max(len(prompt) for prompt in prompts)
     # The last token need not enter the cache, so a full context still gives one token.
     wanted = limit if max_new_tokens is None else longest + max_new_tokens - 1
-    batch, context = decoder.batch_for(len(prompts)), decoder.context_for(wanted)
+    batch, context = decoder.bucket_for(len(prompts), wanted)
     # XLA loads them in a thread while this one makes the first array, which imports parts of jax.
-    decoder.programs.prepare(
-        decoder.prefill_for(batch, context, longest).name, decoder.decode_for(batch, context).name
-    )
-    session = Session(decoder, sampling, context)
+    decoder.prepare(len(prompts), wanted, longest, (batch, context))
+    session = Session(decoder, sampling, context, batch)
     live = [True] * len(prompts)
     count = 0
     tokens = session.prefill(prompts)

@@ -51,8 +51,10 @@ class Bundle:
         layers: dict[str, Layer],
         verdicts: tuple[Verdict, ...],
         *,
+        platform: str,
         matched: bool,
         started: float,
+        serve_smaller: bool = False,
     ) -> None:
         """Binds verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -62,7 +64,7 @@ class Bundle:
         self.verdicts = verdicts
         self.config = config
         self._layers = layers
-        self._device = Device()
+        self._device = Device(platform, config.mesh)
         weights = layers.get(bundle.WEIGHTS_MEDIA_TYPE)
         values = tensors(weights) if weights is not None else {}
         portable = layers[bundle.PORTABLE_MEDIA_TYPE]
@@ -73,6 +75,7 @@ class Bundle:
             layers[bundle.EXECUTABLES_MEDIA_TYPE] if matched else None,
             portable,
             values,
+            serve_smaller=serve_smaller,
         )
         self.load_seconds = time.perf_counter() - started
 
@@ -217,7 +220,7 @@ class Bundle:
         return lambda: to_numpy(executable.run([*weights, *inputs])[0])
 
     def report(self) -> tuple[ProgramReport, ...]:
-        """How each program was obtained: loaded, compiled here, cached here, or unused so far."""
+        """How each program was obtained: loaded, compiled here, cached here, compiling, or unused so far."""
         return self._programs.report()
 
     def prepare(self) -> None:

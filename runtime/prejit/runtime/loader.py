@@ -10,22 +10,27 @@ that. REJECT (damaged, forged, oversized) is always an error.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
-from prejit.runtime.fingerprint import Fingerprint, Verdict, compare, preference
+from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict, compare, preference
 from prejit.runtime.layout import Layout, digest_file
 from prejit.runtime.receipt import Receipts
 
 if TYPE_CHECKING:  # NumPy comes with them: what only reads a bundle does without
     from prejit.runtime.loaded import Bundle
     from prejit.runtime.programs import Layer
+
+_fallbacks: Counter[str] = Counter()
+_fallbacks_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,8 @@ def load(
     path: str | os.PathLike[str],
     *,
     on_mismatch: Literal["jit", "error"] = "jit",
+    while_compiling: Literal["wait", "smaller"] = "wait",
+    on_fallback: Callable[[Axis], object] | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> Bundle:
     """Loads a bundle: checks this machine, verifies every file and maps the weights.
@@ -176,6 +183,13 @@ def load(
         path: directory of the bundle.
         on_mismatch: what to do where this machine is none of the bundle's targets: `jit` compiles the
             portable programs, with a FallbackWarning; `error` raises.
+        while_compiling: what a request does meanwhile. `wait`: until the programs that serve it best are
+            compiled. `smaller`: it is served with what is ready, a long prompt through a smaller prefill
+            bucket in more chunks, or in a larger batch or context bucket, and those compile
+            in the background, the smallest first; it waits only where nothing that is ready can serve.
+            Its tokens are the same. `call` always waits: its arguments fit one bucket.
+        on_fallback: called once for each axis of the closest target that caused a fallback, say to count
+            it: `lambda axis: counter.labels(axis.name).inc()`. See also `fallback_counts`.
         fingerprint: what to take this machine for; None: what it is. It loads executables only where
             this machine fits as well.
 
@@ -192,9 +206,14 @@ def load(
     started = time.perf_counter()
     if on_mismatch not in ("jit", "error"):
         raise UsageError(f"on_mismatch: expected 'jit' or 'error', found {on_mismatch!r}")
+    if while_compiling not in ("wait", "smaller"):
+        raise UsageError(
+            f"while_compiling: expected 'wait' or 'smaller', found {while_compiling!r}"
+        )
     with Layout(path) as layout:
         index, digest = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
+        machine = Fingerprint.current()
+        targets = match(layout, index, machine)
         if fingerprint is not None:
             # Code still runs here: a declared machine may lack what this one has, but cannot lend it
             # instructions. Those would end in SIGILL.
@@ -207,6 +226,11 @@ def load(
         contents = {target.name: read_contents(layout, target) for target in targets}
         check_blobs(layout, tuple(contents.values()), Receipts(layout.path))
         if chosen is None:
+            for axis in _closest(targets).verdict.mismatches:
+                with _fallbacks_lock:
+                    _fallbacks[axis.name] += 1
+                if on_fallback is not None:
+                    on_fallback(axis)
             warnings.warn(_fallback_warning(layout, targets), FallbackWarning, stacklevel=2)
         served = contents[(chosen or _closest(targets)).name]
         return Bundle(
@@ -214,9 +238,20 @@ def load(
             served.config,
             map_layers(layout, served.manifest),
             tuple(target.verdict for target in targets),
+            platform=machine.platform,
             matched=chosen is not None,
             started=started,
+            serve_smaller=while_compiling == "smaller",
         )
+
+
+def fallback_counts() -> dict[str, int]:
+    """How many times each axis caused a fallback in this process, by its name.
+
+    A load that falls back counts each axis on which the closest target does not fit.
+    """
+    with _fallbacks_lock:
+        return dict(_fallbacks)
 
 
 def _closest(targets: Sequence[Target]) -> Target:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import math
 import mmap
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 
 from prejit.runtime import compile_cache, verify
-from prejit.runtime.bundle import Array, Config, Program, Segment
+from prejit.runtime.bundle import Array, Config, Program, Segment, parse_sharding
 from prejit.runtime.errors import RejectError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
@@ -46,8 +48,8 @@ class ProgramReport:
     Attributes:
         program: its name.
         source: `loaded` (the bundle's executable), `compiled` (here, now), `cached` (compiled here at an
-            earlier start) or `unused` (not wanted so far).
-        seconds: that it took to get ready; 0 where unused.
+            earlier start), `compiling` (or waiting for that) or `unused` (not wanted so far).
+        seconds: that it took to get ready; 0 until it is.
     """
 
     program: str
@@ -66,6 +68,8 @@ class Programs:
         executables: Layer | None,
         portable: Layer,
         weights: dict[str, np.ndarray[Any, Any]],
+        *,
+        serve_smaller: bool = False,
     ) -> None:
         """Binds the programs to a device.
 
@@ -75,6 +79,7 @@ class Programs:
             executables: None where the machine does not match: programs are compiled from portable.
             portable: StableHLO of the same programs.
             weights: tensors of the weights layer, by name.
+            serve_smaller: whether a request is served with what is ready while its programs compile.
         """
         self.table = {program.name: program for program in config.programs}
         self._config = config
@@ -82,6 +87,7 @@ class Programs:
         self._executables = executables
         self._portable = portable
         self._weights = weights
+        self._serve_smaller = serve_smaller and executables is None
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self._ready: dict[str, Executable] = {}
         self._reports: dict[str, ProgramReport] = {}
@@ -89,6 +95,12 @@ class Programs:
         self._results: dict[str, tuple[Array, ...]] = {}
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
+        # Not ready, but wanted: being made, or in the queue of the thread that makes them.
+        self._underway: set[str] = set()
+        self._failed: set[str] = set()  # in that thread: whoever wants one meets its error
+        self._queue: list[tuple[bool, int, str]] = []
+        self._queue_lock = threading.Lock()
+        self._working = False
 
     def __getitem__(self, name: str) -> Executable:
         """The executable of a program.
@@ -102,43 +114,104 @@ class Programs:
         with self._locks[name]:
             if name not in self._ready:
                 started = time.perf_counter()
-                executable, source = self._obtain(self.table[name])
-                self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
-                self._ready[name] = executable
+                self._underway.add(name)
+                try:
+                    executable, source = self._obtain(self.table[name])
+                    self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
+                    self._ready[name] = executable
+                finally:
+                    self._underway.discard(name)
+                self._failed.discard(name)
             return self._ready[name]
 
     def _obtain(self, program: Program) -> tuple[Executable, str]:
+        results = self.results(program.name) if self._device.mesh else ()
         if self._executables is not None:
             serialized = self._executables.unpack(program.executable)
-            return self._device.load(serialized, self._executables.path), "loaded"
+            return self._device.load(serialized, self._executables.path, results), "loaded"
         compiled: list[Executable] = []
 
         def compile_program() -> bytes:
-            compiled.append(self._device.compile(self._portable.unpack(program.portable)))
+            portable = self._portable.unpack(program.portable)
+            compiled.append(self._device.compile(portable, program.platforms or (), results))
             return compiled[0].serialize()
 
-        digest, machine = program.portable.raw_digest, Fingerprint.current()
-        serialized, now = compile_cache.compiled_here(digest, machine, compile_program)
-        if not now:
+        refused = None
+        while True:
+            serialized, now = compile_cache.compiled_here(
+                program.portable.raw_digest,
+                self._machine,
+                self._device.platform,
+                compile_program,
+                refused=refused,
+            )
+            if now:
+                return compiled[0], "compiled"
             try:
-                return self._device.load(serialized, self._portable.path), "cached"
+                return self._device.load(serialized, self._portable.path, results), "cached"
             except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
-                compile_cache.compiled_here(digest, machine, compile_program, again=True)
-        return compiled[0], "compiled"
+                refused = serialized
+
+    @cached_property
+    def _machine(self) -> Fingerprint:
+        return Fingerprint.current()
+
+    def ready(self, name: str) -> bool:
+        """Whether a request should take this program rather than another that could serve it.
+
+        Always, unless requests are served with what is ready: then, whether nothing need be compiled.
+        """
+        if not self._serve_smaller or name in self._ready:
+            return True
+        digest = self.table[name].portable.raw_digest
+        return compile_cache.is_kept(digest, self._machine, self._device.platform)
 
     def prepare(self, *names: str) -> None:
         """Begins to make programs ready, in this order, in a thread; errors show when they are wanted."""
-        wanted = [name for name in names if name not in self._ready]
-        if wanted:
-            # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
-            threading.Thread(target=self._prepare, args=(wanted,)).start()
+        self._enqueue([(False, place, name) for place, name in enumerate(names)])
 
-    def _prepare(self, names: Sequence[str]) -> None:
+    def wish(self, *names: str) -> None:
+        """Begins to make programs ready that would serve better than those that do now.
+
+        They come after what is waited for, the smallest first, one at a time.
+
+        Raises:
+            BuildError, RejectError: one of them failed in the thread, and fails again.
+        """
         for name in names:
-            if not threading.main_thread().is_alive():
-                return  # the interpreter waits for this thread to end
-            with contextlib.suppress(Exception):  # the caller who wants the program meets it again
+            if name in self._failed:
                 self[name]
+        sizes = {name: math.prod(self.table[name].bucket.values()) for name in names}
+        self._enqueue([(True, size, name) for name, size in sizes.items()])
+
+    def _enqueue(self, entries: list[tuple[bool, int, str]]) -> None:
+        with self._queue_lock:
+            for entry in entries:
+                name = entry[-1]
+                if not (name in self._ready or name in self._failed or entry in self._queue):
+                    self._underway.add(name)
+                    heapq.heappush(self._queue, entry)
+            if self._working or not self._queue:
+                return
+            # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no more threads, as while the interpreter ends
+                threading.Thread(target=self._work).start()
+                self._working = True
+
+    def _work(self) -> None:
+        while True:
+            with self._queue_lock:
+                # The interpreter waits for this thread to end.
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._working = False
+                    return
+                _, _, name = heapq.heappop(self._queue)
+            try:
+                self[name]
+            except Exception:  # the caller who wants the program meets it again
+                self._failed.add(name)
 
     def weights(self, name: str | None) -> list[DeviceArray]:
         """The tensors of a weight set, on the device: the memory of the mapped file on a CPU."""
@@ -146,9 +219,11 @@ class Programs:
             return []
         with self._lock:
             if name not in self._weights_on_device:
+                shardings = self._config.weight_shardings or {}
                 self._weights_on_device[name] = [
-                    self._device.put(self._weights[tensor])
+                    self._device.put(value, parse_sharding(shardings.get(tensor, ""), value.ndim))
                     for tensor in self._config.weight_sets[name]
+                    for value in (self._weights[tensor],)
                 ]
             return self._weights_on_device[name]
 
@@ -177,6 +252,9 @@ class Programs:
 
     def report(self) -> tuple[ProgramReport, ...]:
         """How each program was obtained, in the order of the table."""
+        compiling = self._underway if self._executables is None else ()
         return tuple(
-            self._reports.get(name) or ProgramReport(name, "unused", 0.0) for name in self.table
+            self._reports.get(name)
+            or ProgramReport(name, "compiling" if name in compiling else "unused", 0.0)
+            for name in self.table
         )
