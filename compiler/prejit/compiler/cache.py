@@ -4,10 +4,12 @@
     <root>/v1/actions/<kind>/<digits>.json a result, named by the digest of its key
     <root>/v1/last/<kind>/<digits>.json    the last key of a name, so that a miss can be explained
     <root>/v1/temp/                        files that are being written
+    <root>/v1/in-use                       locked, shared, by every process that has the cache open
 
 Every file appears whole by a rename, blobs before the action that names them, so a process may be
 killed at any moment. Nobody waits for anybody: two that make the same thing write the same contents
 twice. What is read is checked; what is damaged is deleted and made again: the cache heals itself.
+A file's mtime says, to the hour, when it was last written or looked up: garbage.py goes by it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import hashlib
 import json
 import os
 import secrets
+import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
@@ -34,6 +38,9 @@ VERSION = "v1"
 """Raised when a file of the last version could no longer be read. 1 (2026-11-20): the first."""
 
 _CHUNK_BYTES = 1 << 20
+
+_NOTE_SECONDS = 3600
+"""A use is noted when the last noted one is older."""
 
 
 def default_root() -> Path:
@@ -133,7 +140,35 @@ class Cache:
             cache._blobs.mkdir(parents=True, exist_ok=True)
             _discard(cache._new_temp())  # better to know now than after the first compile
             cache._sweep()
+            in_use = cache._open_in_use()
+            weakref.finalize(cache, os.close, in_use)
+            fcntl.flock(in_use, fcntl.LOCK_SH)
         return cache
+
+    def exists(self) -> bool:
+        """Whether there is a cache in the directory."""
+        return self._base.is_dir()
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Keeps others from opening the cache, unless one has it open; gives whether none has.
+
+        For a cache that was not opened itself.
+
+        Raises:
+            StoreError: the directory cannot be written.
+        """
+        with _storing(self.root):
+            in_use = self._open_in_use()
+        try:
+            try:
+                fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(in_use)
 
     def put_blob(self, content: bytes) -> str:
         """Stores content; gives its digest.
@@ -236,6 +271,7 @@ class Cache:
         body = self._read(self._action(key))
         if body is None or body["ingredients"] != [list(pair) for pair in key.ingredients]:
             return None
+        self._note_use(key, body["blobs"])  # first: what is noted now is not collected below us
         for digest, size in body["blobs"].items():
             if _size(self._blob(digest)) != size:
                 return None
@@ -254,6 +290,39 @@ class Cache:
         if body is None or (body["kind"], body["name"]) != (kind, name):
             return None
         return Key(kind, name, tuple((name, value) for name, value in body["ingredients"]))
+
+    def files(self) -> Iterator[tuple[str, Path, tuple[str, ...] | None]]:
+        """Every file, results first, for garbage.py.
+
+        Returns:
+            `results`, `reasons`, `contents` or `temporary files`; the path; and of a result the names of its
+            contents, or None where it is damaged.
+        """
+        for path in self._base.glob("actions/*/*.json"):
+            try:
+                body = _parse(path.read_bytes())
+            except FileNotFoundError:
+                continue
+            named = (
+                None if body is None else tuple(d.removeprefix("sha256:") for d in body["blobs"])
+            )
+            yield "results", path, named
+        for kind, pattern in (
+            ("reasons", "last/*/*.json"),
+            ("contents", "blobs/sha256/*"),
+            ("temporary files", "temp/*"),
+        ):
+            yield from ((kind, path, ()) for path in self._base.glob(pattern))
+
+    def _note_use(self, key: Key, blobs: Iterable[str]) -> None:
+        action = self._action(key)
+        with suppress(OSError):  # a cache that we may only read, or a blob that is not there
+            if time.time() - action.stat().st_mtime > _NOTE_SECONDS:
+                for path in (action, *map(self._blob, blobs), self._last(key.kind, key.name)):
+                    os.utime(path)
+
+    def _open_in_use(self) -> int:
+        return os.open(self._base / "in-use", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
 
     def _blob(self, digest: str) -> Path:
         if not is_digest(digest):
@@ -288,12 +357,10 @@ class Cache:
         with _reading(path), _opened(path) as file:
             if file is None:
                 return None
-            digest, _, content = file.read().partition(b"\n")
-            if digest == digest_of(content).encode():
-                body: dict[str, Any] = json.loads(content)
-                return body
-            _remove_damaged(path, file)
-            return None
+            body = _parse(file.read())
+            if body is None:
+                _remove_damaged(path, file)
+            return body
 
     def _new_temp(self) -> BufferedWriter:
         """A new file to write to, locked for as long as this process lives and has it open."""
@@ -326,6 +393,15 @@ class Cache:
             with suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
+
+
+def _parse(stored: bytes) -> dict[str, Any] | None:
+    """What `_write` wrote; None: it is damaged."""
+    digest, _, content = stored.partition(b"\n")
+    if digest != digest_of(content).encode():
+        return None
+    body: dict[str, Any] = json.loads(content)
+    return body
 
 
 def _size(path: Path) -> int | None:

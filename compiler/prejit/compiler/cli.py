@@ -1,4 +1,4 @@
-"""The commands of the build side: `prejit plan` and `prejit build`."""
+"""The commands of the build side: `prejit plan`, `build`, `targets` and `gc`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from prejit.compiler.garbage import Found
+    from prejit.compiler.listing import Listed
     from prejit.compiler.plan import Inputs, PlannedProgram
 
 PLAN_HAS_CHANGES = 8
@@ -186,6 +188,131 @@ def _inputs(manifest: Path, targets: tuple[str, ...], cache: Path | None) -> Inp
     from prejit.compiler.plan import Inputs
 
     return Inputs(read_manifest(manifest), Cache.open(cache), targets)
+
+
+@commands.command(epilog="Examples:\n\n\b\n  prejit targets\n  prejit targets --json")
+@_json
+def targets(as_json: bool) -> int:
+    """List the targets that a manifest may name, and which of them this machine compiles for."""
+    from importlib.metadata import version
+
+    from prejit.compiler.listing import NO, list_targets
+
+    listed = list_targets(version("jax"))
+    if as_json:
+        rows = [
+            {**asdict(each.target), "builds": each.builds != NO, "packages": each.packages}
+            | {"how": each.builds, "note": each.note}
+            for each in listed
+        ]
+        click.echo(json.dumps({"targets": rows}, indent=2))
+    else:
+        _print_targets(listed)
+    return 0
+
+
+def _print_targets(listed: Sequence[Listed]) -> None:
+    """A table for each platform; below it what there is to know, once each."""
+    from prejit.compiler.tables import size, table
+    from prejit.runtime.target import PLATFORMS
+
+    heads = {
+        "cpu": ("cpu", "architecture", "extensions"),
+        "cuda": ("device", "capability", "memory", "lowest driver"),
+        "tpu": ("device", "chips", "memory of each"),
+    }
+    for platform in PLATFORMS:
+        rows, notes = [], dict[str, list[str]]()
+        for each in listed:
+            found = each.target
+            if found.platform != platform:
+                continue
+            memory = size(found.memory_bytes) if found.memory_bytes else ""
+            features = found.cpu_features
+            cells = {
+                "cpu": (
+                    found.cpu or "this machine",
+                    found.architecture,
+                    "all of this machine" if features is None else f"{len(features)}",
+                ),
+                "cuda": (
+                    found.device_kind or "",
+                    found.compute_capability or "",
+                    memory,
+                    found.driver or "",
+                ),
+                "tpu": (found.device_kind or "", found.topology or "", memory),
+            }
+            rows.append((found.name, *cells[platform], each.builds))
+            if each.packages:
+                note = f"the first download: {', '.join(each.packages)}"
+                notes.setdefault(note, [])
+            if each.note:
+                notes.setdefault(each.note, []).append(found.name)
+        click.echo(table((platform, *heads[platform], "builds here"), rows))
+        for note, names in notes.items():
+            click.echo(f"  {', '.join(names)}: {note}" if names else f"  {note}")
+        click.echo("")
+
+
+@commands.command(
+    epilog="Examples:\n\n\b\n  prejit gc --dry-run\n  prejit gc --days 7\n\n"
+    "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache."
+)
+@click.option(
+    "--days",
+    type=click.IntRange(min=0),
+    default=30,
+    show_default=True,
+    metavar="N",
+    help="Remove what was not used for N days.",
+)
+@click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would go.")
+@_cache
+@_json
+def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
+    """Remove cache entries and environments that were not used for some days, and leftovers."""
+    from prejit.compiler.cache import default_root
+    from prejit.compiler.garbage import collect
+
+    result = collect((cache or default_root()).absolute(), days=days, dry_run=dry_run)
+    gone = [found for found in result.found if found.reason]
+    freed = sum(found.size for found in gone)
+    if as_json:
+        summary = {
+            "dry_run": dry_run,
+            "days": days,
+            "builds_running": result.builds_running,
+            "freed_bytes": freed,
+            "kept_bytes": sum(found.size for found in result.found) - freed,
+            "removed": [asdict(found) for found in gone],
+        }
+        click.echo(json.dumps(summary, indent=2))
+        return 0
+    from prejit.compiler.tables import size
+
+    _print_collection(result.found, dry_run)
+    if result.builds_running:
+        click.echo("\na build is running: what was used in the last day stays")
+    click.echo(f"\n{'would free' if dry_run else 'freed'} {size(freed)}")
+    return 0
+
+
+def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
+    """One row a kind, then each environment that goes."""
+    from prejit.compiler.tables import size, table
+
+    rows = []
+    for kind in dict.fromkeys(("environments", "results", "contents", *(f.kind for f in found))):
+        gone = [f.size for f in found if f.kind == kind and f.reason]
+        kept = [f.size for f in found if f.kind == kind and not f.reason]
+        counts = (str(len(gone)), size(sum(gone)), str(len(kept)), size(sum(kept)))
+        rows.append((kind, *counts))
+    verbs = ("to remove", "to free") if dry_run else ("removed", "freed")
+    click.echo(table(("", *verbs, "kept", "size"), rows))
+    for each in found:
+        if each.kind == "environments" and each.reason:
+            click.echo(f"  environment of {each.name}: {each.reason}, {size(each.size)}")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Environments of workers: a target may pin a jax version, or need an accelerator's plugin.
 
-    <cache root>/environments/v1/<key>/                  a virtual environment, made once
-    <cache root>/environments/v1/<key>/environment.json  written last: without it the rest counts as nothing
-    <cache root>/environments/v1/<key>.lock              held by who makes or uses it
+    <root>/v1/<key>/                  a virtual environment, made once
+    <root>/v1/<key>/environment.json  written last: without it the rest counts as nothing
+    <root>/v1/<key>.lock              held by who makes it, and by the workers that run in it
 
 Made with the standard library's venv and with pip, so the user's own configuration of pip decides where
 packages come from. The key is of what was asked for. The interpreter is not in it: what is compiled
@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.cache import default_root
 from prejit.compiler.progress import Progress, Quiet
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 from prejit.runtime.layout import write_file
@@ -67,7 +68,9 @@ from importlib.metadata import distributions
 print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in distributions()}))
 """
 _BOOTSTRAP = """
-import runpy, sys, types
+import contextlib, fcntl, os, runpy, sys, types
+with contextlib.suppress(OSError):  # where there can be no lock
+    fcntl.flock(os.open({lock!r}, os.O_RDONLY), fcntl.LOCK_SH)
 prejit = sys.modules["prejit"] = types.ModuleType("prejit")
 prejit.__path__ = {roots!r}
 runpy.run_module("prejit.compiler.worker", run_name="__main__", alter_sys=True)
@@ -120,10 +123,14 @@ class Environment:
     versions: dict[str, str] = field(hash=False)
 
 
-def root(cache_root: Path) -> Path:
-    """Where environments are: in `$PREJIT_ENVIRONMENTS`, else beside the build cache's own files."""
+def root() -> Path:
+    """Where environments are: `$PREJIT_ENVIRONMENTS`, else `environments` in the default build cache.
+
+    Raises:
+        StoreError: there is no home directory to put them in.
+    """
     chosen = os.environ.get("PREJIT_ENVIRONMENTS")
-    return (Path(chosen) if chosen else cache_root / "environments").absolute() / VERSION
+    return (Path(chosen) if chosen else default_root() / "environments").absolute() / VERSION
 
 
 def wanted(target: Target, host_jax: str) -> Wanted | None:
@@ -143,16 +150,11 @@ def wanted(target: Target, host_jax: str) -> Wanted | None:
     return Wanted(target.name, jax, (*pinned, *_OURS), target.constraints)
 
 
-def find(wanted: Wanted, root: Path) -> Environment | None:
-    """The environment where it is made already; starts no process and needs no network.
-
-    Args:
-        wanted: what it has to hold.
-        root: see the function of that name.
-    """
-    environment = read(root / wanted.key)
+def find(wanted: Wanted) -> Environment | None:
+    """The environment where it is made already; starts no process and needs no network."""
+    environment = read(root() / wanted.key)
     if environment is not None:
-        with suppress(OSError):  # where it cannot be written nothing is ever collected
+        with suppress(OSError):  # `prejit gc` leaves alone what is used; it cannot collect here
             os.utime(environment.path / MARKER)
     return environment
 
@@ -167,28 +169,11 @@ def read(path: Path) -> Environment | None:
     return Environment(path, python, versions) if os.access(python, os.X_OK) else None
 
 
-@contextmanager
-def use(wanted: Wanted, root: Path, progress: Progress | None = None) -> Iterator[Environment]:
-    """An environment, made where there is none, that `prejit gc` leaves alone inside the block.
-
-    Raises:
-        BuildError, NetworkError, StoreError: as `make`.
-    """
-    while True:
-        with locked(_lock_path(wanted, root), shared=True):
-            environment = find(wanted, root)
-            if environment is not None:
-                yield environment
-                return
-        make(wanted, root, progress)
-
-
-def make(wanted: Wanted, root: Path, progress: Progress | None = None) -> Environment:
+def make(wanted: Wanted, progress: Progress | None = None) -> Environment:
     """Makes an environment, or gives the one that is there. Of many processes one makes it.
 
     Args:
         wanted: what it has to hold.
-        root: where environments are; made where it does not exist.
         progress: who is told.
 
     Raises:
@@ -197,14 +182,14 @@ def make(wanted: Wanted, root: Path, progress: Progress | None = None) -> Enviro
         StoreError: the disk is full, or writing is not permitted.
     """
     progress = progress or Quiet()
-    if (found := find(wanted, root)) is not None:
+    if (found := find(wanted)) is not None:
         return found
     python = interpreter(wanted)
-    path = root / wanted.key
+    path = root() / wanted.key
     with ExitStack() as held:
         with progress.phase(f"waiting for another process's environment of {wanted.target}"):
-            lock = held.enter_context(locked(_lock_path(wanted, root)))
-        if (found := find(wanted, root)) is not None:
+            lock = held.enter_context(locked(path))
+        if (found := find(wanted)) is not None:
             return found
         packages = ", ".join(wanted.requirements[: -len(_OURS)])
         progress.note(f"making an environment for {wanted.target}, once: {packages}")
@@ -275,53 +260,54 @@ def worker_command(environment: Environment) -> list[str]:
     """Starts `prejit.compiler.worker` in an environment, from the sources of this prejit.
 
     They may lie in two directories or in site-packages: only the package `prejit` is shown to the
-    worker, and nothing else that is installed there. The worker's arguments are to be added.
+    worker, and nothing else that is installed there. The worker's arguments are to be added, and
+    PYTHONPATH and PYTHONHOME to be taken out of its variables: `-I` would also lose PYTHONHASHSEED.
     """
     runtime = importlib.util.find_spec("prejit.runtime")
     assert runtime is not None
     assert runtime.origin is not None
     roots = [str(Path(file).resolve().parents[1]) for file in (__file__, runtime.origin)]
-    code = _BOOTSTRAP.format(roots=list(dict.fromkeys(roots)))
-    return [str(environment.python), "-I", "-c", code]
+    code = _BOOTSTRAP.format(
+        roots=list(dict.fromkeys(roots)), lock=str(lock_path(environment.path))
+    )
+    return [str(environment.python), "-s", "-P", "-c", code]
 
 
 @contextmanager
-def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[int]:
-    """Holds a lock file, for as long as this process or one that inherits the descriptor lives.
+def locked(path: Path, *, wait: bool = True) -> Iterator[int]:
+    """Holds the lock of an environment, for as long as this process or an heir of the descriptor lives.
 
     Args:
-        path: the file; made where it does not exist.
-        shared: beside other shared holders; in a directory that nobody can write, no lock is needed.
-        wait: for other holders.
+        path: the environment's directory, which need not exist.
+        wait: for those who hold it.
 
     Raises:
         BlockingIOError: it is held and wait is false.
         StoreError: it cannot be made or locked.
     """
-    mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     descriptor = -1
     try:
-        while descriptor < 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, mode)
-            if not _is_at(path, descriptor):  # collected before it was locked
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while not _is_at(lock_path(path), descriptor):  # or it was collected before it was locked
+            if descriptor >= 0:
                 os.close(descriptor)
-                descriptor = -1
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError as error:
+            descriptor = os.open(lock_path(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException as error:
         if descriptor >= 0:
             os.close(descriptor)
-        elif shared and error.errno in (errno.EROFS, errno.EACCES):
-            yield -1
-            return
-        raise _store_error(path, error.errno, error.strerror) from error
+        if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
+            raise _store_error(path, error.errno, error.strerror) from error
+        raise
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def lock_path(path: Path) -> Path:
+    """The lock of the environment in a directory."""
+    return path.with_name(f"{path.name}{LOCK_SUFFIX}")
 
 
 def _install(wanted: Wanted, path: Path, python: str, lock: int) -> None:
@@ -471,11 +457,9 @@ def _output(command: Sequence[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _lock_path(wanted: Wanted, root: Path) -> Path:
-    return root / f"{wanted.key}{LOCK_SUFFIX}"
-
-
 def _is_at(path: Path, descriptor: int) -> bool:
+    if descriptor < 0:
+        return False
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
