@@ -31,7 +31,8 @@ _EXAMPLES = {
     "verify": "prejit verify artifacts/demo",
     "fingerprint": "prejit fingerprint > web-3.json",
     "explain": "prejit explain artifacts/demo\n"
-    "  prejit explain artifacts/demo --fingerprint web-3.json",
+    "  prejit explain artifacts/demo --fingerprint web-3.json\n"
+    "  prejit explain artifacts/demo --fleet fleet --page fleet.html --require-aot",
     "generate": "prejit generate artifacts/demo --prompt 'def main(' --max-new-tokens 64\n"
     "  prejit generate artifacts/demo --prompt-ids 1,5,9 --temperature 0.8 --top-p 0.9 --seed 7\n"
     "  prejit generate artifacts/demo --prompt 'import' --require-aot --json",
@@ -68,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print JSON on stdout")
         return command
 
-    def add_machine(command: argparse.ArgumentParser) -> None:
+    def add_machine(command: argparse._ActionsContainer) -> None:
         command.add_argument(
             "--fingerprint",
             metavar="FILE",
@@ -86,8 +87,22 @@ def parser() -> argparse.ArgumentParser:
     add("inspect", "show what a bundle holds: targets, programs, sizes, versions")
     add("verify", "check every byte of a bundle; runs nothing and needs no network")
     add("fingerprint", "print what this machine is, as JSON", bundle=False, json=False)
-    add_machine(
-        add("explain", "compare each target with this machine, axis by axis (exit 3: none fits)")
+    command = add(
+        "explain", "compare each target with this machine, axis by axis (exit 3: none fits)"
+    )
+    which = command.add_mutually_exclusive_group()
+    add_machine(which)
+    which.add_argument(
+        "--fleet",
+        metavar="DIR",
+        help="compare with every fingerprint in DIR and below: which target serves which machine, and "
+        "the fewest to add so that none falls back",
+    )
+    command.add_argument(
+        "--page", metavar="FILE.html", help="with --fleet: write a page that shows all of it"
+    )
+    command.add_argument(
+        "--require-aot", action="store_true", help="with --fleet: exit 3 where a machine falls back"
     )
 
     command = add("generate", "generate text from a prompt, as it comes")

@@ -24,6 +24,7 @@ from prejit.runtime.layout import Layout
 from prejit.runtime.loader import check_blobs, load, match, open_index, read_contents
 
 if TYPE_CHECKING:
+    from prejit.runtime.fleet import Report
     from prejit.runtime.generate import Piece
     from prejit.runtime.loaded import Bundle
 
@@ -115,7 +116,11 @@ def fingerprint(options: Namespace) -> int:
 
 
 def explain(options: Namespace) -> int:
-    """Each target's verdict, axis by axis."""
+    """Each target's verdict, axis by axis; or what becomes of each machine of a fleet."""
+    if options.fleet is not None:
+        return _explain_fleet(options)
+    if options.page is not None:
+        raise UsageError("--page: expected --fleet DIR as well, found none")
     machine = _machine(options) or Fingerprint.current()
     with Layout(options.bundle) as layout:
         index, _ = open_index(layout)
@@ -141,6 +146,73 @@ def explain(options: Namespace) -> int:
         return 0
     print(f"\n{where} is none of the targets: every program would be compiled there")
     return 3
+
+
+def _explain_fleet(options: Namespace) -> int:
+    from prejit.runtime.fleet import explain_fleet, read_fleet
+
+    with Layout(options.bundle) as layout:
+        index, digest = open_index(layout)
+        where = str(layout.path / "index.json")
+        targets = [checks.target_of(descriptor, where) for descriptor in index.manifests]
+    report = explain_fleet(targets, read_fleet(options.fleet))
+    if options.page is not None:
+        from prejit.runtime.fleet_page import page
+
+        html = page(index.annotations[format.BUNDLE_NAME], digest, options.fleet, report)
+        Path(options.page).write_bytes(html.encode("utf-8", "backslashreplace"))
+    if options.json:
+        _print_json(report.described())
+    else:
+        print(_fleet_text(report))
+    return 3 if options.require_aot and report.fallen_back else 0
+
+
+def _fleet_text(report: Report) -> str:
+    """A fleet's report for a terminal."""
+    from prejit.runtime.fleet import few
+
+    parts = [
+        _table(
+            ["machines", "loads", "which", "closest", "why not"],
+            [
+                (
+                    str(len(group.machines)),
+                    "nothing: compiles" if group.mismatches else group.target,
+                    few(group.machines),
+                    group.target if group.mismatches else "",
+                    group.reason(),
+                )
+                for group in report.groups
+            ],
+        ),
+        _table(["target", "machines"], [(name, str(n)) for name, n in report.serves.items()]),
+    ]
+    total = len(report.verdicts)
+    if not report.fallen_back:
+        return "\n\n".join([*parts, f"all {total} machines load a target: nothing is compiled"])
+    parts.append(
+        f"{report.fallen_back} of {total} machines are none of the targets: every program would be "
+        "compiled there"
+    )
+    if report.additions:
+        parts.append(f"{report.advice()}\n(a file counts from the manifest):")
+        parts += [
+            f"# serves {len(addition.machines)}: {few(addition.machines)}\n{addition.toml()}"
+            for addition in report.additions
+        ]
+    if report.beyond_help:
+        parts.append("no target that can be added serves:")
+        parts.append(
+            _table(
+                ["machines", "which", "what stands in the way"],
+                [
+                    (str(len(group.machines)), few(group.machines), group.reason())
+                    for group in report.beyond_help
+                ],
+            )
+        )
+    return "\n\n".join(parts)
 
 
 def generate(options: Namespace) -> int:

@@ -283,6 +283,12 @@ class Verdict:
         """The axes that do not match."""
         return tuple(axis for axis in self.axes if not axis.matches)
 
+    @property
+    def distance(self) -> tuple[bool, int]:
+        """How far the target is from fitting: one of the machine's own platform is nearer than any other."""
+        wrong = self.mismatches
+        return any(axis.name == "platform" for axis in wrong), len(wrong)
+
     def reason(self) -> str:
         """Why the target does not fit, in one phrase: each axis, what was needed and what was found."""
         return "; ".join(f"{a.name}: needs {a.needed}, found {a.found}" for a in self.mismatches)

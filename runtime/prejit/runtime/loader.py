@@ -255,7 +255,7 @@ def fallback_counts() -> dict[str, int]:
 
 
 def _closest(targets: Sequence[Target]) -> Target:
-    return min(targets, key=lambda target: len(target.verdict.mismatches))
+    return min(targets, key=lambda target: target.verdict.distance)
 
 
 def _mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:

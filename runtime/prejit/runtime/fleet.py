@@ -1,0 +1,586 @@
+"""Which target of a bundle serves which machine of a fleet, and the fewest targets to add. No JAX.
+
+A fleet is a directory of fingerprints, as `prejit fingerprint` writes them. Nothing but `read_fleet` does IO.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from textwrap import shorten
+from typing import Any
+
+from prejit.runtime.bundle import Requirement
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.fingerprint import (
+    Axis,
+    Fingerprint,
+    Verdict,
+    compare,
+    effective_xla_flags,
+    preference,
+)
+from prejit.runtime.target import PLATFORMS, Gpu, Target, catalogue, chips
+
+PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
+"""The PJRT plugins that the build side compiles with."""
+CUDA = "13.0"
+"""The CUDA that the first of them compiles for."""
+MAX_STEPS = 5_000
+"""Of the search for the fewest targets of one jaxlib and plugin: some tenths of a second."""
+MAX_DEPTH = 200
+"""Of the same search: Python's stack is finite."""
+_WIDTH = 60
+"""Of one side of a reason."""
+_INFORMATION = ("cpu_model", "cpu_count", "memory_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine of a fleet.
+
+    Attributes:
+        name: of its file, below the fleet's directory and without `.json`.
+        path: of its file.
+        fingerprint: what it is.
+    """
+
+    name: str
+    path: str
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Machines with the same verdict.
+
+    Attributes:
+        target: that they load, or that is the closest.
+        mismatches: why they do not load it; empty where they do.
+        machines: which they are, by name.
+    """
+
+    target: str
+    mismatches: tuple[Axis, ...]
+    machines: tuple[str, ...]
+
+    def reason(self) -> str:
+        """Why they do not load the target, in one phrase; what is long is cut. Empty where they do."""
+        return "; ".join(
+            f"{a.name}: needs {shorten(a.needed, _WIDTH, placeholder=' ...')}, "
+            f"found {shorten(a.found, _WIDTH, placeholder=' ...')}"
+            for a in self.mismatches
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A target to add.
+
+    Attributes:
+        table: the `[[target]]` of the manifest.
+        note: what a person should know of it.
+        requirement: what its executables will need.
+        machines: those without a target now that it serves.
+    """
+
+    table: dict[str, Any]
+    note: str | None
+    requirement: Requirement
+    machines: tuple[str, ...]
+
+    def toml(self) -> str:
+        """The table, to paste into a manifest."""
+        lines = [f"{key} = {_toml(value)}" for key, value in self.table.items()]
+        return "\n".join(["[[target]]", *([f"# {self.note}"] if self.note else []), *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What becomes of a fleet that gets a bundle.
+
+    Attributes:
+        verdicts: of each machine: of the target that it loads, or of the closest.
+        serves: how many machines load each target, in the order of the bundle.
+        groups: machines by verdict: those that load a target first, the largest first.
+        additions: targets with which no machine falls back, but for those beyond help.
+        is_fewest: whether no smaller number of targets would do.
+        beyond_help: machines that no added target serves, by what stands in the way.
+    """
+
+    verdicts: tuple[tuple[Machine, Verdict], ...]
+    serves: dict[str, int]
+    groups: tuple[Group, ...]
+    additions: tuple[Addition, ...]
+    is_fewest: bool
+    beyond_help: tuple[Group, ...]
+
+    @property
+    def fallen_back(self) -> int:
+        """How many machines load no target."""
+        return len(self.verdicts) - sum(self.serves.values())
+
+    def advice(self) -> str:
+        """What to do with the additions, in one sentence."""
+        count = f"{len(self.additions)} target{'s' * (len(self.additions) > 1)}"
+        rest = " but those below" if self.beyond_help else ""
+        how = "the fewest there can be" if self.is_fewest else "found greedily, fewer may do"
+        return f"add {count} ({how}), and none{rest} falls back"
+
+    def described(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "machines": len(self.verdicts),
+            "fallen_back": self.fallen_back,
+            "serves": self.serves,
+            "groups": [asdict(group) for group in self.groups],
+            "add": [
+                {
+                    "table": {
+                        k: asdict(v) if isinstance(v, Gpu) else v for k, v in a.table.items()
+                    },
+                    "toml": a.toml(),
+                    "machines": a.machines,
+                }
+                for a in self.additions
+            ],
+            "is_fewest": self.is_fewest,
+            "beyond_help": [asdict(group) for group in self.beyond_help],
+        }
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_fleet(directory: str | os.PathLike[str]) -> tuple[Machine, ...]:
+    """The machines of every *.json in a directory and below it, sorted by name.
+
+    Raises:
+        StoreError: the directory or a file cannot be read.
+        RejectError: a file is not a fingerprint.
+        UsageError: there is none.
+    """
+
+    def stop(error: OSError) -> None:
+        raise StoreError(
+            f"{error.filename}: cannot read a fleet: {error.strerror}",
+            hint="give a directory of files that `prejit fingerprint > FILE` wrote",
+        ) from error
+
+    root = os.fspath(directory)
+    paths = [
+        os.path.join(at, file)
+        for at, _, files in os.walk(root, onerror=stop)
+        for file in files
+        if file.endswith(".json")
+    ]
+    if not paths:
+        raise UsageError(
+            f"{root}: expected fingerprints (*.json), found none",
+            hint="run `prejit fingerprint > NAME.json` on each machine",
+        )
+    return tuple(
+        Machine(os.path.relpath(path, root).removesuffix(".json"), path, Fingerprint.read(path))
+        for path in sorted(paths)
+    )
+
+
+def explain_fleet(
+    targets: Sequence[tuple[str, Requirement]], machines: Sequence[Machine]
+) -> Report:
+    """Says what each machine loads, and what to add so that none falls back.
+
+    Args:
+        targets: names and requirements of a bundle, in its order.
+        machines: of the fleet.
+    """
+    classes = _merge(machines)
+    verdicts: dict[str, Verdict] = {}
+    groups: dict[tuple[str, tuple[Axis, ...]], list[str]] = defaultdict(list)
+    serves = {name: 0 for name, _ in targets}
+    helpless = []
+    for merged in classes:
+        verdict = _served(targets, merged[0].fingerprint)
+        verdicts.update((machine.name, verdict) for machine in merged)
+        groups[verdict.target, verdict.mismatches].extend(machine.name for machine in merged)
+        if verdict.matches:
+            serves[verdict.target] += len(merged)
+        else:
+            helpless.append(merged)
+    additions, is_fewest, beyond_help = _cover(helpless, _Build.of(targets))
+    return Report(
+        verdicts=tuple((machine, verdicts[machine.name]) for machine in machines),
+        serves=serves,
+        groups=_groups(groups),
+        additions=additions,
+        is_fewest=is_fewest,
+        beyond_help=beyond_help,
+    )
+
+
+def _merge(machines: Iterable[Machine]) -> list[tuple[Machine, ...]]:
+    """Machines that no rule tells apart, together."""
+    axes = [f.name for f in fields(Fingerprint) if f.name not in _INFORMATION]
+    found: dict[tuple[Any, ...], list[Machine]] = defaultdict(list)
+    for machine in machines:
+        found[tuple(getattr(machine.fingerprint, axis) for axis in axes)].append(machine)
+    return [tuple(merged) for merged in found.values()]
+
+
+def _served(targets: Sequence[tuple[str, Requirement]], machine: Fingerprint) -> Verdict:
+    """The verdict of the target that a machine loads, or of the closest; as `loader.load` chooses."""
+    ranked = sorted(targets, key=lambda target: preference(target[1], machine))
+    verdicts = [compare(name, needs, machine) for name, needs in ranked]
+    return min(verdicts, key=lambda verdict: verdict.distance)
+
+
+def _groups(found: dict[tuple[str, tuple[Axis, ...]], list[str]]) -> tuple[Group, ...]:
+    groups = [Group(target, why, tuple(sorted(names))) for (target, why), names in found.items()]
+    return tuple(sorted(groups, key=lambda g: (bool(g.mismatches), -len(g.machines), g.machines)))
+
+
+# What to add
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """What a target that is added to a bundle has in common with those that are there.
+
+    Attributes:
+        names: of the targets.
+        device_count: the size of the manifest's mesh.
+        need_bytes: device memory, by platform, of the target that needs least of it. What an added
+            target really needs the compiler alone can say.
+        xla_flags: those that all targets have: of the environment in which the bundle was built.
+        environment: variables, by platform, likewise.
+    """
+
+    names: frozenset[str]
+    device_count: int
+    need_bytes: dict[str, int]
+    xla_flags: tuple[str, ...]
+    environment: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, targets: Sequence[tuple[str, Requirement]]) -> _Build:
+        needs = [need for _, need in targets]
+        sizes: dict[str, list[int]] = defaultdict(list)
+        for need in needs:
+            if need.device_memory_bytes is not None:
+                sizes[need.platform].append(need.device_memory_bytes)
+        return cls(
+            names=frozenset(name for name, _ in targets),
+            device_count=max((need.device_count or 1 for need in needs), default=1),
+            need_bytes={platform: min(known) for platform, known in sizes.items()},
+            xla_flags=tuple(sorted(set.intersection(*(set(n.xla_flags or ()) for n in needs)))),
+            environment={need.platform: need.environment or () for need in reversed(needs)},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A target that could be added.
+
+    Attributes:
+        target: as the catalogue or a machine describes it.
+        table: what its `[[target]]` says beside the name.
+        note: for whom adds it.
+        requirement: of its executables.
+    """
+
+    target: Target
+    table: dict[str, Any]
+    note: str | None
+    requirement: Requirement
+
+
+def _cover(
+    helpless: Sequence[tuple[Machine, ...]], build: _Build
+) -> tuple[tuple[Addition, ...], bool, tuple[Group, ...]]:
+    """The additions, whether they are the fewest, and the machines beyond help.
+
+    Code is of one jaxlib, one plugin and one set of flags: each combination is a problem of its own.
+    """
+    software: dict[tuple[Any, ...], list[tuple[Machine, ...]]] = defaultdict(list)
+    for merged in helpless:
+        m = merged[0].fingerprint
+        software[m.platform, m.jaxlib, m.plugin, m.xla_flags].append(merged)
+    additions: list[Addition] = []
+    is_fewest = True
+    beyond: dict[tuple[Axis, ...], tuple[str, list[str]]] = {}
+    taken = set(build.names)
+    for _, classes in sorted(software.items(), key=lambda item: str(item[0])):
+        candidates = _candidates(classes, build)
+        covers = [
+            [compare("", c.requirement, merged[0].fingerprint).matches for merged in classes]
+            for c in candidates
+        ]
+        fitted = [any(column) for column in zip(*covers, strict=True)] or [False] * len(classes)
+        for fits, merged in zip(fitted, classes, strict=True):
+            if not fits:
+                closest = _obstacle(candidates, merged[0].fingerprint)
+                _, names = beyond.setdefault(closest.mismatches, (closest.target, []))
+                names.extend(m.name for m in merged)
+        masks = [sum(1 << i for i, fits in enumerate(row) if fits) for row in covers]
+        chosen, exact = fewest_sets(masks)
+        is_fewest = is_fewest and exact
+        for index in _prefer(chosen, masks, candidates, classes):
+            served = sorted(
+                m.name for i, merged in enumerate(classes) if masks[index] >> i & 1 for m in merged
+            )
+            additions.append(_addition(candidates[index], tuple(served), taken))
+    additions.sort(key=lambda addition: (-len(addition.machines), addition.machines))
+    return tuple(additions), is_fewest, _groups({(t, why): n for why, (t, n) in beyond.items()})
+
+
+def _candidates(classes: Sequence[tuple[Machine, ...]], build: _Build) -> list[_Candidate]:
+    """What could be added for machines of one jaxlib, plugin and set of flags."""
+    machine = classes[0][0].fingerprint
+    name = machine.platform
+    if name not in PLATFORMS or not _is_release(machine.jaxlib):
+        return []
+    flags = tuple(flag for flag in machine.xla_flags if flag not in build.xla_flags)
+    table: dict[str, Any] = {"xla_flags": flags} if flags else {}
+    plugin = None
+    if name in PLUGINS:
+        found, _, version = (machine.plugin or "").partition(" ")
+        version = version if found == PLUGINS[name] else machine.jaxlib
+        plugin = f"{PLUGINS[name]} {version}"
+        if name == "tpu" or version != machine.jaxlib:  # a plugin of jax's own has jax's version
+            table = {"constraints": (f"{PLUGINS[name]}=={version}",), **table}
+
+    need_bytes = build.need_bytes.get(name)
+
+    def candidate(target: Target, keys: dict[str, Any], note: str | None) -> _Candidate | None:
+        if target.topology is not None and chips(target.topology) != build.device_count:
+            return None  # a manifest is of one mesh
+        requirement = replace(target, device_count=build.device_count).requirement(
+            machine.jaxlib,
+            plugin=plugin,
+            cuda=CUDA if name == "cuda" else None,
+            device_memory_bytes=need_bytes,
+            xla_flags=effective_xla_flags(" ".join((*build.xla_flags, *flags))),
+            environment=build.environment.get(name, ()),
+        )
+        return _Candidate(target, {**keys, **table}, note, requirement)
+
+    old = name == "cpu" and tuple(map(int, machine.jaxlib.split(".")[:2])) < (0, 11)
+    note = (
+        "jaxlib 0.10 adds extensions of the build host: build on the oldest kind" if old else None
+    )
+    known = [
+        candidate(target, {"jax": machine.jaxlib}, note)
+        for target in catalogue().values()
+        if target.platform == name and (target.memory_bytes or 0) >= (need_bytes or 0)
+    ]
+    found_all = [c for c in known if c is not None]
+    fits = [
+        any(compare("", c.requirement, merged[0].fingerprint).matches for c in found_all)
+        for merged in classes
+    ]
+    for fitted, merged in zip(fits, classes, strict=True):
+        if not fitted:
+            like, lacks = _like(merged[0])
+            own = candidate(like, {"fingerprint": merged[0].path}, lacks or note)
+            if own is not None:
+                found_all.append(own)
+    return found_all
+
+
+def _is_release(version: str) -> bool:
+    """Whether a manifest takes it for `jax`."""
+    return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None
+
+
+def _like(machine: Machine) -> tuple[Target, str | None]:
+    """The target that `fingerprint = FILE` gives, and what its table still lacks."""
+    found = machine.fingerprint
+    target = Target(
+        re.sub(r"[^A-Za-z0-9._-]", "-", machine.name).lstrip("._-")[:60] or "machine",
+        found.platform,
+        found.architecture,
+        cpu_features=found.cpu_features if found.platform == "cpu" else None,
+        device_kind=found.device_kind,
+        compute_capability=found.compute_capability,
+        memory_bytes=found.device_memory_bytes,
+        topology=found.topology,
+    )
+    if found.platform == "cpu":
+        return target, None
+    known = [t for t in catalogue().values() if t.platform == found.platform]
+    alike = [t for t in known if t.device_kind == found.device_kind]
+    alike += [t for t in known if t.compute_capability == found.compute_capability]
+    if found.platform == "tpu" and found.device_kind not in {t.device_kind for t in alike}:
+        return target, 'add: generation = "...", as libtpu calls it'
+    if not alike:
+        return target, (
+            "add, from the data sheet: gpu = { core_count = ..., bandwidth_bytes = ..., "
+            "l2_bytes = ..., clock_mhz = ... }"
+        )
+    return replace(target, driver=alike[0].driver), None
+
+
+def _obstacle(candidates: Sequence[_Candidate], machine: Fingerprint) -> Verdict:
+    """What stands in the way of every target that could be added, at the one that comes closest."""
+    if not candidates:
+        axis = Axis("topology", "equal", "that of the mesh", machine.topology or "none", False)
+        if not _is_release(machine.jaxlib):
+            axis = Axis("jaxlib", "equal", "a release", machine.jaxlib, False)
+        if machine.platform not in PLATFORMS:
+            axis = Axis("platform", "equal", " or ".join(PLATFORMS), machine.platform, False)
+        return Verdict("any target", (axis,))
+    ranked = sorted(candidates, key=lambda c: preference(c.requirement, machine))
+    verdicts = [compare(c.target.name, c.requirement, machine) for c in ranked]
+    return min(verdicts, key=lambda verdict: verdict.distance)
+
+
+def _prefer(
+    chosen: Sequence[int],
+    masks: Sequence[int],
+    candidates: Sequence[_Candidate],
+    classes: Sequence[tuple[Machine, ...]],
+) -> list[int]:
+    """The chosen sets, each replaced by the one that is best for the machines that only it serves.
+
+    As many sets, and nobody is lost: a higher CPU level where all machines have it, the very GPU.
+    """
+    result = list(chosen)
+    for place in range(len(result)):
+        others = _union(masks[index] for index in (*result[:place], *result[place + 1 :]))
+        alone = masks[result[place]] & ~others
+
+        def merit(index: int, alone: int = alone) -> tuple[bool, int, int, int]:
+            own = "fingerprint" in candidates[index].table
+            kind = candidates[index].requirement.device_kind
+            alike = sum(
+                len(merged)
+                for i, merged in enumerate(classes)
+                if alone >> i & 1 and merged[0].fingerprint.device_kind == kind
+            )
+            return not own, alike, len(candidates[index].requirement.cpu_features), -index
+
+        result[place] = max((i for i, mask in enumerate(masks) if mask & alone == alone), key=merit)
+    return result
+
+
+def _addition(candidate: _Candidate, machines: tuple[str, ...], taken: set[str]) -> Addition:
+    """The table of a candidate, under a name that is not taken; it is then."""
+    target, table = candidate.target, candidate.table
+    # The name in the bundle tells the jax version: prejit.compiler.target.resolve.
+    suffix = f"-jax{candidate.requirement.jaxlib}"
+    name, count = target.name, 1
+    own_name = "fingerprint" in table
+    while name + suffix in taken or (own_name and name in catalogue()):
+        count += 1
+        name = f"{target.name}-{count}"
+    taken.add(name + suffix)
+    if name != target.name and not own_name:  # the catalogue does not know it by that name
+        table = {**_described(target), **table}
+    return Addition({"name": name, **table}, candidate.note, candidate.requirement, machines)
+
+
+def _described(target: Target) -> dict[str, Any]:
+    keys = (
+        *("platform", "architecture", "cpu", "cpu_features", "device_kind", "compute_capability"),
+        *("memory_bytes", "driver", "gpu", "generation", "topology"),
+    )
+    return {key: value for key in keys if (value := getattr(target, key)) is not None}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Gpu):
+        pairs = (f"{key} = {size}" for key, size in asdict(value).items())
+        return f"{{ {', '.join(pairs)} }}"
+    return str(value)
+
+
+# Minimum set cover
+
+
+def fewest_sets(masks: Sequence[int]) -> tuple[list[int], bool]:
+    """The fewest of these sets whose union is the union of all.
+
+    Branch and bound: the element that the fewest sets have must be in one of them. What is left needs
+    at least as many sets as it has elements of which no two share one. It starts from what a greedy
+    search finds (Chvatal 1979), and that is all there is after MAX_STEPS.
+
+    Args:
+        masks: the sets, an element a bit.
+
+    Returns:
+        Their places, and whether fewer are known to be impossible.
+    """
+    kept = [  # a set within another is of no use, nor are equal ones but the first
+        i
+        for i, mask in enumerate(masks)
+        if mask
+        and not any(
+            mask | other == other and (mask != other or j < i) for j, other in enumerate(masks)
+        )
+    ]
+    everything = _union(masks[i] for i in kept)
+    holders = {
+        bit: [i for i in kept if masks[i] >> bit & 1]
+        for bit in range(everything.bit_length())
+        if everything >> bit & 1
+    }
+    reach = {bit: _union(masks[i] for i in has) for bit, has in holders.items()}
+    rarest = sorted(holders, key=lambda bit: len(holders[bit]))
+    forced = sorted({has[0] for has in holders.values() if len(has) == 1})
+    left = everything & ~_union(masks[i] for i in forced)
+    best = [*forced, *_greedy(masks, kept, left)]
+    steps = 0
+
+    def lower_bound(left: int) -> int:
+        count = 0
+        for bit in rarest:
+            if left >> bit & 1:
+                count, left = count + 1, left & ~reach[bit]
+        return count
+
+    proven = len(forced) + lower_bound(left) == len(best)
+    if proven or len(best) - len(forced) > MAX_DEPTH:
+        return sorted(best), proven
+
+    def search(left: int, chosen: list[int]) -> None:
+        nonlocal best, steps
+        steps += 1
+        if not left:
+            if len(chosen) < len(best):
+                best = list(chosen)
+            return
+        if steps > MAX_STEPS or len(chosen) + lower_bound(left) >= len(best):
+            return
+        bit = next(bit for bit in rarest if left >> bit & 1)
+        for index in sorted(holders[bit], key=lambda i: -(masks[i] & left).bit_count()):
+            search(left & ~masks[index], [*chosen, index])
+
+    search(left, forced)
+    return sorted(best), steps <= MAX_STEPS
+
+
+def _union(masks: Iterable[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
+
+
+def _greedy(masks: Sequence[int], kept: Sequence[int], left: int) -> list[int]:
+    chosen = []
+    while left:
+        index = max(kept, key=lambda i: (masks[i] & left).bit_count())
+        chosen.append(index)
+        left &= ~masks[index]
+    return chosen
