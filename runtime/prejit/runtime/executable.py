@@ -542,6 +542,8 @@ def _protobuf_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
         nonlocal at
         value = shift = 0
         while True:
+            if at == len(message) or shift > 63:
+                raise ValueError("a number that does not end")
             byte = message[at]
             at += 1
             value |= (byte & 127) << shift
@@ -555,6 +557,8 @@ def _protobuf_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
             yield tag >> 3, varint()
         elif tag & 7 == 2:
             size = varint()
+            if size > len(message) - at:
+                raise ValueError(f"a field of {size} bytes where {len(message) - at} are left")
             yield tag >> 3, message[at : at + size]
             at += size
         else:
