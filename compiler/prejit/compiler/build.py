@@ -191,6 +191,9 @@ def _config(
         },
         decoder=_decoder(inputs, lowered),
         mesh=inputs.manifest.mesh,
+        weight_shardings=next(
+            (p.weight_shardings for p in lowered.values() if p.weight_shardings), None
+        ),
         portable=Portable(jax, max(stablehlo), readable_until(jax)),
     )
 

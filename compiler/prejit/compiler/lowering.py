@@ -7,9 +7,10 @@ arguments, never constants. Nothing of this machine's paths is in it: equal inpu
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx, traverse_util
 from jax import export
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from prejit.compiler import manifest, models
 from prejit.compiler.sampling import sample
 from prejit.compiler.shape_string import parse_shape
 from prejit.compiler.specs import ProgramSpec
 from prejit.compiler.wording import nearest
-from prejit.runtime.bundle import Array
+from prejit.runtime.bundle import MESH_AXES, Array, Mesh
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.target import PLATFORMS
 
@@ -40,6 +42,7 @@ class LoweredProgram:
         platforms: that it was lowered for, in the order of its platform index.
         weights: names of the tensors that come first among the arguments, in order.
         arguments, results: the others, in order.
+        weight_shardings: the mesh axis that splits each dimension, of those weights that are split.
     """
 
     portable: bytes
@@ -47,22 +50,56 @@ class LoweredProgram:
     weights: tuple[str, ...]
     arguments: tuple[Array, ...]
     results: tuple[Array, ...]
+    weight_shardings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+CACHE_SHARDING = ("data", "tensor", "", "")
+"""Of keys and values [B, K, S, H] on a mesh: rows and heads are split."""
+
+
+def check_mesh(
+    mesh: Mesh, model: nnx.Module, shape: models.DecoderConfig, at: Path, config: Path
+) -> None:
+    """Checks that a model can be split over a mesh.
+
+    Args:
+        mesh: of the manifest.
+        model: abstract.
+        shape: of the model.
+        at: the manifest, for errors.
+        config: the model's config.json, for errors.
+
+    Raises:
+        ManifestError: `tensor` does not divide the heads or a matrix.
+    """
+    sizes = {"key/value heads": shape.num_kv_heads, **models.split_sizes(model)}
+    for name, size in sizes.items():
+        if size % mesh.tensor:
+            common = math.gcd(*sizes.values())
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
+            raise ManifestError(
+                f"{at}: mesh.tensor: expected a divisor of {size}, the {name} that {config} gives the "
+                f"model; found {mesh.tensor}",
+                hint=f"{' or '.join(map(str, fitting))} would fit",
+            )
 
 
 def lower_decoder(
-    model: nnx.Module, shape: models.DecoderConfig, spec: ProgramSpec
+    model: nnx.Module, shape: models.DecoderConfig, spec: ProgramSpec, mesh: Mesh | None = None
 ) -> LoweredProgram:
     """Lowers prefill or decode of a decoder at one bucket.
 
         prefill: weights, tokens [B, T], start [B], length [B], sampling, cache -> token, position, cache
         decode:  weights, token [B], position [B],              sampling, cache -> token, position, cache
 
-    The cache is donated. `position` is where the new token will stand: what the next decode takes.
+    The cache is donated. `position` is where the new token will stand: what the next decode takes. On a mesh
+    weights and cache are split; tokens, positions and sampling are on every device.
 
     Args:
         model: abstract; its parameters are the weights.
         shape: of the model.
-        spec: kind `prefill` or `decode`, with its bucket.
+        spec: kind `prefill` or `decode`, with its bucket; on a mesh, `data` divides its batch.
+        mesh: the devices that it runs on, which passed `check_mesh`; None: one.
     """
     graph, state = nnx.split(model)
     weights: Shapes = models.flat_parameters(state)
@@ -89,6 +126,11 @@ def lower_decoder(
     ) -> tuple[jax.Array, jax.Array, models.KVCache]:
         module = nnx.merge(graph, models.with_parameters(state, weights))
         logits, cache = module(tokens, start, length, cache)
+        # Choosing a token goes over the vocabulary many times: logits are gathered once before it. Were
+        # they not said to be split first, XLA would gather the head's weights instead.
+        if mesh is not None and shape.vocab_size % mesh.tensor == 0:
+            logits = models.split(logits, "data", "tensor")
+        logits = models.split(logits, "data")
         position = start + length
         temperature, top_k, top_p, seed = sampling
         token = sample(logits, temperature, top_k, top_p, seed, position)
@@ -110,12 +152,17 @@ def lower_decoder(
     else:
         function, inputs = decode, {"token": row, "position": row}
     values = (weights, *inputs.values(), tuple(sampling.values()), cache)
-    exported = _export(function, values, donate=len(values) - 1)
+    split = {} if mesh is None else models.shardings(model, mesh)
+    cache_sharding = () if mesh is None else CACHE_SHARDING
+    if mesh is None:
+        exported = _export(function, values, donate=len(values) - 1)
+    else:
+        exported = _export_on(mesh, function, values, split)
     arguments = [
         *(Array((name,), str(value.dtype), value.shape) for name, value in inputs.items()),
         *(Array((name,), str(value.dtype), value.shape) for name, value in sampling.items()),
         *(
-            Array(("cache", layer, name), "float32", key_value.shape, donated=True)
+            Array(("cache", layer, name), "float32", key_value.shape, True, cache_sharding)
             for layer in range(shape.num_layers)
             for name in ("keys", "values")
         ),
@@ -123,7 +170,7 @@ def lower_decoder(
     results = [
         Array(("token",), "int32", row.shape),
         Array(("position",), "int32", row.shape),
-        *(Array(a.path, a.dtype, a.shape) for a in arguments if a.donated),
+        *(replace(a, donated=False) for a in arguments if a.donated),
     ]
     return LoweredProgram(
         exported.mlir_module_serialized,
@@ -131,6 +178,7 @@ def lower_decoder(
         tuple(weights),
         tuple(arguments),
         tuple(results),
+        split,
     )
 
 
@@ -275,6 +323,37 @@ def _export(
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no paths of this machine
     jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), keep_unused=True)
     return export.export(jitted, platforms=platforms)(*values)
+
+
+def _export_on(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    values: tuple[Any, ...],
+    split: Mapping[str, tuple[str, ...]],
+) -> export.Exported:
+    """A decoder's function for a mesh that need not be there. The last of its values is the cache."""
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    sizes = (mesh.data, mesh.tensor)
+    abstract = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+    def sharding(axes: Sequence[str] = ()) -> NamedSharding:
+        return NamedSharding(abstract, PartitionSpec(*(axis or None for axis in axes)))
+
+    weights, *inputs, _ = values
+    everywhere, cache = sharding(), sharding(CACHE_SHARDING)
+    jitted = jax.jit(
+        function,
+        in_shardings=(
+            {name: sharding(split.get(name, ())) for name in weights},
+            *(everywhere for _ in inputs),
+            cache,
+        ),
+        out_shardings=(everywhere, everywhere, cache),
+        donate_argnums=len(values) - 1,
+        keep_unused=True,
+    )
+    with jax.sharding.use_abstract_mesh(abstract):
+        return export.export(jitted, platforms=PLATFORMS)(*values)
 
 
 def _import(program: manifest.Program, at: Path) -> Any:

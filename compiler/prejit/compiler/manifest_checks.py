@@ -82,6 +82,16 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
             yield ("program", index, *where), problem
     yield from _repeated("program", programs)
     yield from _mesh_problems(_table(data.get("mesh")), bool(programs))
+    yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
+
+
+def _row_problems(mesh: dict[str, Any], generate: dict[str, Any]) -> Problems:
+    data, batches = mesh.get("data"), generate.get("batch")
+    if type(data) is int and data > 0 and is_int_list(batches):
+        for index, batch in enumerate(batches):
+            if batch % data:
+                problem = f"expected a multiple of {data}, which mesh.data is; found {batch}"
+                yield ("generate", "batch", index), problem
 
 
 def _mesh_problems(mesh: dict[str, Any], has_programs: bool) -> Problems:

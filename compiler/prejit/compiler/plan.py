@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
@@ -60,6 +60,7 @@ class Lowered:
         weights: names of the tensors that come first among the arguments, in order.
         arguments, results: the others, as `bundle.Array` prints them.
         decoder: fields of `bundle.Decoder` that the model decides; None for a user's function.
+        weight_shardings: of those weights that a mesh splits, as `bundle.Array` spells them.
     """
 
     portable: Segment
@@ -69,6 +70,7 @@ class Lowered:
     arguments: tuple[str, ...]
     results: tuple[str, ...]
     decoder: dict[str, Any] | None = None
+    weight_shardings: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Lowered:
@@ -81,6 +83,7 @@ class Lowered:
             tuple(result["arguments"]),
             tuple(result["results"]),
             result["decoder"],
+            result["weight_shardings"],
         )
 
 
@@ -205,6 +208,7 @@ class Inputs:
     def lower_key(self, spec: ProgramSpec) -> Key:
         """The key of a decoder's lowering."""
         sizes = ", ".join(f"{name}={size}" for name, size in sorted(spec.bucket.items()))
+        mesh = self.manifest.mesh
         assert self.manifest.model is not None
         return Key(
             "lower",
@@ -213,6 +217,7 @@ class Inputs:
                 ("program", spec.kind),
                 ("bucket", sizes),
                 ("dtype", self.manifest.model.dtype),
+                ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
                 ("config.json", file_digest(self.directory / "config.json")),
                 ("model code", source_digest()),
                 *versions("jax", "jaxlib", "flax", "transformers").items(),
@@ -244,7 +249,7 @@ class Inputs:
         """
         if spec.kind == "call":
             return self._store(self._lower_function(spec))
-        from prejit.compiler.lowering import lower_decoder
+        from prejit.compiler.lowering import check_mesh, lower_decoder
 
         longest = self._shape.max_positions
         if spec.bucket["context"] > longest:
@@ -253,7 +258,11 @@ class Inputs:
                 f"the positions that {self.directory / 'config.json'} gives the model; "
                 f"found {spec.bucket['context']}"
             )
-        lowered = self._store(lower_decoder(self.model, self._shape, spec), asdict(self._shape))
+        if (mesh := self.manifest.mesh) is not None:
+            config = self.directory / "config.json"
+            check_mesh(mesh, self.model, self._shape, self.manifest.path, config)
+        program = lower_decoder(self.model, self._shape, spec, mesh)
+        lowered = self._store(program, asdict(self._shape))
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
         self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
         return lowered
@@ -299,6 +308,7 @@ class Inputs:
             tuple(map(str, program.arguments)),
             tuple(map(str, program.results)),
             decoder,
+            {name: ",".join(axes) for name, axes in program.weight_shardings.items()},
         )
 
     def parameters(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Decoder families as flax nnx modules, for Hugging Face directories as they are published.
 
-A family is a module with `describe`, `NAMING` and a class; it is added to `_FAMILIES` here. Its parameters
-have the names of the published tensors, one array each, nothing stacked.
+A family is a module with `describe`, `NAMING`, `SPLIT` and a class; it is added to `_FAMILIES` here. Its
+parameters have the names of the published tensors, one array each, nothing stacked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from prejit.compiler.models import gpt2, llama
 from prejit.compiler.models.decoder import (
     Decoder,
     DecoderConfig,
+    Embedding,
     KVCache,
     Linear,
     Naming,
+    Split,
+    split,
     unsupported,
 )
 from prejit.compiler.wording import did_you_mean, shown
+from prejit.runtime.bundle import Mesh
 from prejit.runtime.errors import CheckpointError
 
 __all__ = [
@@ -41,6 +45,9 @@ __all__ = [
     "load_config",
     "naming",
     "parameters",
+    "shardings",
+    "split",
+    "split_sizes",
     "with_parameters",
 ]
 
@@ -147,6 +154,43 @@ def parameters(config: Any) -> dict[str, Parameter]:
     return {name: Parameter(leaf.shape, name in in_out) for name, leaf in leaves.items()}
 
 
+def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The mesh axis that splits each dimension of the parameters that are split, by their names.
+
+    Args:
+        module: from decoder; `mesh.tensor` divides its split_sizes.
+        mesh: the devices.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    rules = _split(module)
+    for path, part in nnx.iter_modules(module):
+        name = ".".join(map(str, path))
+        last = str(path[-1]) if path else ""
+        if isinstance(part, Embedding):
+            if last in rules.vocabulary and part.weight.shape[0] % mesh.tensor == 0:
+                found[f"{name}.weight"] = ("tensor", "")
+        elif isinstance(part, Linear):
+            by_outputs = last in rules.outputs
+            if last in rules.vocabulary:
+                by_outputs = _extent(part, outputs=True) % mesh.tensor == 0
+            if by_outputs or last in rules.inputs:
+                first = by_outputs != part.in_out
+                found[f"{name}.weight"] = ("tensor", "") if first else ("", "tensor")
+            if by_outputs and part.bias is not None:
+                found[f"{name}.bias"] = ("tensor",)
+    return found
+
+
+def split_sizes(module: nnx.Module) -> dict[str, int]:
+    """What `tensor` of a mesh must divide beside the heads: extents of linear layers, by their names."""
+    rules = _split(module)
+    return {
+        ".".join(map(str, path)): _extent(part, outputs=path[-1] in rules.outputs)
+        for path, part in nnx.iter_modules(module)
+        if isinstance(part, Linear) and path[-1] in (*rules.outputs, *rules.inputs)
+    }
+
+
 def naming(config: Any) -> Naming:
     """How published checkpoints of the family name tensors."""
     names: Naming = _family(config)[0].NAMING
@@ -170,6 +214,16 @@ def _names(state: nnx.State) -> list[str]:
         ".".join(str(step.key) for step in path if isinstance(step, jax.tree_util.DictKey))
         for path in paths
     ]
+
+
+def _split(module: nnx.Module) -> Split:
+    rules: Split = next(family.SPLIT for family, cls in _FAMILIES.values() if type(module) is cls)
+    return rules
+
+
+def _extent(part: Linear, *, outputs: bool) -> int:
+    size: int = part.weight.shape[1 if outputs == part.in_out else 0]
+    return size
 
 
 def _family(config: Any) -> tuple[ModuleType, type[nnx.Module]]:

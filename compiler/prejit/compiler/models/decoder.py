@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from prejit.compiler.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
@@ -76,6 +77,26 @@ class Naming:
     embedding: str
     in_out: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which parameters of a family the `tensor` axis of a mesh splits, by the last names of their modules.
+
+    As in Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3: a block sums over the devices
+    twice, after attention and after the MLP. Every parameter that is not named is on every device.
+
+    Attributes:
+        outputs: linear layers split by their outputs, with their biases: a device has some of the heads,
+            or a part of the MLP.
+        inputs: linear layers split by their inputs: what devices give adds up, and the bias is added to
+            that.
+        vocabulary: tables and heads split by tokens, where the vocabulary divides.
+    """
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    vocabulary: tuple[str, ...]
 
 
 class Decoder(Protocol):
@@ -148,6 +169,14 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
     return lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())))
 
 
+def split(x: jax.Array, *axes: str | None) -> jax.Array:
+    """X, its dimensions split over these axes of the mesh in context; where there is no mesh, x itself."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    constrained: jax.Array = lax.with_sharding_constraint(x, PartitionSpec(*axes))
+    return constrained
+
+
 @dataclass(frozen=True)
 class NewTokens:
     """Where the new tokens of each row stand. The tokens of a row are `length` valid ones, then padding.
@@ -181,6 +210,24 @@ class NewTokens:
         whatever reads the cache next and copies all of it, four times a step: 100 ms instead of 28 at
         S = 1024. Its predicate must depend on an argument, or it would be folded away.
         """
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._write(layer, keys, values)
+        # Every device writes into its own part. Left to itself, XLA would gather a cache that is split by
+        # rows: that each row is updated on one device alone is more than it finds out.
+        rows, cache = PartitionSpec("data"), PartitionSpec("data", "tensor")
+        new = PartitionSpec("data", None, "tensor")
+
+        def write(
+            start: jax.Array, length: jax.Array, layer: LayerCache, *new: jax.Array
+        ) -> LayerCache:
+            return NewTokens(start, length, self.count)._write(layer, *new)
+
+        in_specs = (rows, rows, (cache, cache), new, new)
+        mapped = jax.shard_map(write, in_specs=in_specs, out_specs=(cache, cache))
+        written: LayerCache = mapped(self.start, self.length, layer, keys, values)
+        return written
+
+    def _write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
         room = (self.length > 0) & (self.start < layer[0].shape[2])
 
         def update(layer: LayerCache) -> LayerCache:

@@ -25,8 +25,10 @@ from prejit.compiler.models.decoder import (
     Linear,
     Naming,
     NewTokens,
+    Split,
     attention,
     require,
+    split,
     unsupported,
 )
 
@@ -35,6 +37,12 @@ NAMING = Naming(
     head="lm_head.weight",
     embedding="model.embed_tokens.weight",
     buffers=(".rotary_emb.inv_freq",),
+)
+
+SPLIT = Split(
+    outputs=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    inputs=("o_proj", "down_proj"),
+    vocabulary=("embed_tokens", "lm_head"),
 )
 
 
@@ -95,7 +103,7 @@ class Transformer(nnx.Module):
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         """Tokens [B, T] to the hidden state [B, 1, D] of the last token of each row."""
-        x = self.embed_tokens(tokens)
+        x = split(self.embed_tokens(tokens), "data")
         turns = rope.turns(self.rotary, new.positions)
         layers: list[LayerCache] = []
         for block, layer in zip(self.layers, cache, strict=True):
