@@ -226,8 +226,11 @@ class Session:
         self._step = decoder.decode_for(self._batch, context)
         shape = decoder.decoder
         cache_shape = (self._batch, shape.num_kv_heads, context, shape.head_size)
+        # Of a session's arrays a mesh splits the cache alone; the others are on every device.
+        whole = self._device.mesh is None
+        split = () if whole else decoder.programs.arguments(self._step.name)[-1].sharding
         self._cache: list[DeviceArray] = [
-            self._device.put(aligned_zeros(cache_shape, dtype_of(shape.cache_dtype)))
+            self._device.put(aligned_zeros(cache_shape, dtype_of(shape.cache_dtype)), split)
             for _ in range(2 * shape.num_layers)
         ]
         padded = [*sampling, *[Sampling()] * (self._batch - self.rows)]
