@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,10 +28,11 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
-from prejit.runtime.executable import compile_portable
+from prejit.runtime.executable import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
-    compiled = compile_portable(Path(at).read_bytes(), cpu="x86-64-v3", cpu_features=features)
+    machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
+    compiled = compile_portable(Path(at).read_bytes(), machine)
     Path(at + ".xla").write_bytes(compiled.serialized)
     Path(at + ".features").write_text(",".join(compiled.cpu_features))
 """
@@ -42,6 +44,22 @@ def runtime_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "runtime-cache"
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(cache))
     return cache
+
+
+@pytest.fixture(scope="session")
+def environment_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where environments of targets are made, once for all tests; it is PREJIT_ENVIRONMENTS from here on.
+
+    PREJIT_TEST_ENVIRONMENTS names a directory that outlives the session. Without it each session
+    downloads jaxlib, and deletes it again.
+    """
+    kept = os.environ.get("PREJIT_TEST_ENVIRONMENTS")
+    path = Path(kept).absolute() if kept else tmp_path_factory.mktemp("environments")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREJIT_ENVIRONMENTS", str(path))
+        yield path
+    if not kept:
+        shutil.rmtree(path)
 
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -275,7 +275,7 @@ def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
 
     Of an array on a mesh every device must have the whole.
     """
-    if len(shards := array._arrays) > 1:
+    if (shards := array._arrays) is not None and len(shards) > 1:
         array = shards[0]
     value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
     return value
@@ -436,12 +436,14 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
         BuildError: XLA does not compile it.
     """
     try:
+        devices = (
+            _cpu_devices(machine) if machine.platform == "cpu" else _described_devices(machine)
+        )
         module = _stablehlo_module(portable, machine.platforms, machine.platform)
         options = _compile_options(machine.device_count)
         if machine.platform == "cpu":
-            compiled = _compile_for_cpu(module, machine, options)
+            compiled = _compile_for_cpu(module, devices, machine, options)
         else:
-            devices = _described_devices(machine)
             compiled = devices[0].client.compile(module, _jaxlib()[1].DeviceList(devices), options)
         serialized = bytes(compiled.serialize())
         stats = compiled.get_compiled_memory_stats()
@@ -459,12 +461,19 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
     return CompiledProgram(serialized, features, memory)
 
 
-def _compile_for_cpu(module: Any, machine: CompileFor, options: Any) -> Any:
-    xla_client, _jax = _jaxlib()
+def _cpu_devices(machine: CompileFor) -> tuple[Any, ...]:
+    xla_client, _ = _jaxlib()
     client = xla_client.make_cpu_client(num_devices=machine.device_count)
-    devices = client.devices()[: machine.device_count]
+    return tuple(client.devices())
+
+
+def _compile_for_cpu(
+    module: Any, devices: tuple[Any, ...], machine: CompileFor, options: Any
+) -> Any:
+    _, _jax = _jaxlib()
+    client = devices[0].client
     if machine.cpu is None or machine.cpu_features is None or not cross_compiles():
-        return client.compile_and_load(module, _jax.DeviceList(tuple(devices)), options)
+        return client.compile_and_load(module, _jax.DeviceList(devices), options)
     host = _jax.get_topology_for_devices(devices)
     changed = _with_cpu(host.serialize(), machine.cpu, machine.cpu_features)
     return client.compile(module, _jax.DeviceTopology.deserialize(changed), options)

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
-from prejit.compiler import compilation, toolchain
+from prejit.compiler import compilation
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import (
@@ -26,10 +27,13 @@ from prejit.compiler.compilation import (
     find_compiled,
 )
 from prejit.compiler.progress import Plain
-from prejit.compiler.target import Target, target
+from prejit.compiler.target import jaxlib_version, target
+from prejit.compiler.toolchain import Toolchain, host_toolchain
 from prejit.compiler.worker import compress
 from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.target import Target
 
+VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
 HOST = target("cpu-host")
 V3 = target("cpu-x86-64-v3")
 
@@ -42,7 +46,7 @@ from prejit.runtime.bundle import Memory
 from prejit.runtime.errors import BuildError
 from prejit.runtime.executable import CompiledProgram
 
-def compile_portable(portable, *, cpu, cpu_features):
+def compile_portable(portable, machine):
     action, _, argument = portable.decode().partition(":")
     if action == "signal":
         print("the last words", file=sys.stderr, flush=True)
@@ -110,21 +114,30 @@ def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
-def job(cache: Cache, program: str, portable: str | bytes, on: Target = HOST) -> CompileJob:
+def job(
+    cache: Cache,
+    program: str,
+    portable: str | bytes,
+    on: Target = HOST,
+    command: tuple[str, ...] = (),
+) -> CompileJob:
     """A job for a portable program, which is put into the cache."""
     content = portable.encode() if isinstance(portable, str) else portable
     digest = cache.put_blob(content)
     key = Key("compile", f"{program}/{on.name}", (("portable", digest), ("target", on.name)))
-    return CompileJob(program, on, digest, key)
+    toolchain = Toolchain(on, command, VERSIONS)
+    if not command:
+        toolchain = host_toolchain(on, {"jaxlib": jaxlib_version()})
+    return CompileJob(program, toolchain, digest, (), key)
 
 
 def run(
     cache: Cache, command: tuple[str, ...], *jobs: CompileJob, workers: int = 2
 ) -> dict[tuple[str, str], Compiled]:
     """Compiles jobs."""
-    with CompilePool(cache, workers=workers, command=command) as pool:
+    with CompilePool(cache, workers=workers) as pool:
         for one in jobs:
-            pool.submit(one)
+            pool.submit(replace(one, toolchain=replace(one.toolchain, command=command)))
         return pool.results()
 
 
@@ -179,7 +192,7 @@ def test_each_target_has_a_process_of_its_own_that_is_used_again(
     assert workers["cpu-host"] != workers["cpu-x86-64-v3"]
     for on in (HOST, V3):
         ((_, flags),) = workers[on.name]
-        assert flags == toolchain.xla_flags(on, os.environ)
+        assert flags == job(cache, "any", "", on).toolchain.xla_flags(os.environ)
 
 
 def test_what_xla_prints_is_no_answer(cache: Cache, fake: tuple[str, str]) -> None:
@@ -310,12 +323,12 @@ def test_jobs_are_taken_while_others_run(
     cache: Cache, fake: tuple[str, str], tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    with CompilePool(cache, workers=2, command=fake) as pool:
-        pool.submit(job(cache, "a", f"meet:{a},{b}"))
+    with CompilePool(cache, workers=2) as pool:
+        pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
         wait_for(a.exists)
-        pool.submit(job(cache, "b", f"meet:{b},{a}"))
+        pool.submit(job(cache, "b", f"meet:{b},{a}", command=fake))
         assert len(pool.results()) == 2
-        pool.submit(job(cache, "c", "ok:"))
+        pool.submit(job(cache, "c", "ok:", command=fake))
         assert len(pool.results()) == 3
 
 
@@ -325,9 +338,9 @@ def test_a_long_compile_is_told_by_a_heartbeat(
     a, b = tmp_path / "a", tmp_path / "b"
     with (
         Plain(sys.stderr, heartbeat_seconds=0.05) as progress,
-        CompilePool(cache, workers=1, command=fake, progress=progress) as pool,
+        CompilePool(cache, workers=1, progress=progress) as pool,
     ):
-        pool.submit(job(cache, "a", f"meet:{a},{b}"))
+        pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
         wait_for(a.exists)
         time.sleep(0.2)
         b.touch()
@@ -346,16 +359,18 @@ from pathlib import Path
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import CompileJob, CompilePool
-from prejit.compiler.target import target
+from prejit.compiler.target import jaxlib_version, target
+from prejit.compiler.toolchain import Toolchain
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 root, command, *portables = sys.argv[1:]
 cache = Cache.open(Path(root))
-with CompilePool(cache, workers=len(portables), command=(sys.executable, command)) as pool:
+toolchain = Toolchain(target("cpu-host"), (sys.executable, command), (("jaxlib", "0.12.0"),))
+with CompilePool(cache, workers=len(portables)) as pool:
     for number, portable in enumerate(portables):
         digest = cache.put_blob(portable.encode())
         key = Key("compile", f"{number}", (("portable", digest),))
-        pool.submit(CompileJob(f"{number}", target("cpu-host"), digest, key))
+        pool.submit(CompileJob(f"{number}", toolchain, digest, (), key))
     pool.results()
 """
 

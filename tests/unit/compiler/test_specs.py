@@ -10,7 +10,7 @@ from prejit.compiler.specs import program_specs
 
 def manifest(generate: Generate | None, programs: tuple[Program, ...] = ()) -> Manifest:
     model = Model("model") if generate else None
-    return Manifest(Path("m.toml"), Bundle("b"), model, generate, programs, ("cpu-host",))
+    return Manifest(Path("m.toml"), Bundle("b"), model, generate, None, programs, ())
 
 
 def test_every_bucket_gets_a_program_and_no_name_twice() -> None:

@@ -1,75 +1,133 @@
-"""The environment of workers, and its part of the key."""
+"""What a target is compiled with, and its part of the key."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prejit.compiler import toolchain
 from prejit.compiler.target import target
+from prejit.compiler.toolchain import Toolchain, gpu_config, host_toolchain
 from prejit.runtime.errors import StoreError
+from prejit.runtime.target import Target, catalogue
 
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
 V3 = target("cpu-x86-64-v3")
+HOST = target("cpu-host")
+L4 = target("cuda-l4")
 
 
-@pytest.fixture
-def old_jaxlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "cross_compiles", lambda: False)
+def old(on: Target) -> Toolchain:
+    """With a jaxlib that compiles for no described CPU."""
+    return host_toolchain(on, {"jax": "0.10.2", "jaxlib": "0.10.2"})
 
 
-@pytest.fixture
-def new_jaxlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "cross_compiles", lambda: True)
+def new(on: Target) -> Toolchain:
+    return host_toolchain(on, {"jax": "0.12.0", "jaxlib": "0.12.0"})
 
 
-@pytest.mark.usefixtures("old_jaxlib")
+def for_gpu(on: Target = L4) -> Toolchain:
+    versions = (("jax", "0.12.0"), ("jax-cuda13-pjrt", "0.12.0"), ("jaxlib", "0.12.0"))
+    return Toolchain(on, ("python",), versions, isolated=True)
+
+
 def test_an_old_jaxlib_gets_the_limit_as_its_last_flag() -> None:
     users = {"XLA_FLAGS": " --xla_a=1  --xla_cpu_max_isa=AMX "}
-    assert toolchain.xla_flags(V3, users) == (
+    assert old(V3).xla_flags(users) == (
         f"{OURS} --xla_a=1 --xla_cpu_max_isa=AMX --xla_cpu_max_isa=AVX2"
     )
-    assert toolchain.xla_flags(target("cpu-host"), {}) == OURS
+    assert old(HOST).xla_flags({}) == OURS
 
 
-@pytest.mark.usefixtures("new_jaxlib")
 def test_a_new_jaxlib_gets_no_limit() -> None:
-    assert toolchain.xla_flags(V3, {}) == OURS
-    assert dict(toolchain.ingredients(V3, {}))["cpu"] == "x86-64-v3"
+    assert new(V3).xla_flags({}) == OURS
+    assert dict(new(V3).ingredients({}))["cpu"] == "x86-64-v3"
 
 
-@pytest.mark.usefixtures("old_jaxlib")
 def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> None:
-    found = dict(toolchain.ingredients(V3, {}))["cpu_features"]
-    assert found == dict(toolchain.ingredients(target("cpu-host"), {}))["cpu_features"]
+    found = dict(old(V3).ingredients({}))["cpu_features"]
+    assert found == dict(old(HOST).ingredients({}))["cpu_features"]
 
 
 def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
     flags = tmp_path / "flags"
     flags.write_text("--xla_a=1\n--xla_b=2\n")
-    found = toolchain.xla_flags(target("cpu-host"), {"XLA_FLAGS": str(flags)})
+    found = new(HOST).xla_flags({"XLA_FLAGS": str(flags)})
     assert found == f"{OURS} --xla_a=1 --xla_b=2"
     with pytest.raises(StoreError, match="cannot read the file that XLA_FLAGS names"):
-        toolchain.xla_flags(V3, {"XLA_FLAGS": str(tmp_path / "none")})
+        new(V3).xla_flags({"XLA_FLAGS": str(tmp_path / "none")})
 
 
 def test_users_flags_change_the_key_and_their_path_does_not(tmp_path: Path) -> None:
     flags = tmp_path / "flags"
     flags.write_text("--xla_a=1")
-    given = toolchain.ingredients(V3, {"XLA_FLAGS": "--xla_a=1", "HOME": "/a"})
-    assert given == toolchain.ingredients(V3, {"XLA_FLAGS": str(flags), "HOME": "/b"})
-    assert given != toolchain.ingredients(V3, {})
+    given = new(V3).ingredients({"XLA_FLAGS": "--xla_a=1", "HOME": "/a"})
+    assert given == new(V3).ingredients({"XLA_FLAGS": str(flags), "HOME": "/b"})
+    assert given != new(V3).ingredients({})
 
 
 def test_each_target_has_ingredients_of_its_own() -> None:
-    names = ("cpu-host", "cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4")
-    assert len({toolchain.ingredients(target(name), {}) for name in names}) == len(names)
+    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
+    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
+    assert len({one.ingredients({}) for one in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(L4, memory_bytes=1),
+        replace(L4, xla_flags=("--xla_gpu_autotune_level=0",)),
+        replace(L4, device_count=2),
+        replace(L4, compute_capability="9.0"),
+    ],
+)
+def test_whatever_describes_a_gpu_is_in_the_key(changed: Target) -> None:
+    assert for_gpu(changed).ingredients({}) != for_gpu().ingredients({})
+
+
+def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_not() -> None:
+    one = for_gpu()
+    assert replace(one, command=("other",)).ingredients({}) == one.ingredients({})
+    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
+    assert replace(one, versions=versions).ingredients({}) != one.ingredients({})
+
+
+def test_autotuning_counts_by_what_it_says(tmp_path: Path) -> None:
+    for name, content in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / name).write_text(content)
+    a, b, c = (
+        for_gpu(replace(L4, autotune=str(tmp_path / name))).ingredients({}) for name in "abc"
+    )
+    assert a == b
+    assert a != c
+    assert a != for_gpu().ingredients({})
+    flags = for_gpu(replace(L4, autotune="/x/a")).xla_flags({})
+    assert flags.endswith("--xla_gpu_load_autotune_results_from=/x/a")
+    with pytest.raises(StoreError, match="cannot read autotuning results"):
+        for_gpu(replace(L4, autotune=str(tmp_path / "none"))).ingredients({})
+
+
+def test_the_plugin_is_named_where_jaxlib_is_not_the_compiler() -> None:
+    assert for_gpu().plugin == "jax-cuda13-pjrt 0.12.0"
+    assert new(V3).plugin is None
 
 
 def test_a_worker_inherits_the_environment_but_for_what_changes_its_result() -> None:
-    found = toolchain.environment(V3, {"PATH": "/bin", "NPROC": "3", "JAX_PLATFORMS": "tpu"})
+    inherited = {"PATH": "/bin", "NPROC": "3", "JAX_PLATFORMS": "tpu", "PYTHONPATH": "/ours"}
+    found = new(V3).environment(inherited)
     assert found["PATH"] == "/bin"
     assert found["JAX_PLATFORMS"] == "cpu"
     assert found["PYTHONHASHSEED"] == "0"
+    assert found["PYTHONPATH"] == "/ours"
     assert "NPROC" not in found
+    assert "PYTHONPATH" not in for_gpu().environment(inherited), "it would bring the host's jax"
+
+
+@pytest.mark.parametrize("on", [t for t in catalogue().values() if t.platform == "cuda"])
+def test_a_gpu_is_described_as_xla_wants_it(on: Target) -> None:
+    text = gpu_config(on)
+    assert f'device_description_str: "{on.device_kind}"' in text
+    major, minor = (on.compute_capability or "").split(".")
+    assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
+    assert "None" not in text

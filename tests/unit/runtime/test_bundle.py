@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -11,12 +12,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import bundle, verify
-from prejit.runtime.bundle import Array, Config, Descriptor, Index, Manifest, Requirement
+from prejit.runtime.bundle import Array, Config, Descriptor, Index, Manifest, Mesh, Requirement
 from prejit.runtime.errors import RejectError
 from prejit.runtime.fingerprint import Fingerprint
 
 PATH = "somewhere/index.json"
 FORMAT_CLASSES = [Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
+
+# Axes have forms of their own; a mesh has at least one device.
+AXES = {
+    name: st.from_regex(re.compile(form, re.ASCII), fullmatch=True)
+    for name, (form, _) in bundle._AXIS_FORMS.items()
+}
+AXES |= {
+    name: st.lists(AXES[name], max_size=4).map(tuple) for name in ("cpu_features", "xla_flags")
+}
+AXES["environment"] = st.lists(AXES["environment"], max_size=2).map(tuple)
+AXES |= {name: st.integers(1, 2**60) for name in ("device_count", "device_memory_bytes")}
+NEEDED = ("platform", "architecture", "cpu_features", "jaxlib")
+OPTIONAL = {name: st.none() | form for name, form in AXES.items() if name not in NEEDED}
+st.register_type_strategy(
+    Requirement, st.builds(Requirement, **{n: AXES[n] for n in NEEDED}, **OPTIONAL)
+)
+st.register_type_strategy(
+    Fingerprint,
+    st.builds(
+        Fingerprint,
+        **{n: AXES[n] for n in NEEDED},
+        **OPTIONAL | {n: AXES[n] for n in ("xla_flags", "environment")},
+        cpu_model=st.text(),
+        cpu_count=st.integers(),
+        memory_bytes=st.integers(),
+    ),
+)
+st.register_type_strategy(Mesh, st.builds(Mesh, st.integers(1, 2**20), st.integers(1, 2**20)))
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -112,7 +141,7 @@ GOOD = b'{"architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1","platform"
         (GOOD.replace(b'["avx"]', b"[[]]"), r"cpu_features\[0\]: expected str"),
         (GOOD.replace(b",", b", "), "expected canonical JSON"),
         (GOOD.replace(b"avx", b"\\u0061vx"), "expected canonical JSON"),
-        (GOOD.replace(b"avx", b"\xc3\xa9"), "expected canonical JSON"),
+        (GOOD.replace(b"avx", b"\xc3\xa9"), "cpu_features: expected the form of 'avx2', found 'é'"),
         (GOOD[:-1] + b',"platform":"cpu"}', "expected canonical JSON .* no repeated keys"),
         (
             b'{"platform":"cpu","architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1"}',
@@ -155,17 +184,26 @@ def test_floats_are_never_written() -> None:
 
 
 keys = st.one_of(st.text(max_size=8), st.integers())
-arrays = st.builds(
-    Array,
-    path=st.lists(keys, max_size=4).map(tuple),
-    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int4", "bool"]),
-    shape=st.lists(st.integers(0, 10**12), max_size=5).map(tuple),
-    donated=st.booleans(),
-)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Array:
+    """Any array, split over a mesh or not."""
+    shape = tuple(draw(st.lists(st.integers(0, 10**12), max_size=5)))
+    axes = [""] * len(shape)
+    for axis in draw(st.sets(st.sampled_from(bundle.MESH_AXES), max_size=len(shape))):
+        axes[draw(st.sampled_from([i for i, taken in enumerate(axes) if not taken]))] = axis
+    return Array(
+        tuple(draw(st.lists(keys, max_size=4))),
+        draw(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int4", "bool"])),
+        shape,
+        draw(st.booleans()),
+        tuple(axes) if any(axes) else (),
+    )
 
 
 @quick
-@given(array=arrays)
+@given(array=arrays())
 def test_arrays_survive_their_notation(array: Array) -> None:
     assert Array.parse(str(array)) == array
 
@@ -174,6 +212,9 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
     text = '["cache",0,"keys"] float32[1,12,128,64] donated'
     assert Array.parse(text) == Array(("cache", 0, "keys"), "float32", (1, 12, 128, 64), True)
     assert str(Array((), "bool", ())) == "[] bool[]"
+    text = '["cache",0,1] float32[2,4,128,64] donated @data,tensor,,'
+    assert Array.parse(text).sharding == ("data", "tensor", "", "")
+    assert str(Array.parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -203,6 +244,13 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
         '"ab" float32[1]',
         '{"a":1} float32[1]',
         "5 float32[1]",
+        "[] float32[1] @",
+        "[] float32[1] @,",
+        "[] float32[1] @model",
+        "[] float32[1,2] @data",
+        "[] float32[1,2] @data,data",
+        "[] float32[1,2] @,",
+        "[] float32[1] @data donated",
         "[" * 100_000,
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 
 from prejit.runtime.errors import BuildError, RejectError
 from prejit.runtime.executable import (
+    CompileFor,
     Device,
     aligned_zeros,
     compile_portable,
@@ -303,9 +304,8 @@ def test_a_target_uses_no_more_than_it_says(name: str) -> None:
     wanted = target(name)
     assert wanted.cpu_features is not None
     x = np.ones((32, 64), np.float32)
-    compiled = compile_portable(
-        export(lambda x: x @ x.T, x), cpu=wanted.cpu, cpu_features=wanted.cpu_features
-    )
+    machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
+    compiled = compile_portable(export(lambda x: x @ x.T, x), machine)
     has, has_not = LEVELS[name]
     assert has in compiled.cpu_features
     assert not has_not & set(compiled.cpu_features)
@@ -319,7 +319,8 @@ def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Devic
     wanted = target(name)
     x = np.random.default_rng(0).standard_normal((32, 64), np.float32)
     portable = export(lambda x: np.float32(1) / (1 + x @ x.T) ** 2, x)
-    compiled = compile_portable(portable, cpu=wanted.cpu, cpu_features=wanted.cpu_features)
+    machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
+    compiled = compile_portable(portable, machine)
     if not set(compiled.cpu_features) <= set(Fingerprint.current().cpu_features):
         pytest.skip(f"this machine cannot run {name}")
     [ours] = device.load(compiled.serialized, "somewhere").run([device.put(x)])

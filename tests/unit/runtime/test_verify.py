@@ -90,7 +90,7 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
 @pytest.mark.parametrize(
     ("written", "newer"),
     [
-        *(("2", True), ("10", True), ("999999999", True)),
+        *(("3", True), ("10", True), ("999999999", True)),
         *(("0", False), ("", False), ("-2", False), ("one", False), ("01", False), ("1.0", False)),
         *(("²", False), ("٢", False), ("9" * 5000, False)),
     ],
@@ -101,16 +101,16 @@ def test_2_another_format_says_which_side_is_older(
     path = with_index(
         recipe, tmp_path / "b", lambda i: i["annotations"].update({bundle.BUNDLE_FORMAT: written})
     )
-    error = reject(path, "expected bundle format 1, found")
+    error = reject(path, "expected bundle format 1 or 2, found")
     assert (error.hint == verify.NEWER_FORMAT_HINT) == newer
 
 
 def test_2_a_newer_format_is_named_even_where_it_has_new_keys(recipe: Any, tmp_path: Path) -> None:
     def change(index: dict[str, Any]) -> None:
-        index["annotations"][bundle.BUNDLE_FORMAT] = "2"
+        index["annotations"][bundle.BUNDLE_FORMAT] = "3"
         index["subject"] = {"new": 1.5}
 
-    error = reject(with_index(recipe, tmp_path / "b", change), "found '2'")
+    error = reject(with_index(recipe, tmp_path / "b", change), "found '3'")
     assert error.hint == verify.NEWER_FORMAT_HINT
 
 
@@ -324,7 +324,7 @@ def one_program(config: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda c: dataclasses.replace(c, format=2), "expected format 1, found 2"),
+        (lambda c: dataclasses.replace(c, format=3), "expected format 2, found 3"),
         (
             lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
             "each program once",
