@@ -339,10 +339,11 @@ def _install(wanted: Wanted, path: Path, python: str, lock: int) -> None:
         return output
 
     try:
-        run([python, "-I", "-m", "venv", str(path)])
+        run([python, "-I", "-m", "venv", "--without-pip", str(path)])
         constraints = path / "constraints.txt"
         constraints.write_text("".join(f"{line}\n" for line in wanted.constraints))
         inside = str(path / "bin" / "python")
+        run([inside, "-I", "-m", "ensurepip"])  # venv would do it, and not say why it failed
         options = ["--no-user", "--no-input", "--only-binary=:all:", "--progress-bar=off"]
         options += ["--disable-pip-version-check", f"--constraint={constraints}"]
         run([inside, "-I", "-m", "pip", "install", *options, *wanted.requirements])
@@ -392,7 +393,8 @@ def _pip_error(wanted: Wanted, path: Path, output: str, code: int) -> PrejitErro
     if missing := re.search(r"No matching distribution found for (.+)", output):
         return BuildError(
             f"{head}pip finds no {missing[1]} for this machine and Python\n{said}",
-            hint="`pip index versions jax` lists what there is; set the target's jax to one of them",
+            hint="`pip index versions jax` lists what there is: set the target's jax to one of them; if "
+            "that finds nothing either, check `pip config list` and the network",
         )
     if re.search(r"ResolutionImpossible|conflicting dependencies", output):
         return BuildError(
