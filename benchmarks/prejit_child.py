@@ -4,7 +4,8 @@
     python benchmarks/prejit_child.py kv-cache BUNDLE     4 tokens in, 15 out
     python benchmarks/prejit_child.py buckets  BUNDLE     every program of the bundle once
 
-A bundle that does not match this machine is an error here: nothing may be compiled.
+A bundle that does not match this machine is an error here: nothing may be compiled. With the file of another
+machine's fingerprint as a third argument it falls back instead, as that machine would.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 
 import workload
 
-from prejit.runtime import Bundle, Sampling, load
+from prejit.runtime import Bundle, Fingerprint, Sampling, load
 
 
 def tokens(bundle: Bundle, prompt: list[int], count: int) -> Iterator[int]:
@@ -69,4 +70,6 @@ def buckets(bundle: Bundle) -> None:
 
 if __name__ == "__main__":
     jobs = {"generate": generate, "kv-cache": kv_cache, "buckets": buckets}
-    jobs[sys.argv[1]](load(sys.argv[2], on_mismatch="error"))
+    job, path, *other = sys.argv[1:]
+    machine = Fingerprint.read(other[0]) if other else None
+    jobs[job](load(path, on_mismatch="jit" if machine else "error", fingerprint=machine))
