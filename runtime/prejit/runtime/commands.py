@@ -160,7 +160,10 @@ def _explain_fleet(options: Namespace) -> int:
         from prejit.runtime.fleet_page import page
 
         html = page(index.annotations[format.BUNDLE_NAME], digest, options.fleet, report)
-        Path(options.page).write_bytes(html.encode("utf-8", "backslashreplace"))
+        try:
+            Path(options.page).write_bytes(html.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            raise StoreError(f"{options.page}: cannot write the page: {error.strerror}") from error
     if options.json:
         _print_json(report.described())
     else:

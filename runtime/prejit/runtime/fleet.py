@@ -283,6 +283,10 @@ class _Build:
             environment={need.platform: need.environment or () for need in reversed(needs)},
         )
 
+    def has_mesh_of(self, target: Target) -> bool:
+        """Whether a target has as many chips as the manifest's mesh; a manifest is of one."""
+        return target.topology is None or chips(target.topology) == self.device_count
+
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
@@ -343,55 +347,49 @@ def _cover(
 def _candidates(classes: Sequence[tuple[Machine, ...]], build: _Build) -> list[_Candidate]:
     """What could be added for machines of one jaxlib, plugin and set of flags."""
     machine = classes[0][0].fingerprint
-    name = machine.platform
-    if name not in PLATFORMS or not _is_release(machine.jaxlib):
+    platform, jaxlib = machine.platform, machine.jaxlib
+    if platform not in PLATFORMS or not _is_release(jaxlib):
         return []
     flags = tuple(flag for flag in machine.xla_flags if flag not in build.xla_flags)
     table: dict[str, Any] = {"xla_flags": flags} if flags else {}
-    plugin = None
-    if name in PLUGINS:
-        found, _, version = (machine.plugin or "").partition(" ")
-        version = version if found == PLUGINS[name] else machine.jaxlib
-        plugin = f"{PLUGINS[name]} {version}"
-        if name == "tpu" or version != machine.jaxlib:  # a plugin of jax's own has jax's version
-            table = {"constraints": (f"{PLUGINS[name]}=={version}",), **table}
+    note = None
+    # A plugin of jax's own has jax's version (prejit.compiler.environments.wanted).
+    plugin = f"{PLUGINS[platform]} {jaxlib}" if platform in PLUGINS else None
+    if platform == "tpu" and (machine.plugin or "").startswith("libtpu "):
+        plugin = machine.plugin or ""
+        table = {"constraints": (plugin.replace(" ", "=="),), **table}
+        note = f"pip refuses it unless jax[tpu] {jaxlib} allows this libtpu"
+    if platform == "cpu" and tuple(map(int, jaxlib.split(".")[:2])) < (0, 11):
+        note = (
+            "jaxlib 0.10 adds extensions of the build host: build on a machine of the oldest kind"
+        )
+    need_bytes = build.need_bytes.get(platform)
 
-    need_bytes = build.need_bytes.get(name)
-
-    def candidate(target: Target, keys: dict[str, Any], note: str | None) -> _Candidate | None:
-        if target.topology is not None and chips(target.topology) != build.device_count:
-            return None  # a manifest is of one mesh
+    def candidate(target: Target, keys: dict[str, Any], note: str | None) -> _Candidate:
         requirement = replace(target, device_count=build.device_count).requirement(
-            machine.jaxlib,
+            jaxlib,
             plugin=plugin,
-            cuda=CUDA if name == "cuda" else None,
+            cuda=CUDA if platform == "cuda" else None,
             device_memory_bytes=need_bytes,
             xla_flags=effective_xla_flags(" ".join((*build.xla_flags, *flags))),
-            environment=build.environment.get(name, ()),
+            environment=build.environment.get(platform, ()),
         )
         return _Candidate(target, {**keys, **table}, note, requirement)
 
-    old = name == "cpu" and tuple(map(int, machine.jaxlib.split(".")[:2])) < (0, 11)
-    note = (
-        "jaxlib 0.10 adds extensions of the build host: build on the oldest kind" if old else None
-    )
-    known = [
-        candidate(target, {"jax": machine.jaxlib}, note)
+    found = [
+        candidate(target, {"jax": jaxlib}, note)
         for target in catalogue().values()
-        if target.platform == name and (target.memory_bytes or 0) >= (need_bytes or 0)
+        if target.platform == platform
+        and build.has_mesh_of(target)
+        and (target.memory_bytes or 0) >= (need_bytes or 0)
     ]
-    found_all = [c for c in known if c is not None]
-    fits = [
-        any(compare("", c.requirement, merged[0].fingerprint).matches for c in found_all)
-        for merged in classes
-    ]
-    for fitted, merged in zip(fits, classes, strict=True):
-        if not fitted:
+    known = [candidate.requirement for candidate in found]
+    for merged in classes:
+        if not any(compare("", needs, merged[0].fingerprint).matches for needs in known):
             like, lacks = _like(merged[0])
-            own = candidate(like, {"fingerprint": merged[0].path}, lacks or note)
-            if own is not None:
-                found_all.append(own)
-    return found_all
+            if build.has_mesh_of(like):
+                found.append(candidate(like, {"fingerprint": merged[0].path}, lacks or note))
+    return found
 
 
 def _is_release(version: str) -> bool:

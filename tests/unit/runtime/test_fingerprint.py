@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ NEEDS = Requirement("cpu", "x86_64", ("avx", "avx2"), "0.12.0")
     [
         ("platform", {"platform": "cuda"}, {}),
         ("platform", {}, {"platform": "tpu"}),
-        ("platform", {}, {"platform": "CPU"}),
         ("architecture", {"architecture": "aarch64"}, {}),
         ("architecture", {}, {"architecture": "aarch64"}),
         ("cpu_features", {"cpu_features": ("avx512f",)}, {}),
@@ -196,6 +197,344 @@ def test_a_fingerprint_that_cannot_be_read_is_a_store_error(tmp_path: Path) -> N
             Fingerprint.read(path)
 
 
+# Every axis on every platform: what still matches, what falls back, what is refused
+
+CPU = (
+    Requirement(
+        *("cpu", "x86_64", ("avx", "avx2"), "0.12.0"),
+        device_count=2,
+        xla_flags=("--xla_a=1",),
+        environment=(),
+    ),
+    dataclasses.replace(MACHINE, xla_flags=("--xla_a=1",)),
+)
+CUDA = (
+    Requirement(
+        *("cuda", "x86_64", (), "0.12.0"),
+        plugin="jax-cuda13-pjrt 0.12.0",
+        cuda="13.0",
+        driver="580.65.06",
+        device_kind="NVIDIA L4",
+        compute_capability="8.9",
+        device_count=2,
+        device_memory_bytes=10_000_000_000,
+        xla_flags=(),
+        environment=("NVIDIA_TF32_OVERRIDE=0",),
+    ),
+    dataclasses.replace(
+        MACHINE,
+        platform="cuda",
+        plugin="jax-cuda13-pjrt 0.12.0",
+        cuda="13.0.96",
+        driver="580.65.06",
+        device_kind="NVIDIA L4",
+        compute_capability="8.9",
+        device_count=2,
+        device_memory_bytes=10_000_000_000,
+        environment=("NVIDIA_TF32_OVERRIDE=0",),
+    ),
+)
+TPU = (
+    Requirement(
+        *("tpu", "x86_64", (), "0.12.0"),
+        plugin="libtpu 0.0.50",
+        device_kind="TPU v5 lite",
+        device_count=4,
+        topology="2x2",
+        device_memory_bytes=10_000_000_000,
+        xla_flags=(),
+        environment=(),
+    ),
+    dataclasses.replace(
+        MACHINE,
+        platform="tpu",
+        plugin="libtpu 0.0.50",
+        device_kind="TPU v5 lite",
+        device_count=4,
+        topology="2x2",
+        device_memory_bytes=16_000_000_000,
+    ),
+)
+BASES = {"cpu": CPU, "cuda": CUDA, "tpu": TPU}
+SAME = object()
+"""As in the base."""
+NOT_ASKED = "the requirement does not speak of it: whatever the machine has, it fits"
+NEVER = "the axis is for information there, or has no limit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Changes of one axis, as (what is needed, what the machine has).
+
+    Attributes:
+        fits: still matches.
+        falls_back: does not, by this axis alone; a text: why nothing could.
+    """
+
+    fits: tuple[Any, Any]
+    falls_back: tuple[Any, Any] | str
+
+
+CASES = {
+    "cpu": {
+        "platform": Case((SAME, SAME), (SAME, "tpu")),
+        "architecture": Case(("aarch64", "aarch64"), (SAME, "aarch64")),
+        "cpu_features": Case((("avx",), ("amx-int8", "avx")), (SAME, ("avx", "sse2"))),
+        "jaxlib": Case(("0.12.0.1", "0.12.0.1"), (SAME, "0.12.0.1")),
+        "plugin": Case((SAME, "any 1.0"), NOT_ASKED),
+        "cuda": Case((SAME, "12.0"), NOT_ASKED),
+        "driver": Case((SAME, "1"), NOT_ASKED),
+        "device_kind": Case((SAME, "NVIDIA L4"), NOT_ASKED),
+        "compute_capability": Case((SAME, "7.5"), NOT_ASKED),
+        "device_count": Case((8, None), NEVER),
+        "topology": Case((SAME, "2x2"), NOT_ASKED),
+        "device_memory_bytes": Case((SAME, 1), NOT_ASKED),
+        "xla_flags": Case(((), ()), (SAME, ())),
+        "environment": Case((("A=1",), ("A=1",)), (SAME, ("A=1",))),
+    },
+    "cuda": {
+        "platform": Case((SAME, SAME), (SAME, "tpu")),
+        "architecture": Case(("aarch64", "aarch64"), (SAME, "aarch64")),
+        "cpu_features": Case((SAME, ()), (("avx512f",), SAME)),
+        "jaxlib": Case(("0.11.2", "0.11.2"), (SAME, "0.12")),
+        "plugin": Case(("any 1.0", "any 1.0"), (SAME, "jax-cuda12-pjrt 0.12.0")),
+        "cuda": Case((SAME, "13.1"), (SAME, "12.9.79")),
+        "driver": Case((SAME, "1000.1"), (SAME, "580.65.05")),
+        "device_kind": Case((SAME, "NVIDIA L40S"), NEVER),
+        "compute_capability": Case(("12.0", "12.0"), (SAME, "9.0")),
+        "device_count": Case((SAME, 8), (SAME, 1)),
+        "topology": Case((SAME, "2x2"), NOT_ASKED),
+        "device_memory_bytes": Case((SAME, 10_000_000_001), (SAME, 9_999_999_999)),
+        "xla_flags": Case((("--xla_a=1",), ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
+        "environment": Case(((), ()), (SAME, ())),
+    },
+    "tpu": {
+        "platform": Case((SAME, SAME), (SAME, "cpu")),
+        "architecture": Case(("aarch64", "aarch64"), ("aarch64", SAME)),
+        "cpu_features": Case((SAME, ()), (("avx512f",), SAME)),
+        "jaxlib": Case(("0.11.2", "0.11.2"), (SAME, "0.11.2")),
+        "plugin": Case(("libtpu 0.0.51", "libtpu 0.0.51"), (SAME, "libtpu 0.0.51")),
+        "cuda": Case((SAME, "13.0"), NOT_ASKED),
+        "driver": Case((SAME, "1"), NOT_ASKED),
+        "device_kind": Case(("TPU v6 lite", "TPU v6 lite"), (SAME, "TPU v6 lite")),
+        "compute_capability": Case((SAME, "9.0"), NOT_ASKED),
+        "device_count": Case((1, SAME), (SAME, 1)),
+        "topology": Case(("2x4", "2x4"), (SAME, "4x1")),
+        "device_memory_bytes": Case((None, None), (SAME, None)),
+        "xla_flags": Case((None, ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
+        "environment": Case((None, ("A=1",)), (SAME, ("LIBTPU_INIT_ARGS=--a --b",))),
+    },
+}
+REFUSED = {
+    # JSON values that nothing could mean
+    "platform": ["CPU", "", "c p u", 1],
+    "architecture": ["X86", "", "x86-64"],
+    "cpu_features": [["AVX"], [""], ["avx,avx2"], "avx"],
+    "jaxlib": ["latest", "", "v0.12", "0.12 "],
+    "plugin": ["libtpu", "libtpu  0.0.50", "0.0.50"],
+    "cuda": ["cu13", "", "13."],
+    "driver": ["r580", "", 580],
+    "device_kind": ["", "NVIDIA\nL4", "\u00e9"],
+    "compute_capability": ["9", "sm_90", "9.0a", "\u0669.\u0660"],
+    "device_count": [0, -1, "2", 1.5, True],
+    "topology": ["x", "2x0", "2x", "2*2"],
+    "device_memory_bytes": [-1, "16 GB", 1.5],
+    "xla_flags": [["xla_a"], ["-xla_a"], ["--xla a"], ["--"], "--xla_a"],
+    "environment": [["a=1"], ["A"], ["=1"], ["A=1\nB=2"]],
+}
+AXES = [field.name for field in dataclasses.fields(Requirement)]
+
+
+def changed(platform: str, field: str, change: tuple[Any, Any]) -> tuple[Requirement, Fingerprint]:
+    needs, machine = BASES[platform]
+    needed, found = change
+    if needed is not SAME:
+        needs = dataclasses.replace(needs, **{field: needed})
+    if found is not SAME:
+        machine = dataclasses.replace(machine, **{field: found})
+    return needs, machine
+
+
+FALLING_BACK = [
+    pytest.param(platform, field, case.falls_back, id=f"{platform}-{field}")
+    for platform, cases in CASES.items()
+    for field, case in cases.items()
+    if not isinstance(case.falls_back, str)
+]
+
+
+def axis_of(field: str) -> str:
+    """The name in a verdict; the unit is in the values."""
+    return field.removesuffix("_bytes")
+
+
+def test_no_axis_is_forgotten() -> None:
+    """A field that is added to Requirement needs a rule, a form, a place in Fingerprint and cases here."""
+    for cases in (*CASES.values(), REFUSED):
+        assert sorted(cases) == sorted(AXES)
+    assert list(bundle._AXIS_FORMS) == AXES
+    assert set(AXES) <= {field.name for field in dataclasses.fields(Fingerprint)}
+    seen = {
+        axis.name for needs, machine in BASES.values() for axis in compare("t", needs, machine).axes
+    }
+    assert seen == set(map(axis_of, AXES))
+    documented = compare.__doc__ or ""
+    for name in seen:
+        assert re.search(rf"^    - (\w+, )*{name}(, \w+)*:", documented, re.M), (
+            f"no reason for {name}"
+        )
+    for name in AXES:
+        assert re.search(rf"\b{name}\b", Requirement.__doc__ or "")
+        assert re.search(rf"\b{name}\b", Fingerprint.__doc__ or "")
+
+
+@pytest.mark.parametrize("field", AXES)
+@pytest.mark.parametrize("platform", BASES)
+def test_what_fits_is_not_turned_away(platform: str, field: str) -> None:
+    case = CASES[platform][field]
+    assert compare("t", *BASES[platform]).matches
+    needs, machine = changed(platform, field, case.fits)
+    verdict = compare("t", needs, machine)
+    assert verdict.matches, verdict.reason()
+    told = axis_of(field) in {axis.name for axis in verdict.axes}
+    assert told == (getattr(needs, field) is not None)
+    assert (case.falls_back == NOT_ASKED) == (
+        not told and getattr(BASES[platform][0], field) is None
+    )
+
+
+@pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
+def test_what_does_not_fit_falls_back_by_that_axis_alone(
+    platform: str, field: str, change: tuple[Any, Any]
+) -> None:
+    [axis] = compare("t", *changed(platform, field, change)).mismatches
+    assert axis.name == axis_of(field)
+    assert axis.needed != axis.found, "both sides must show what differs"
+
+
+@pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
+def test_loading_falls_back_with_the_axis_in_its_warning(
+    platform: str, field: str, change: tuple[Any, Any], recipe: Any, tmp_path: Path
+) -> None:
+    needs, machine = changed(platform, field, change)
+
+    def require(config: Any) -> Any:
+        return dataclasses.replace(config, requirement=needs)
+
+    path = recipe.only("cpu-host").configured(require).write(tmp_path / "bundle")
+    with pytest.warns(FallbackWarning, match=rf"closest is cpu-host: {axis_of(field)}: needs "):
+        loaded = loader.load(path, fingerprint=machine)
+    assert not loaded.matched
+    with pytest.raises(MismatchError, match=rf"\({axis_of(field)}: needs [^;]*\)$") as caught:
+        loader.load(path, on_mismatch="error", fingerprint=machine)
+    [verdict] = caught.value.verdicts
+    assert [axis.name for axis in verdict.mismatches] == [axis_of(field)]
+
+
+REFUSALS = [(field, value) for field, values in REFUSED.items() for value in values]
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSALS)
+def test_a_requirement_without_meaning_is_rejected_by_its_axis(
+    field: str, value: Any, recipe: Any, tmp_path: Path
+) -> None:
+    """It never falls back: who wrote it did not write a bundle."""
+    path = recipe.only("cpu-host").write(tmp_path / "bundle")
+    index = bundle.from_json(bundle.Index, (path / "index.json").read_bytes(), "")
+    [descriptor] = index.manifests
+    plain = json.loads((descriptor.annotations or {})[bundle.REQUIREMENT])
+    text = bundle.to_json({**plain, field: value}).decode()
+    forged = {**(descriptor.annotations or {}), bundle.REQUIREMENT: text}
+    content = bundle.encode_index("example", (dataclasses.replace(descriptor, annotations=forged),))
+    (path / "index.json").write_bytes(content)
+    with pytest.raises(RejectError, match=rf"\b{field}\b.*: expected") as caught:
+        loader.load(path)
+    assert caught.value.path == str(path / "index.json")
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSALS)
+def test_a_saved_fingerprint_without_meaning_is_rejected_by_its_axis(
+    field: str, value: Any, tmp_path: Path
+) -> None:
+    plain = json.loads(bundle.to_json(MACHINE))
+    (tmp_path / "machine.json").write_bytes(bundle.to_json({**plain, field: value}))
+    with pytest.raises(RejectError, match=rf"\b{field}\b.*: expected") as caught:
+        Fingerprint.read(tmp_path / "machine.json")
+    assert caught.value.path == str(tmp_path / "machine.json")
+
+
+def test_a_fingerprint_of_before_the_accelerators_still_reads(tmp_path: Path) -> None:
+    old = (
+        b'{"architecture":"x86_64","cpu_count":4,"cpu_features":["avx","avx2","fma","sse2"],'
+        b'"cpu_model":"Some CPU","jaxlib":"0.12.0","memory_bytes":17179869184,"platform":"cpu"}\n'
+    )
+    (tmp_path / "machine.json").write_bytes(old)
+    assert Fingerprint.read(tmp_path / "machine.json") == MACHINE
+
+
+# Rules in detail
+
+
+@pytest.mark.parametrize(
+    ("needed", "found", "fits"),
+    [
+        ("580.65.06", "580.65.06", True),
+        ("580.65.06", "580.65.6", True),
+        ("580.65.06", "580.9.1", False),
+        ("580.65.06", "1000.1", True),
+        ("580.65.06", "580", False),
+        ("580.0", "580", True),
+        ("580", "580.95.05", True),
+        ("580.65.06", None, False),
+    ],
+)
+def test_versions_are_compared_as_numbers(needed: str, found: str | None, fits: bool) -> None:
+    needs, machine = changed("cuda", "driver", (needed, found))
+    assert compare("t", needs, machine).matches == fits
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"),
+    [("13", True), ("13.0", True), ("13.2.1", True), ("14.0", False), ("12.9", False)],
+)
+def test_cuda_is_compatible_within_a_major_version(found: str, fits: bool) -> None:
+    needs, machine = changed("cuda", "cuda", (SAME, found))
+    assert compare("t", needs, machine).matches == fits
+
+
+def test_flags_are_compared_one_by_one() -> None:
+    """Joined by spaces, these two would look the same."""
+    needs, machine = changed("cuda", "environment", (("A=1 B=2",), ("A=1", "B=2")))
+    assert not compare("t", needs, machine).matches
+
+
+@pytest.mark.parametrize(
+    ("flags", "effective"),
+    [
+        ("", ()),
+        ("--xla_b=1 --xla_a=2", ("--xla_a=2", "--xla_b=1")),
+        ("--xla_a=1 --xla_a=2", ("--xla_a=2",)),
+        ("--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8", ()),
+        ("--xla_cpu_max_isa=AVX2 -v noise", ()),
+    ],
+)
+def test_flags_that_change_nothing_do_not_count(flags: str, effective: tuple[str, ...]) -> None:
+    assert fingerprint.effective_xla_flags(flags) == effective
+
+
+def test_the_flags_of_this_process_are_in_its_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=x")
+    assert Fingerprint.current().xla_flags == ("--xla_b=1",)
+    (tmp_path / "flags").write_text("--xla_a=1\n--xla_b=1\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert Fingerprint.current().xla_flags == ("--xla_a=1", "--xla_b=1")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "none"))
+    with pytest.raises(StoreError, match="XLA_FLAGS names"):
+        Fingerprint.current()
+
+
 # Which target a machine loads
 
 
@@ -225,6 +564,44 @@ def test_the_target_that_uses_most_of_the_machine_is_taken(two_levels: Path) -> 
     assert targets_of(two_levels, poorer) == [("cpu-x86-64-v3", False), ("cpu-host", True)]
 
 
+def test_what_is_tuned_for_the_very_device_goes_before_what_uses_more_of_the_cpu(
+    recipe: Any, tmp_path: Path
+) -> None:
+    kinds = {"cpu-host": "NVIDIA L40S", "cpu-x86-64-v3": "NVIDIA L4"}
+    features = {"cpu-host": ("avx", "avx2"), "cpu-x86-64-v3": ()}
+
+    def change(config: Any) -> Any:
+        name = config.target
+        told = {"device_kind": kinds[name], "cpu_features": features[name]}
+        return dataclasses.replace(config, requirement=dataclasses.replace(CUDA[0], **told))
+
+    path = recipe.configured(change).write(tmp_path / "kinds")
+    l4, l40s, other = (
+        dataclasses.replace(CUDA[1], device_kind=kind)
+        for kind in ("NVIDIA L4", "NVIDIA L40S", "NVIDIA RTX 4000")
+    )
+    assert targets_of(path, l4) == [("cpu-x86-64-v3", True), ("cpu-host", True)]
+    assert targets_of(path, l40s) == [("cpu-host", True), ("cpu-x86-64-v3", True)]
+    assert targets_of(path, other) == [("cpu-host", True), ("cpu-x86-64-v3", True)]
+    features["cpu-host"] = ()
+    path = recipe.configured(change).write(tmp_path / "equal")
+    assert targets_of(path, other) == [("cpu-host", True), ("cpu-x86-64-v3", True)], "as listed"
+
+
+def test_the_closest_target_is_one_of_the_machines_platform(recipe: Any, tmp_path: Path) -> None:
+    """That a GPU is no CPU helps nobody who has a target for GPUs."""
+    needs = {"cpu-host": CPU[0], "cpu-x86-64-v3": CUDA[0]}
+
+    def change(config: Any) -> Any:
+        return dataclasses.replace(config, requirement=needs[config.target])
+
+    path = recipe.configured(change).write(tmp_path / "bundle")
+    found = {"platform": "cuda", "driver": "535.1", "compute_capability": "7.5"}
+    machine = dataclasses.replace(CPU[1], **{**found, "plugin": CUDA[1].plugin, "cuda": "13.0"})
+    with pytest.warns(FallbackWarning, match="closest is cpu-x86-64-v3: driver: needs"):
+        loader.load(path, fingerprint=machine)
+
+
 def test_a_mismatch_of_every_target_is_told_of_every_target(two_levels: Path) -> None:
     machine = dataclasses.replace(MACHINE, cpu_features=(), jaxlib="9")
     with pytest.raises(MismatchError) as caught:
@@ -249,7 +626,11 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
 
 
 @pytest.mark.parametrize(
-    "module", ["bundle", "errors", "fingerprint", "layout", "receipt", "verify"]
+    "module",
+    [
+        *("accelerator", "bundle", "errors", "fingerprint", "fleet", "fleet_page", "layout"),
+        *("receipt", "target", "verify"),
+    ],
 )
 def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
     run_python(
@@ -259,11 +640,15 @@ def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("command", [["fingerprint"], ["explain"], ["inspect"], ["verify"]])
+@pytest.mark.parametrize(
+    "command", ["fingerprint", "explain", "explain --fleet . --page p.html", "inspect", "verify"]
+)
 def test_commands_that_run_nothing_import_no_jax(
-    command: list[str], settled_dir: Path, run_python: Any
+    command: str, settled_dir: Path, run_python: Any, tmp_path: Path
 ) -> None:
-    argv = command if command == ["fingerprint"] else [*command, str(settled_dir)]
+    (tmp_path / "machine.json").write_bytes(bundle.to_json(Fingerprint.current()))
+    name, *options = command.split()
+    argv = [name] if name == "fingerprint" else [name, str(settled_dir), *options]
     run_python(
         "import sys\n"
         "from prejit.runtime.__main__ import main\n"
