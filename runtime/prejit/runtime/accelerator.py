@@ -188,7 +188,8 @@ def _visible_devices(pynvml: Any, visible: str | None) -> list[Any]:
         pynvml: the module, initialized.
         visible: CUDA_VISIBLE_DEVICES: indices or UUIDs, the beginning of one is enough; whatever follows
             the first that is none does not count. NVML counts in the order of the bus, CUDA by default
-            from the fastest: among GPUs of different kinds an index may mean another one.
+            from the fastest: among GPUs of different kinds an index may mean another one. A GPU in parts
+            (MIG) counts as a whole unless a part is named here.
     """
     handles = [
         pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())

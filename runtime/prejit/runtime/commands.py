@@ -199,7 +199,7 @@ def _fleet_text(report: Report) -> str:
         "compiled there"
     )
     if report.additions:
-        parts.append(f"{report.advice()}\n(a file counts from the manifest):")
+        parts.append(f"{report.advice()} (the path of a file is relative to the manifest):")
         parts += [
             f"# serves {len(addition.machines)}: {few(addition.machines)}\n{addition.toml()}"
             for addition in report.additions

@@ -127,7 +127,7 @@ class Report:
     def advice(self) -> str:
         """What to do with the additions, in one sentence."""
         count = f"{len(self.additions)} target{'s' * (len(self.additions) > 1)}"
-        rest = " but those below" if self.beyond_help else ""
+        rest = " but those at the end" if self.beyond_help else ""
         how = "the fewest there can be" if self.is_fewest else "found greedily, fewer may do"
         return f"add {count} ({how}), and none{rest} falls back"
 

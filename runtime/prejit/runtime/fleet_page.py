@@ -46,8 +46,8 @@ tr:last-child td { border-bottom: 0 }
 th { font-weight: 600; color: var(--soft); background: var(--card); white-space: nowrap }
 .tall th { position: sticky; top: 0; z-index: 1 }
 .machines td { white-space: nowrap } .machines td.why { white-space: normal; min-width: 22rem }
-.machines th.a { writing-mode: vertical-rl; transform: rotate(180deg); padding: .6rem .3rem;
-  text-align: left; font-size: 12px }
+.machines th { vertical-align: bottom } .machines th.a { padding: .6rem .3rem; font-size: 12px }
+.machines th.a span { writing-mode: vertical-rl; transform: rotate(180deg) }
 td.y, td.n, td.o { text-align: center; padding-left: .3rem; padding-right: .3rem }
 td.y { color: var(--good) } td.n { color: var(--bad); background: var(--bad-wash); font-weight: 700 }
 td.o { color: var(--soft) } td.num { text-align: right; font-variant-numeric: tabular-nums }
@@ -132,7 +132,7 @@ def _advice(report: Report) -> str:
     sentence = report.advice()
     return (
         f"<h2>Targets to add</h2><p>{escape(sentence[0].upper() + sentence[1:])}. Paste into the "
-        f"manifest; a file counts from there.</p><pre>{escape(tables)}</pre>"
+        f"manifest; the path of a file is relative to it.</p><pre>{escape(tables)}</pre>"
     )
 
 
@@ -167,7 +167,7 @@ def _machines(report: Report) -> str:
     names: dict[str, None] = {}  # in the order of compare, whichever targets have which
     for _, verdict in sorted(report.verdicts, key=lambda item: -len(item[1].axes)):
         names.update(dict.fromkeys(axis.name for axis in verdict.axes))
-    head = "".join(f'<th class="a" scope="col">{name}</th>' for name in names)
+    head = "".join(f'<th class="a" scope="col"><span>{name}</span></th>' for name in names)
     rows = "".join(_machine(machine, verdict, tuple(names)) for machine, verdict in report.verdicts)
     return (
         '<h2>Every machine</h2><div class="tools"><input type="search" id="search" '

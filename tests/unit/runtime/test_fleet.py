@@ -479,7 +479,7 @@ def test_the_table_says_who_loads_what_and_what_to_add(
         r"1 +cpu-host +m4",
         r"1 +nothing: compiles +m5 +cpu-host +compute_capability: needs 9.0, found 8.9",
         "2 of 7 machines are none of the targets: every program would be compiled there",
-        r"add 1 target \(the fewest there can be\), and none but those below falls back",
+        r"add 1 target \(the fewest there can be\), and none but those at the end falls back",
         r'\[\[target\]\]\nname = "cuda-l4"\njax = "0.12.0.1"',
         r"1 +m6 +topology: needs 1x1, found 2x2",
     ):
