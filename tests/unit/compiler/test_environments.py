@@ -254,15 +254,33 @@ def test_uv_is_asked_last_and_may_download_nothing(machine: Path) -> None:
     assert environments.interpreter(WANTED) == str(python)
 
 
-def test_the_worker_sees_prejit_and_nothing_else_of_the_build_host(tmp_path: Path) -> None:
-    """In a bare environment it finds its own code, and stops at the first package that is missing."""
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    command = environments.worker_command(Environment(bare, bare / "bin" / "python", {}))
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, "cache", "cpu"], capture_output=True, text=True, env=variables, check=False
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment without any package."""
+    path = tmp_path_factory.mktemp("environments") / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
+    return Environment(path, path / "bin" / "python", {})
+
+
+def start_worker(environment: Environment) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*environments.worker_command(environment), "cache", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
-    assert done.returncode == 1
-    assert "worker.py" in done.stderr
-    assert "ModuleNotFoundError: No module named 'zstandard'" in done.stderr
+
+
+def test_the_worker_sees_prejit_and_nothing_else_of_the_build_host(bare: Environment) -> None:
+    """It finds its own code, and stops at the first package that is missing."""
+    _, errors = (worker := start_worker(bare)).communicate()
+    assert worker.returncode == 1
+    assert "worker.py" in errors
+    assert "ModuleNotFoundError: No module named 'zstandard'" in errors
+
+
+def test_a_worker_holds_its_environment_so_that_gc_leaves_it(bare: Environment) -> None:
+    with environments.locked(bare.path), start_worker(bare) as worker:
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(timeout=0.5)
+        worker.kill()
