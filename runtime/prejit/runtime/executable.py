@@ -85,13 +85,14 @@ class Device:
         """
         xla_client, _jax = _jaxlib()
         self.mesh = mesh
+        self.in_cluster = _in_cluster()
         count = 1 if mesh is None else mesh.size
-        if platform == "cpu" and not _in_cluster():
+        if platform == "cpu" and not self.in_cluster:
             # Told, or it would be as many as --xla_force_host_platform_device_count says.
             self._client = xla_client.make_cpu_client(num_devices=count)
         else:
             self._client = _backend_of_jax(platform)
-        devices = self._client.devices()
+        devices = self._client.local_devices() if mesh is None else self._client.devices()
         if len(devices) < count:
             raise UsageError(
                 f"expected {count} {platform} devices for the bundle's mesh, found {len(devices)}",
@@ -100,6 +101,13 @@ class Device:
         self._all = devices[:count]
         local = self._client.process_index()
         self._local = [device for device in self._all if device.process_index == local]
+        if not self._local:
+            raise UsageError(
+                f"expected a device of this process, number {local} of the cluster, among the "
+                f"{count} of the bundle's mesh; found {len(devices)} {platform} devices in all, and "
+                "none of the first is its own",
+                hint="start as many processes as the mesh needs, or build with a larger [mesh]",
+            )
         self._devices = _jax.DeviceList(tuple(self._all))
         self._shardings: dict[tuple[str, ...], Any] = {}
         self._shaped_array: Any = None
@@ -182,8 +190,11 @@ class Device:
             RejectError: XLA does not accept the bytes.
         """
         _register_library_calls(serialized)
+        # Without options it runs on the devices that the compiler counted, which have other numbers in a
+        # cluster.
+        options = None if self.mesh is None else _compile_options(self._all)
         try:
-            loaded = self._client.deserialize_executable(serialized, self._devices, None)
+            loaded = self._client.deserialize_executable(serialized, self._devices, options)
         except Exception as error:
             raise RejectError(path, f"XLA does not load this executable: {error}") from error
         return self._executable(loaded, results)
@@ -204,7 +215,7 @@ class Device:
         try:
             module = _stablehlo_module(portable, platforms, self.platform)
             loaded = self._client.compile_and_load(
-                module, self._devices, _compile_options(len(self._all))
+                module, self._devices, _compile_options(self._all)
             )
         except PrejitError:
             raise
@@ -254,17 +265,17 @@ def _backend_of_jax(platform: str) -> Any:
         ) from error
 
 
-def _compile_options(device_count: int) -> Any:
-    """For one program over so many devices, split as its shardings say (SPMD, by Shardy)."""
+def _compile_options(devices: Sequence[Any]) -> Any:
+    """For one program over these devices, split as its shardings say (SPMD, by Shardy)."""
     xla_client, _ = _jaxlib()
     options = xla_client.CompileOptions()
-    if device_count > 1:
-        options.num_partitions = device_count
+    if len(devices) > 1:
+        options.num_partitions = len(devices)
         build = options.executable_build_options
-        build.num_partitions = device_count
+        build.num_partitions = len(devices)
         build.use_spmd_partitioning = True
         build.use_shardy_partitioner = True
-        ids = np.arange(device_count, dtype=np.int32).reshape(1, device_count)
+        ids = np.array([[device.id for device in devices]], np.int32)
         assignment = xla_client.DeviceAssignment.create(ids)
         options.device_assignment = build.device_assignment = assignment
     return options
@@ -440,7 +451,7 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
             _cpu_devices(machine) if machine.platform == "cpu" else _described_devices(machine)
         )
         module = _stablehlo_module(portable, machine.platforms, machine.platform)
-        options = _compile_options(machine.device_count)
+        options = _compile_options(devices)
         if machine.platform == "cpu":
             compiled = _compile_for_cpu(module, devices, machine, options)
         else:

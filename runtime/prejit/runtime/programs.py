@@ -87,7 +87,8 @@ class Programs:
         self._executables = executables
         self._portable = portable
         self._weights = weights
-        self._serve_smaller = serve_smaller and executables is None
+        # In a cluster every process must run the same programs, whatever it has ready.
+        self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self._ready: dict[str, Executable] = {}
         self._reports: dict[str, ProgramReport] = {}
@@ -129,11 +130,19 @@ class Programs:
         if self._executables is not None:
             serialized = self._executables.unpack(program.executable)
             return self._device.load(serialized, self._executables.path, results), "loaded"
+
+        def compile_here() -> Executable:
+            portable = self._portable.unpack(program.portable)
+            return self._device.compile(portable, program.platforms or (), results)
+
+        if self._device.in_cluster:
+            # Processes of a cluster compile together: XLA shares out its autotuning among them. Who held
+            # the cache's lock would wait for those that wait for the lock.
+            return compile_here(), "compiled"
         compiled: list[Executable] = []
 
         def compile_program() -> bytes:
-            portable = self._portable.unpack(program.portable)
-            compiled.append(self._device.compile(portable, program.platforms or (), results))
+            compiled.append(compile_here())
             return compiled[0].serialize()
 
         refused = None
