@@ -28,13 +28,14 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
+from prejit.compiler.disassembly import declared_features
 from prejit.runtime.executable import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
     compiled = compile_portable(Path(at).read_bytes(), machine)
     Path(at + ".xla").write_bytes(compiled.serialized)
-    Path(at + ".features").write_text(",".join(compiled.cpu_features))
+    Path(at + ".features").write_text(",".join(declared_features(compiled.serialized)))
 """
 
 
@@ -239,6 +240,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
 
     from prejit.compiler import packaging
     from prejit.compiler.cache import Cache
+    from prejit.compiler.disassembly import declared_features
     from prejit.runtime import bundle
     from prejit.runtime.executable import compile_portable
 
@@ -252,7 +254,9 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     cache = Cache.open(at / "cache")
     on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
     targets = {
-        "cpu-host": {p: (c.serialized, c.cpu_features) for p, c in on_host.items()},
+        "cpu-host": {
+            p: (c.serialized, declared_features(c.serialized)) for p, c in on_host.items()
+        },
         "cpu-x86-64-v3": _compile_for_v3(
             at, {p: portable for p, (portable, _, _) in lowered.items()}
         ),

@@ -66,7 +66,7 @@ class Compiled:
 
     Attributes:
         executable: the zstd frame, a blob in the cache; its offset is 0.
-        cpu_features: the extensions that the code may use, in LLVM's names.
+        cpu_features: the extensions that the code really uses, in LLVM's names.
         memory: what the program needs while it runs.
         milliseconds: that the compiler took.
     """

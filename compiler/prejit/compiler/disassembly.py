@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 from prejit.runtime.errors import BuildError
-from prejit.runtime.executable import _protobuf_fields
+from prejit.runtime.executable import edit_protobuf, protobuf_fields
 from prejit.runtime.fingerprint import CPU_FEATURES
 
 LLVM_NAMES = {
@@ -150,6 +150,25 @@ def declared_features(serialized: bytes) -> tuple[str, ...]:
     return _declared(_compilation_result(serialized))
 
 
+def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
+    """An XLA:CPU executable that tells of these features and no others.
+
+    XLA logs an error for each feature that LLVM was told of and the machine lacks, when it loads one.
+    Where the code uses none of them, that would only frighten.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+    """
+    try:
+        _, header = next(protobuf_fields(b"\x0a" + serialized))
+        assert isinstance(header, bytes)
+        start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
+        told = ",".join(f"+{name}" for name in features).encode()
+        return serialized[:start] + edit_protobuf(serialized[start:], (1, 9), {3: told})
+    except ValueError as error:
+        raise _not_an_executable(serialized) from error
+
+
 def object_files(serialized: bytes) -> tuple[bytes, ...]:
     """The ELF objects of an XLA:CPU executable.
 
@@ -184,7 +203,7 @@ def _not_an_executable(serialized: bytes) -> BuildError:
 def _fields(message: bytes) -> dict[int, list[bytes]]:
     """The strings, bytes and messages in a protobuf message, by field number."""
     fields: dict[int, list[bytes]] = {}
-    for number, value in _protobuf_fields(message):
+    for number, value in protobuf_fields(message):
         if isinstance(value, bytes):
             fields.setdefault(number, []).append(value)
     return fields

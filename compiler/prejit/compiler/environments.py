@@ -147,7 +147,8 @@ def wanted(target: Target, host_jax: str) -> Wanted | None:
     # Without NVIDIA's libraries, which are several GB: only a program that runs needs them.
     plugin = ("jax-cuda13-plugin", "jax-cuda13-pjrt") if target.platform == "cuda" else ()
     pinned = tuple(f"{name}=={jax}" for name in (package, "jaxlib", *plugin))
-    return Wanted(target.name, jax, (*pinned, *_OURS), target.constraints)
+    ours = (*_OURS, "iced-x86>=1.21") if target.platform == "cpu" else _OURS
+    return Wanted(target.name, jax, (*pinned, *ours), target.constraints)
 
 
 def find(wanted: Wanted) -> Environment | None:
@@ -191,7 +192,7 @@ def make(wanted: Wanted, progress: Progress | None = None) -> Environment:
             lock = held.enter_context(locked(path))
         if (found := find(wanted)) is not None:
             return found
-        packages = ", ".join(wanted.requirements[: -len(_OURS)])
+        packages = ", ".join(name for name in wanted.requirements if "==" in name)
         progress.note(f"making an environment for {wanted.target}, once: {packages}")
         with progress.phase(f"installing {packages}"):
             try:

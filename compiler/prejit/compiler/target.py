@@ -148,8 +148,8 @@ def _base(table: TargetTable, directory: Path) -> Target:
         guess = did_you_mean(table.name, names())
         raise TableError(
             "name",
-            f"unknown target {shown(table.name)}{guess}; expected one of {', '.join(names())}, or a "
-            "`fingerprint` or `platform` that describes it",
+            f"unknown target {shown(table.name)}{guess}; expected one that `prejit targets` lists, or "
+            "a `fingerprint` or `platform` beside it",
         )
     if table.platform not in PLATFORMS:
         raise TableError(

@@ -81,6 +81,7 @@ class Toolchain:
                 worker.pop(name, None)
         if self.target.platform == "tpu":
             worker["TPU_SKIP_MDS_QUERY"] = "1"  # or libtpu asks the cloud which chips it has
+            worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # only one process may hold chips, but many compile
         return (
             worker
             | {

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,9 +33,11 @@ import zstandard
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import Compiled
+from prejit.compiler.disassembly import narrowed, used_features
 from prejit.runtime import bundle, executable
+from prejit.runtime.bundle import Memory
 from prejit.runtime.errors import BuildError, PrejitError
-from prejit.runtime.executable import CompiledProgram, CompileFor
+from prejit.runtime.executable import CompileFor
 
 ZSTD_LEVEL = 9
 """Of a GPT-2 program of 776 kB, which compiles in 1.3 s: level 3 makes 91 kB in 2 ms, 9 makes 80 kB in
@@ -43,16 +46,45 @@ ZSTD_LEVEL = 9
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
-Compile = Callable[..., CompiledProgram]
-"""`prejit.runtime.executable.compile_portable`, or a stand-in for it."""
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a compiler gave.
+
+    Attributes:
+        serialized: the executable.
+        cpu_features: the extensions that its code really uses, in LLVM's names; none where it is not a CPU's.
+        memory: what it needs while it runs.
+    """
+
+    serialized: bytes
+    cpu_features: tuple[str, ...]
+    memory: Memory
 
 
-def serve(cache: Cache, compile_portable: Compile, requests: BinaryIO, answers: BinaryIO) -> None:
+Compile = Callable[[bytes, CompileFor], Output]
+"""`compile_program`, or a stand-in for it."""
+
+
+def compile_program(portable: bytes, machine: CompileFor) -> Output:
+    """Compiles a portable program; code of a CPU is read again for what it really uses.
+
+    Raises:
+        BuildError: XLA does not compile it.
+    """
+    program = executable.compile_portable(portable, machine)
+    if machine.platform != "cpu":
+        return Output(program.serialized, (), program.memory)
+    features = used_features(program.serialized)
+    return Output(narrowed(program.serialized, features), features, program.memory)
+
+
+def serve(cache: Cache, compile_program: Compile, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers requests until there are no more.
 
     Args:
         cache: where portable programs come from and executables go.
-        compile_portable: what compiles.
+        compile_program: what compiles.
         requests: JSON lines, unbuffered.
         answers: JSON lines.
     """
@@ -61,7 +93,7 @@ def serve(cache: Cache, compile_portable: Compile, requests: BinaryIO, answers: 
         process = os.fork()
         if process == 0:
             _die_with(parent)
-            _answer_and_exit(cache, compile_portable, json.loads(line), answers)
+            _answer_and_exit(cache, compile_program, json.loads(line), answers)
         code = _wait(process, requests)
         if code is None:
             return
@@ -85,13 +117,13 @@ def _die_with(parent: int) -> None:
 
 
 def _answer_and_exit(
-    cache: Cache, compile_portable: Compile, request: dict[str, Any], answers: BinaryIO
+    cache: Cache, compile_program: Compile, request: dict[str, Any], answers: BinaryIO
 ) -> None:
     """The forked child. It never returns into the parent's code."""
     code = 1
     try:
         try:
-            result = _compile(cache, compile_portable, request)
+            result = _compile(cache, compile_program, request)
             _send(answers, {"result": result})
         except PrejitError as error:
             told = {"code": error.code, "message": str(error), "hint": error.hint}
@@ -106,7 +138,7 @@ def _answer_and_exit(
         os._exit(code)
 
 
-def _compile(cache: Cache, compile_portable: Compile, request: dict[str, Any]) -> dict[str, Any]:
+def _compile(cache: Cache, compile_program: Compile, request: dict[str, Any]) -> dict[str, Any]:
     portable = cache.read_blob(request["portable"])
     if portable is None:
         raise BuildError(
@@ -117,17 +149,17 @@ def _compile(cache: Cache, compile_portable: Compile, request: dict[str, Any]) -
     told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
     machine = CompileFor(**told)
     start = time.perf_counter()
-    program = compile_portable(portable, machine)
+    output = compile_program(portable, machine)
     seconds = time.perf_counter() - start
-    frame = compress(program.serialized)
+    frame = compress(output.serialized)
     segment = bundle.Segment(
         offset=0,
         size=len(frame),
         digest=cache.put_blob(frame),
-        raw_size=len(program.serialized),
-        raw_digest=bundle.digest_of(program.serialized),
+        raw_size=len(output.serialized),
+        raw_digest=bundle.digest_of(output.serialized),
     )
-    compiled = Compiled(segment, program.cpu_features, program.memory, round(seconds * 1000))
+    compiled = Compiled(segment, output.cpu_features, output.memory, round(seconds * 1000))
     result = compiled.to_plain()
     key = request["key"]
     pairs = tuple((name, value) for name, value in key["ingredients"])
@@ -158,13 +190,13 @@ def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def main(compile_portable: Compile = executable.compile_portable) -> None:
+def main(compile_program: Compile = compile_program) -> None:
     """`python -m prejit.compiler.worker CACHE PLATFORM`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what XLA or a plugin prints must not come between the answers
     executable.import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
-    serve(Cache(Path(sys.argv[1])), compile_portable, requests, answers)
+    serve(Cache(Path(sys.argv[1])), compile_program, requests, answers)
 
 
 if __name__ == "__main__":

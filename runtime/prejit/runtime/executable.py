@@ -12,7 +12,6 @@ import functools
 import importlib
 import math
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -386,13 +385,10 @@ class CompiledProgram:
 
     Attributes:
         serialized: for `Device.load`.
-        cpu_features: the instruction-set extensions that the code may use, in LLVM's names; none where
-            the code is not a CPU's.
         memory: what it needs while it runs, on each device.
     """
 
     serialized: bytes
-    cpu_features: tuple[str, ...]
     memory: Memory
 
 
@@ -418,6 +414,17 @@ class CompileFor:
     cpu_features: tuple[str, ...] | None = None
     gpu: str | None = None
     topology: str | None = None
+
+
+def _one_host(topology: str) -> dict[str, Any]:
+    """libtpu's options for a slice that one host holds: 8 chips of a flat one, 4 of three dimensions.
+
+    Its own guess is 2x2 chips a host, which does not fit one chip (before 0.0.51), and makes two hosts of
+    a 2x4 slice.
+    """
+    shape = tuple(map(int, topology.partition(":")[2].split("x")))
+    fits = math.prod(shape) <= (8 if len(shape) == 2 else 4)
+    return {"chips_per_host_bounds": (*shape, 1)[:3]} if fits else {}
 
 
 def cross_compiles() -> bool:
@@ -468,8 +475,7 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
     )
-    features = _features_in(serialized) if machine.platform == "cpu" else ()
-    return CompiledProgram(serialized, features, memory)
+    return CompiledProgram(serialized, memory)
 
 
 def _cpu_devices(machine: CompileFor) -> tuple[Any, ...]:
@@ -505,7 +511,9 @@ def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
                 platform="cuda", target_config=machine.gpu, topology=shape
             )
         else:
-            found = topologies.get_topology_desc(machine.topology or "", platform="tpu")
+            found = topologies.get_topology_desc(
+                machine.topology or "", platform="tpu", **_one_host(machine.topology or "")
+            )
     except NotImplementedError as error:
         raise BuildError(
             f"expected jax's plugin for {machine.platform}, found none: {error}"
@@ -517,17 +525,6 @@ def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
     return tuple(found.devices[: machine.device_count])
 
 
-def _features_in(serialized: bytes) -> tuple[str, ...]:
-    """The extensions that an XLA:CPU executable was compiled with: LLVM's feature string inside it."""
-    longest = max(re.findall(rb"(?:[+-][a-z0-9.\-]+,){8,}[+-][a-z0-9.\-]+", serialized), key=len)
-    features = (name[1:] for name in longest.decode().split(",") if name.startswith("+"))
-    # `prefer-*` is tuning. The last name may run into the next field of the protobuf: it is dropped
-    # unless it is known, see fingerprint.LINUX_CPU_FLAGS.
-    from prejit.runtime.fingerprint import CPU_FEATURES
-
-    return tuple(sorted(name for name in features if name in CPU_FEATURES))
-
-
 def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
     """A serialized topology of this machine, with another CPU in it.
 
@@ -537,15 +534,15 @@ def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
     """
     listed = ",".join(f"+{name}" for name in features)
     machine = {2: cpu.encode(), 3: listed.encode()}
-    return _edit(topology, (9, 2, 5), machine)
+    return edit_protobuf(topology, (9, 2, 5), machine)
 
 
-def _edit(message: bytes, path: tuple[int, ...], values: dict[int, bytes]) -> bytes:
+def edit_protobuf(message: bytes, path: tuple[int, ...], values: dict[int, bytes]) -> bytes:
     """A protobuf message with fields of the submessage at path replaced."""
     out = bytearray()
-    for number, value in _protobuf_fields(message):
+    for number, value in protobuf_fields(message):
         if path and number == path[0] and isinstance(value, bytes):
-            value = _edit(value, path[1:], values)
+            value = edit_protobuf(value, path[1:], values)
         elif not path:
             value = values.get(number, value)
         if isinstance(value, bytes):
@@ -555,7 +552,12 @@ def _edit(message: bytes, path: tuple[int, ...], values: dict[int, bytes]) -> by
     return bytes(out)
 
 
-def _protobuf_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+def protobuf_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """The fields of a protobuf message by number, as bytes or as the integer of a varint.
+
+    Raises:
+        ValueError: the bytes are no such message.
+    """
     at = 0
 
     def varint() -> int:

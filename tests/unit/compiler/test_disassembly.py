@@ -22,6 +22,7 @@ from prejit.compiler.disassembly import (
     LLVM_NAMES,
     declared_features,
     object_files,
+    narrowed,
     used_features,
 )
 from prejit.compiler.target import target
@@ -450,3 +451,27 @@ def test_iced_is_imported_when_it_is_needed() -> None:
     """A worker's environment does not have it."""
     check = "import sys, prejit.compiler.disassembly; sys.exit('iced_x86' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same() -> None:
+    """Or XLA logs errors about extensions that no instruction is of, wherever the bundle loads."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import export
+
+    from prejit.runtime.executable import Device, compile_portable, to_numpy
+
+    x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(8, 12)
+    exported = export.export(jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0)), platforms=["cpu"])(x)
+    serialized = compile_portable(exported.mlir_module_serialized).serialized
+    used = used_features(serialized)
+    narrow = narrowed(serialized, used)
+    assert declared_features(narrow) == used
+    assert used != declared_features(serialized)
+    assert object_files(narrow) == object_files(serialized)
+    device = Device()
+    [a], [b] = (device.load(one, "f").run([device.put(x)]) for one in (serialized, narrow))
+    np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+    with pytest.raises(BuildError):
+        narrowed(b"\x01", used)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prejit.compiler.disassembly import declared_features, used_features
 from prejit.runtime.errors import BuildError, RejectError
 from prejit.runtime.executable import (
     CompileFor,
@@ -307,9 +308,10 @@ def test_a_target_uses_no_more_than_it_says(name: str) -> None:
     machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
     compiled = compile_portable(export(lambda x: x @ x.T, x), machine)
     has, has_not = LEVELS[name]
-    assert has in compiled.cpu_features
-    assert not has_not & set(compiled.cpu_features)
-    assert set(compiled.cpu_features) <= set(wanted.cpu_features)
+    declared = set(declared_features(compiled.serialized))
+    assert has in declared
+    assert not has_not & declared
+    assert declared <= set(wanted.cpu_features)
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -321,7 +323,7 @@ def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Devic
     portable = export(lambda x: np.float32(1) / (1 + x @ x.T) ** 2, x)
     machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
     compiled = compile_portable(portable, machine)
-    if not set(compiled.cpu_features) <= set(Fingerprint.current().cpu_features):
+    if not set(used_features(compiled.serialized)) <= set(Fingerprint.current().cpu_features):
         pytest.skip(f"this machine cannot run {name}")
     [ours] = device.load(compiled.serialized, "somewhere").run([device.put(x)])
     [expected] = device.compile(portable).run([device.put(x)])
@@ -331,8 +333,9 @@ def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Devic
 def test_a_host_executable_asks_for_what_this_machine_has() -> None:
     """Else a bundle would not even match the machine that built it."""
     compiled = compile_portable(export(lambda x: x + 1, np.float32(1)))
-    assert set(compiled.cpu_features) <= set(Fingerprint.current().cpu_features)
-    assert len(compiled.cpu_features) > 5
+    declared = declared_features(compiled.serialized)
+    assert set(declared) <= set(Fingerprint.current().cpu_features)
+    assert len(declared) > 5
     assert compiled.memory.argument_bytes == compiled.memory.output_bytes == 4
 
 
@@ -342,7 +345,9 @@ def test_a_capped_worker_says_what_it_was_allowed(run_python: Any, tmp_path: Pat
     said = run_python(
         "from pathlib import Path\n"
         "from prejit.runtime.executable import compile_portable\n"
-        "print(*compile_portable(Path('program').read_bytes()).cpu_features)",
+        "from prejit.compiler.disassembly import declared_features\n"
+        "compiled = compile_portable(Path('program').read_bytes())\n"
+        "print(*declared_features(compiled.serialized))",
         env={"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},
     ).stdout.split()
     assert "avx2" in said
