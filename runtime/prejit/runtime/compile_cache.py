@@ -150,9 +150,8 @@ def _read(path: Path) -> bytes | None:
     except zstandard.ZstdError:
         return None
     with contextlib.suppress(OSError):
-        os.utime(
-            path, follow_symlinks=False
-        )  # the time of last use: file systems keep no true atime
+        # The time of last use: file systems keep no true atime.
+        os.utime(path, follow_symlinks=False)
     return executable
 
 
