@@ -22,7 +22,7 @@ Problems = Iterator[tuple[KeyPath, str]]
 
 _SIZES = "a list of different positive integers such as [1, 8]"
 _TARGET_TEXTS = (
-    *("fingerprint", "jax", "autotune", "platform", "architecture", "cpu", "device_kind"),
+    *("fingerprint", "jax", "tuning", "platform", "architecture", "cpu", "device_kind"),
     *("compute_capability", "driver", "generation", "topology"),
 )
 _EXPECTED = {

@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +34,7 @@ from prejit.compiler.source import resolve_source
 from prejit.compiler.specs import ProgramSpec, program_specs
 from prejit.compiler.target import can_build, chosen
 from prejit.compiler.tensor_files import read_parameters
-from prejit.compiler.toolchain import Toolchain, host_toolchain, toolchain_of
+from prejit.compiler.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime import bundle
 from prejit.runtime.bundle import Segment
 from prejit.runtime.errors import BuildError, ManifestError
@@ -168,7 +168,8 @@ class Inputs:
                 found = toolchain_of(target, environment)
             else:
                 return None
-            self._toolchains[target.name] = found
+            tuned = read_tuning(target, self.cache)
+            self._toolchains[target.name] = replace(found, tuned=tuned)
         return self._toolchains[target.name]
 
     def made_toolchain(self, target: Target, progress: Progress) -> Toolchain:
@@ -180,8 +181,9 @@ class Inputs:
         if (found := self.toolchain(target)) is None:
             wanted = environments.wanted(target, _version("jax"))
             assert wanted is not None
-            found = toolchain_of(target, environments.make(wanted, progress))
-            self._toolchains[target.name] = found
+            environments.make(wanted, progress)
+            found = self.toolchain(target)
+            assert found is not None
         return found
 
     @cached_property

@@ -37,7 +37,7 @@ class TargetTable:
         fingerprint: a file that `prejit fingerprint` wrote on such a machine, relative to the manifest.
         jax: the version to compile with; None: the build host's, or the fingerprint's.
         constraints: of the packages in the environment that it is compiled in, as pip takes them.
-        autotune: a file that `prejit tune` wrote on such a machine, relative to the manifest.
+        tuning: a file that `prejit tune` wrote on such a machine, relative to the manifest.
         platform, architecture, cpu, cpu_features, device_kind, compute_capability, memory_bytes, driver,
             gpu, generation, topology, xla_flags: as in `prejit.runtime.target.Target`.
     """
@@ -48,7 +48,7 @@ class TargetTable:
     fingerprint: str | None = None
     jax: str | None = None
     constraints: tuple[str, ...] = ()
-    autotune: str | None = None
+    tuning: str | None = None
     platform: str | None = None
     architecture: str | None = None
     cpu: str | None = None
@@ -113,8 +113,8 @@ def resolve(table: TargetTable, directory: Path, mesh: Mesh | None) -> Target:
         said["gpu"] = Gpu(*(getattr(table.gpu, key) for key in Gpu.__slots__))
     if table.cpu_features is not None:
         said["cpu_features"] = tuple(sorted(table.cpu_features))
-    if table.autotune is not None:
-        said["autotune"] = str(directory / table.autotune)
+    if table.tuning is not None:
+        said["tuning"] = str(directory / table.tuning)
     found = replace(found, constraints=table.constraints, **said)
     found = replace(found, xla_flags=(*found.xla_flags, *table.xla_flags))
     if found.jax is not None:
@@ -211,8 +211,8 @@ def _table_problems(table: TargetTable, directory: Path) -> Iterator[tuple[str, 
                 "constraints",
                 f'expected such as "numpy==2.3.4", without a URL; found {shown(text)}',
             )
-    if table.autotune is not None and not (directory / table.autotune).is_file():
-        yield "autotune", f"no such file {shown(table.autotune)} beside the manifest"
+    if table.tuning is not None and not (directory / table.tuning).is_file():
+        yield "tuning", f"no such file {shown(table.tuning)} beside the manifest"
 
 
 def _incomplete(found: Target) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ worker processes of its own.
 
 from __future__ import annotations
 
+import base64
 import os
 import sys
 from collections.abc import Mapping
@@ -13,12 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.cache import Cache
 from prejit.compiler.environments import Environment, worker_command
 from prejit.compiler.target import cross_compiles
 from prejit.runtime import bundle
-from prejit.runtime.errors import StoreError
+from prejit.runtime.errors import BuildError
 from prejit.runtime.fingerprint import Fingerprint, read_xla_flags
 from prejit.runtime.target import Target, capabilities
+from prejit.runtime.tuning import Tuning
 
 PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
 """The package that holds the PJRT plugin of a platform."""
@@ -32,6 +35,21 @@ they come out as they are finished. Costs nothing: GPT-2's programs compile as f
 
 
 @dataclass(frozen=True, slots=True)
+class Tuned:
+    """What `prejit tune` measured on a device, ready for a worker.
+
+    Attributes:
+        results: path of a file with XLA's autotuning results.
+        topology: XLA's description of the device, base64.
+        digest: of the tuning file.
+    """
+
+    results: str
+    topology: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Toolchain:
     """What compiles for a target.
 
@@ -40,12 +58,14 @@ class Toolchain:
         command: that starts a worker; the cache's directory and the platform are added.
         versions: of the packages in its environment that decide what comes out, by name, sorted.
         isolated: whether the environment is not this process's own.
+        tuned: what was measured on such a device; None: XLA guesses.
     """
 
     target: Target
     command: tuple[str, ...]
     versions: tuple[tuple[str, str], ...]
     isolated: bool = False
+    tuned: Tuned | None = None
 
     @property
     def jaxlib(self) -> str:
@@ -81,7 +101,9 @@ class Toolchain:
                 worker.pop(name, None)
         if self.target.platform == "tpu":
             worker["TPU_SKIP_MDS_QUERY"] = "1"  # or libtpu asks the cloud which chips it has
-            worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # only one process may hold chips, but many compile
+            worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
+                "1"  # only one process may hold chips, but many compile
+            )
         return (
             worker
             | {
@@ -101,8 +123,8 @@ class Toolchain:
         flags = [_REPRODUCIBLE, *read_xla_flags(inherited).split(), *self.target.xla_flags]
         if self.target.xla_max_isa is not None and not self.is_exact:
             flags.append(f"--xla_cpu_max_isa={self.target.xla_max_isa}")
-        if self.target.autotune is not None:
-            flags.append(f"--xla_gpu_load_autotune_results_from={self.target.autotune}")
+        if self.tuned is not None:
+            flags.append(f"--xla_gpu_load_autotune_results_from={self.tuned.results}")
         return " ".join(flags)
 
     def ingredients(self, inherited: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -114,7 +136,7 @@ class Toolchain:
             inherited: this process's environment variables.
 
         Raises:
-            StoreError: XLA_FLAGS or the target's autotuning names a file, and it cannot be read.
+            StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
         target = self.target
         listed = [
@@ -123,11 +145,10 @@ class Toolchain:
             ("architecture", target.architecture),
             *self.versions,
         ]
-        # Autotuning counts by what it says, not by where it lies.
-        flags = replace(self, target=replace(target, autotune=None)).xla_flags(inherited)
-        listed.append(("xla_flags", flags))
-        if target.autotune is not None:
-            listed.append(("autotune", _digest_of_file(target.autotune)))
+        # What was measured counts by what it says, not by where it lies.
+        listed.append(("xla_flags", replace(self, tuned=None).xla_flags(inherited)))
+        if self.tuned is not None:
+            listed.append(("tuning", self.tuned.digest))
         if target.platform == "cpu":
             if self.is_exact:
                 cpu, features = target.cpu or "", target.cpu_features or ()
@@ -141,7 +162,7 @@ class Toolchain:
                 ("cpus", str(len(os.sched_getaffinity(0)))),
             ]
         else:
-            described = replace(target, name="", autotune=None, jax=None, constraints=())
+            described = replace(target, name="", tuning=None, jax=None, constraints=())
             listed.append(("device", bundle.to_json(described).decode()))
         listed.append(("devices", str(target.device_count)))
         return tuple(listed)
@@ -160,6 +181,7 @@ class Toolchain:
             "cpu": target.cpu,
             "cpu_features": target.cpu_features,
             "gpu": gpu_config(target) if target.platform == "cuda" else None,
+            "described": self.tuned.topology if self.tuned is not None else None,
             "topology": f"{target.generation}:{target.topology}" if target.topology else None,
         }
 
@@ -224,8 +246,30 @@ def gpu_config(target: Target) -> str:
     )
 
 
-def _digest_of_file(path: str) -> str:
-    try:
-        return bundle.digest_of(Path(path).read_bytes())
-    except OSError as error:
-        raise StoreError(f"{path}: cannot read autotuning results: {error.strerror}") from error
+def read_tuning(target: Target, cache: Cache) -> Tuned | None:
+    """What was measured for a target; None where its manifest names no tuning.
+
+    Args:
+        target: what is compiled for.
+        cache: where XLA's part of it goes, as a file of its own.
+
+    Raises:
+        BuildError: it was measured with another jaxlib, or on another kind of device.
+        RejectError, StoreError: it is no tuning file, or cannot be read.
+    """
+    if target.tuning is None:
+        return None
+    path = Path(target.tuning)
+    tuning = Tuning.read(path)
+    measured = tuning.machine
+    if measured.compute_capability != target.compute_capability:
+        raise BuildError(
+            f"{path}: expected tuning for compute capability {target.compute_capability} of target "
+            f"{target.name}, found {measured.compute_capability} ({measured.device_kind})",
+            hint="name the tuning of such a device, or leave `tuning` out",
+        )
+    results = base64.b64decode(tuning.results)
+    digest = cache.put_blob(results)
+    stored = cache.blob_path(digest)
+    assert stored is not None
+    return Tuned(str(stored), tuning.topology, bundle.digest_of(path.read_bytes()))

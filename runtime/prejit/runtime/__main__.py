@@ -37,6 +37,7 @@ _EXAMPLES = {
     "  prejit generate artifacts/demo --prompt-ids 1,5,9 --temperature 0.8 --top-p 0.9 --seed 7\n"
     "  prejit generate artifacts/demo --prompt 'import' --require-aot --json",
     "call": "prejit call artifacts/score score --arg x=x.npy -o results",
+    "tune": "prejit tune artifacts/demo -o h200.json",
     "bench": "prejit bench artifacts/demo\n  prejit bench artifacts/demo --runs 7 --json",
 }
 
@@ -103,6 +104,13 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--require-aot", action="store_true", help="with --fleet: exit 3 where a machine falls back"
+    )
+
+    command = add(
+        "tune", "compile a bundle on this GPU and record what XLA measures, for builds", json=False
+    )
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="name it as `tuning` of a [[target]]"
     )
 
     command = add("generate", "generate text from a prompt, as it comes")

@@ -218,6 +218,20 @@ def _fleet_text(report: Report) -> str:
     return "\n\n".join(parts)
 
 
+def tune(options: Namespace) -> int:
+    """Records what XLA measures on this machine's GPU."""
+    from prejit.runtime import tuning
+
+    measured = tuning.tune(options.bundle, lambda line: print(line, file=sys.stderr, flush=True))
+    tuning.write(measured, Path(options.output))
+    print(
+        f"wrote {options.output} for {measured.machine.device_kind}; name it in the manifest:\n"
+        f'  [[target]]\n  tuning = "{options.output}"',
+        file=sys.stderr,
+    )
+    return 0
+
+
 def generate(options: Namespace) -> int:
     """Generates and prints text as it comes."""
     bundle = _load(options)

@@ -8,6 +8,7 @@ every jax version that we support.
 
 from __future__ import annotations
 
+import base64
 import functools
 import importlib
 import math
@@ -222,6 +223,11 @@ class Device:
             raise BuildError(f"XLA does not compile this program: {error}") from error
         return self._executable(loaded, results)
 
+    def describe(self) -> bytes:
+        """XLA's own description of the device: for `CompileFor.described`, on a machine without it."""
+        _, _jax = _jaxlib()
+        return bytes(_jax.get_topology_for_devices(self._all[:1]).serialize())
+
     def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
         if self.mesh is None:
             return Executable(loaded, None)
@@ -403,7 +409,8 @@ class CompileFor:
         cpu: LLVM's name for the CPU to tune for; None: this machine's.
         cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
             Ignored where `cross_compiles()` is false.
-        gpu: XLA's description of a GPU: a GpuTargetConfigProto as text (xla/service/gpu/gpu_target_config).
+        gpu: XLA's description of a GPU: a GpuTargetConfigProto as text.
+        described: XLA's description of one GPU as `Device.describe` found it, base64; goes before `gpu`.
         topology: libtpu's name of a slice of TPUs: `v5e:2x2`.
     """
 
@@ -413,6 +420,7 @@ class CompileFor:
     cpu: str | None = None
     cpu_features: tuple[str, ...] | None = None
     gpu: str | None = None
+    described: str | None = None
     topology: str | None = None
 
 
@@ -504,12 +512,15 @@ def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
     """
     from jax.experimental import topologies
 
+    read: Any = getattr(topologies.TopologyDescription, "deserialize", None)  # since jax 0.11
     try:
         if machine.platform == "cuda":
             shape = f"1x1x{machine.device_count}"  # slices x hosts x devices of a host
             found = topologies.get_topology_desc(
                 platform="cuda", target_config=machine.gpu, topology=shape
             )
+            if machine.described is not None and machine.device_count == 1 and read is not None:
+                found = read(base64.b64decode(machine.described))  # the plugin is initialized now
         else:
             found = topologies.get_topology_desc(
                 machine.topology or "", platform="tpu", **_one_host(machine.topology or "")

@@ -71,7 +71,7 @@ class Target:
         xla_flags: for compiling, beside the user's own.
         jax: the version to compile with; None: the build host's.
         constraints: further packages of its environment, as pip takes them.
-        autotune: path of a file that `prejit tune` wrote on such a device.
+        tuning: path of a file that `prejit tune` wrote on such a device.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Target:
     xla_flags: tuple[str, ...] = ()
     jax: str | None = None
     constraints: tuple[str, ...] = field(default=())
-    autotune: str | None = None
+    tuning: str | None = None
 
     def requirement(
         self,

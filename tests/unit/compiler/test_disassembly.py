@@ -21,8 +21,8 @@ from prejit.compiler.disassembly import (
     EVERYWHERE,
     LLVM_NAMES,
     declared_features,
-    object_files,
     narrowed,
+    object_files,
     used_features,
 )
 from prejit.compiler.target import target

@@ -190,7 +190,7 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
             "constraints",
             "without a URL",
         ),
-        ({"name": "cpu-host", "autotune": "none.pb"}, "autotune", 'no such file "none.pb"'),
+        ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'no such file "none.json"'),
         ({"fingerprint": "none.json"}, "fingerprint", "cannot read a fingerprint"),
         ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
         ({"platform": "tpu"}, "device_kind", "missing; "),

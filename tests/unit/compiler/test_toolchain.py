@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prejit.compiler.cache import Cache
 from prejit.compiler.target import target
-from prejit.compiler.toolchain import Toolchain, gpu_config, host_toolchain
-from prejit.runtime.errors import StoreError
+from prejit.compiler.toolchain import Toolchain, Tuned, gpu_config, host_toolchain, read_tuning
+from prejit.runtime.errors import BuildError, RejectError, StoreError
+from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.target import Target, catalogue
+from prejit.runtime.tuning import Tuning, write
 
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
 V3 = target("cpu-x86-64-v3")
@@ -93,19 +97,40 @@ def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_no
     assert replace(one, versions=versions).ingredients({}) != one.ingredients({})
 
 
-def test_autotuning_counts_by_what_it_says(tmp_path: Path) -> None:
-    for name, content in (("a", "one"), ("b", "one"), ("c", "two")):
-        (tmp_path / name).write_text(content)
+def test_what_was_measured_counts_by_what_it_says() -> None:
+    plain = for_gpu()
     a, b, c = (
-        for_gpu(replace(L4, autotune=str(tmp_path / name))).ingredients({}) for name in "abc"
+        replace(plain, tuned=Tuned(path, "", digest))
+        for path, digest in (("/x/a", "one"), ("/y/b", "one"), ("/x/a", "two"))
     )
-    assert a == b
-    assert a != c
-    assert a != for_gpu().ingredients({})
-    flags = for_gpu(replace(L4, autotune="/x/a")).xla_flags({})
-    assert flags.endswith("--xla_gpu_load_autotune_results_from=/x/a")
-    with pytest.raises(StoreError, match="cannot read autotuning results"):
-        for_gpu(replace(L4, autotune=str(tmp_path / "none"))).ingredients({})
+    assert a.ingredients({}) == b.ingredients({})
+    assert len({x.ingredients({}) for x in (plain, a, c)}) == 3
+    assert a.xla_flags({}).endswith("--xla_gpu_load_autotune_results_from=/x/a")
+
+
+def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -> None:
+    measured = replace(
+        Fingerprint.current(), platform="cuda", compute_capability="8.9", device_kind="NVIDIA L4"
+    )
+    path = tmp_path / "l4.json"
+    results, topology = (base64.b64encode(x).decode() for x in (b"results", b"topology"))
+    write(Tuning(measured, topology, results), path)
+    cache = Cache.open(tmp_path / "cache")
+    tuned = read_tuning(replace(L4, tuning=str(path)), cache)
+    assert tuned is not None
+    assert Path(tuned.results).read_bytes() == b"results"
+    assert tuned.topology == topology
+    assert read_tuning(L4, cache) is None
+    with pytest.raises(BuildError, match=r"expected tuning for compute capability 9\.0 .* 8\.9"):
+        read_tuning(replace(target("cuda-h100"), tuning=str(path)), cache)
+    path.write_bytes(path.read_bytes().replace(results.encode(), b"!"))
+    with pytest.raises(RejectError, match="expected base64"):
+        read_tuning(replace(L4, tuning=str(path)), cache)
+    path.write_bytes(b"{}")
+    with pytest.raises(RejectError, match="expected an object|missing"):
+        read_tuning(replace(L4, tuning=str(path)), cache)
+    with pytest.raises(StoreError, match="cannot read tuning results"):
+        read_tuning(replace(L4, tuning=str(tmp_path / "none")), cache)
 
 
 def test_the_plugin_is_named_where_jaxlib_is_not_the_compiler() -> None:
