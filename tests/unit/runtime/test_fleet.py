@@ -180,7 +180,7 @@ def test_no_fewer_targets_would_do(
     for machine in wanted:
         own = machine.platform == "cpu" or (machine.architecture != "x86_64")
         described = [
-            *catalogue().values(),
+            *(t for t in catalogue().values() if t.platform == machine.platform),
             *([dataclasses.replace(_alike(machine), architecture=machine.architecture)] * own),
         ]
         for target in described:
