@@ -454,15 +454,14 @@ def _prefer(
         others = _union(masks[index] for index in (*result[:place], *result[place + 1 :]))
         alone = masks[result[place]] & ~others
 
-        def merit(index: int, alone: int = alone) -> tuple[bool, int, int, int]:
-            own = "fingerprint" in candidates[index].table
+        def merit(index: int, alone: int = alone) -> tuple[int, int, int]:
             kind = candidates[index].requirement.device_kind
             alike = sum(
                 len(merged)
                 for i, merged in enumerate(classes)
                 if alone >> i & 1 and merged[0].fingerprint.device_kind == kind
             )
-            return not own, alike, len(candidates[index].requirement.cpu_features), -index
+            return alike, len(candidates[index].requirement.cpu_features), -index
 
         result[place] = max((i for i, mask in enumerate(masks) if mask & alone == alone), key=merit)
     return result

@@ -370,6 +370,14 @@ def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
             assert compare(target.name, requirement, by_name[name]).matches, addition.toml()
 
 
+def test_a_board_too_small_for_the_programs_is_not_advised() -> None:
+    """`prejit build` refuses it, and the machine's own board has the room."""
+    targets = [needs("cuda-h100", device_memory_bytes=30_000_000_000, **DEFAULTS)]
+    machine = gpu("cuda-l4", device_kind="NVIDIA L40S", device_memory_bytes=48_000_000_000)
+    [addition] = explain_fleet(targets, named([machine])).additions
+    assert addition.table == {"name": "m0", "fingerprint": "fleet/m0.json"}
+
+
 def test_a_device_that_nobody_knows_is_told_to_be_described(tmp_path: Path) -> None:
     machine = gpu(device_kind="NVIDIA GeForce RTX 5090", compute_capability="12.0")
     [addition] = explain_fleet([needs("cpu-x86-64-v3")], named([machine])).additions
