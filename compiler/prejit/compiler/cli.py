@@ -171,11 +171,12 @@ def build(
 def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a manifest's targets that this machine can compile for; the others are told."""
     from prejit.compiler.manifest import read_manifest
-    from prejit.compiler.target import can_build, chosen
+    from prejit.compiler.plan import why_not
+    from prejit.compiler.target import chosen
 
     buildable = []
     for target in chosen(read_manifest(manifest).targets, only, str(manifest)):
-        if reason := can_build(target):
+        if reason := why_not(target):
             click.echo(f"{manifest}: left out {target.name}: {reason}", err=True)
         else:
             buildable.append(target.name)

@@ -134,6 +134,20 @@ def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
     return tuple(planned)
 
 
+def why_not(target: Target) -> str | None:
+    """Why this machine cannot compile for a target; None: it can, if packages can be fetched."""
+    if reason := can_build(target):
+        return reason
+    wanted = environments.wanted(target, _version("jax"))
+    if wanted is None or environments.find(wanted) is not None:
+        return None
+    try:
+        environments.interpreter(wanted)
+    except BuildError as error:
+        return f"{error} ({error.hint})"
+    return None
+
+
 @final
 class Inputs:
     """Everything that a build of one manifest starts from, read when it is first wanted."""

@@ -361,12 +361,22 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
     return Verdict(target, tuple(rows))
 
 
-def preference(needs: Requirement, machine: Fingerprint) -> tuple[bool, int]:
+def preference(needs: Requirement, machine: Fingerprint) -> tuple[bool, int, int]:
     """What targets that fit a machine are sorted by; the first is taken, of equals the index's first.
 
-    What is tuned for the machine's very device comes first, then what uses most of its CPU.
+    What is tuned for the machine's very device comes first, then what has the widest vectors, then what
+    uses most of its CPU. Not the last alone: code for x86-64-v2 may use as many extensions as code for
+    v3, each of them of 128 bits.
     """
-    return needs.device_kind != machine.device_kind, -len(needs.cpu_features)
+    features = needs.cpu_features
+    width = max((_vector_bits(name) for name in features), default=0)
+    return needs.device_kind != machine.device_kind, -width, -len(features)
+
+
+def _vector_bits(feature: str) -> int:
+    if feature.startswith(("avx512", "amx")):
+        return 512
+    return 256 if feature.startswith(("avx", "fma", "f16c")) else 128
 
 
 def _equal(name: str, needed: str, found: str | None) -> Axis:

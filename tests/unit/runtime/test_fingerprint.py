@@ -95,6 +95,18 @@ def test_all_axes_that_mismatch_are_named_at_once() -> None:
     assert verdict.reason().count("; ") == 3
 
 
+def test_wider_vectors_go_before_more_extensions() -> None:
+    """Code for x86-64-v2 may use as many extensions as code for v3, and would be taken for it."""
+    machine = dataclasses.replace(
+        MACHINE, cpu_features=("avx", "avx2", "fma", "sse", "sse2", "sse3")
+    )
+    v2 = dataclasses.replace(NEEDS, cpu_features=("sse", "sse2", "sse3"))
+    v3 = dataclasses.replace(NEEDS, cpu_features=("avx", "fma"))
+    v4 = dataclasses.replace(NEEDS, cpu_features=("avx512f",))
+    ranked = sorted([v2, v3, v4], key=lambda needs: fingerprint.preference(needs, machine))
+    assert ranked == [v4, v3, v2]
+
+
 def test_missing_features_are_listed_and_no_others() -> None:
     verdict = compare(
         "t", dataclasses.replace(NEEDS, cpu_features=("avx", "gfni", "bmi2")), MACHINE
