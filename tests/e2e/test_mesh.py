@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 @pytest.fixture(scope="module")
 def build_one(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=(4,))`. In this process."""
+    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
     from prejit.compiler.build import build
     from prejit.compiler.cache import Cache
     from prejit.compiler.manifest import read_manifest
@@ -114,10 +114,22 @@ def build_one(tmp_path_factory: pytest.TempPathFactory) -> Build:
     cache = Cache.open(directory / "cache")
 
     def build_one(
-        source: Path, name: str, mesh: tuple[int, int] | None, **sizes: Sequence[int]
+        source: Path,
+        name: str,
+        mesh: tuple[int, int] | None,
+        *,
+        batch: int = 4,
+        prompt: int = 4,
+        context: int = 32,
     ) -> Path:
-        sizes = {"batch": (4,), "prompt": (4,), "context": (32,), **sizes}
-        path = write_manifest(directory / f"{name}.toml", source, name=name, **sizes)
+        path = write_manifest(
+            directory / f"{name}.toml",
+            source,
+            name=name,
+            batch=[batch],
+            prompt=[prompt],
+            context=[context],
+        )
         add_mesh(path, mesh)
         inputs = Inputs(read_manifest(path), cache)
         return build(inputs, directory, workers=2, progress=Quiet()).path
@@ -203,8 +215,8 @@ def test_two_tensor_devices_write_the_published_text(
     from prejit.runtime import load
 
     source, expected = stories
-    sizes: dict[str, Sequence[int]] = {"batch": (1,), "prompt": (16,), "context": (256,)}
-    bundle = load(build_one(source, "stories-1x2", (1, 2), **sizes), on_mismatch="error")
+    path = build_one(source, "stories-1x2", (1, 2), batch=1, prompt=16, context=256)
+    bundle = load(path, on_mismatch="error")
     result = bundle.generate(expected["prompt_ids"], max_new_tokens=len(expected["ids"]))
     assert result.text == expected["text"]
 
@@ -240,9 +252,8 @@ def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
         "num_attention_heads": 4,
         "head_dim": 8,
     }
-    sizes: dict[str, Sequence[int]] = {"batch": (1,), "prompt": (4,), "context": (16,)}
     source = write_checkpoint(tmp_path / "large", config, scale=0.02)
-    bundle = build_one(source, "large", (1, 4), **sizes)
+    bundle = build_one(source, "large", (1, 4), batch=1, context=16)
     matrix = 4 * 1024 * 8192
     assert (source / "model.safetensors").stat().st_size > 3 * matrix
     grown = int(python(MEASURE, bundle).stdout.splitlines()[-1])
