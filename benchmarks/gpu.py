@@ -105,7 +105,7 @@ def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
             f"{ratio(rows, name, report.JAX_COLD, 'first_seconds'):.2f}",
             f"{ratio(rows, name, report.JAX_WARM, 'first_seconds'):.2f}",
             cell(found, "decode_tokens_per_second", 1),
-            f"{ratio(rows, name, report.JAX_COLD, 'tokens_per_second'):.2f}",
+            f"{ratio(rows, name, report.JAX_COLD, 'decode_tokens_per_second'):.2f}",
         )
         for name, found in rows.items()
     ]
