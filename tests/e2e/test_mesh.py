@@ -349,6 +349,7 @@ def cluster(tmp_path: Path) -> Cluster:
         ("gpt2-1x2", False, "loaded"),
         ("llama-1x2", True, "compiled"),
         ("llama-one", False, "loaded"),
+        ("llama-one", True, "compiled"),
     ],
 )
 def test_two_processes_give_the_tokens_of_one_device(

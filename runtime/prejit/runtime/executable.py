@@ -192,7 +192,8 @@ class Device:
         _register_library_calls(serialized)
         # Without options it runs on the devices that the compiler counted, which have other numbers in a
         # cluster.
-        options = None if self.mesh is None else _compile_options(self._all)
+        alone = self.mesh is None and not self.in_cluster
+        options = None if alone else _compile_options(self._all)
         try:
             loaded = self._client.deserialize_executable(serialized, self._devices, options)
         except Exception as error:
@@ -280,9 +281,11 @@ def _compile_options(devices: Sequence[Any]) -> Any:
         build.num_partitions = len(devices)
         build.use_spmd_partitioning = True
         build.use_shardy_partitioner = True
+    if len(devices) > 1 or devices[0].id:
         ids = np.array([[device.id for device in devices]], np.int32)
         assignment = xla_client.DeviceAssignment.create(ids)
-        options.device_assignment = build.device_assignment = assignment
+        options.device_assignment = assignment
+        options.executable_build_options.device_assignment = assignment
     return options
 
 
