@@ -223,3 +223,30 @@ def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> 
     said = json.loads(run("generate", tmp_path / "web", *PROMPT).stdout)
     assert said["target"] == f"web-jax{version('jax')}"
     assert {p["source"] for p in said["programs"]} == {"loaded"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("tpu-v5e-2x2", (1, 4)), ("cuda-h100", (1, 2)), ("cuda-h100", (2, 4))],
+    ids=["tpu-v5e 2x2", "2 H100", "8 H100"],
+)
+def test_a_mesh_is_compiled_for_devices_that_are_not_here(
+    run: Any, environment: dict[str, str], tmp_path: Path, name: str, mesh: tuple[int, int]
+) -> None:
+    data, tensor = mesh
+    tables = (
+        f"[mesh]\ndata = {data}\ntensor = {tensor}\n"
+        f'[[target]]\nname = "{name}"\njax = "{NEW}"\n[[target]]\nname = "cpu-host"\n'
+    )
+    file = manifest(tmp_path / "mesh.toml", "mesh", tables)
+    file.write_text(file.read_text().replace("batch = [1]", "batch = [2]"))
+    run("build", file, "-o", tmp_path, **environment)
+    assert json.loads(run("verify", tmp_path / "mesh", "--json").stdout)["programs"] == 4
+    contents = opened(tmp_path / "mesh")
+    needs = contents[f"{name}-jax{NEW}"].config.requirement
+    assert needs.device_count == data * tensor
+    weights = contents["cpu-host"].manifest.layer(bundle.WEIGHTS_MEDIA_TYPE).size
+    for program in contents[f"{name}-jax{NEW}"].config.programs:
+        assert program.memory.argument_bytes < 0.8 * weights, "each device holds a part of them"
+    said = json.loads(run("generate", tmp_path / "mesh", *PROMPT).stdout)
+    assert {p["source"] for p in said["programs"]} == {"loaded"}
