@@ -11,8 +11,10 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
 PROMPT := def read_lines(path):
+# Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
+export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo artifacts test test-fast test-other lint format bench parity demo-model clean
+.PHONY: help demo artifacts test test-fast test-other lint format bench gpu parity demo-model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -35,7 +37,7 @@ test-fast: $(READY) ## the unit tests
 test-other: ## the unit tests on a newer interpreter and jax, where one is present
 ifneq ($(OTHER),)
 	@$(MAKE) --no-print-directory $(OTHER_READY)
-	$(OTHER_VENV)/bin/python -m pytest tests/unit tests/parity -q
+	$(OTHER_VENV)/bin/python -m pytest tests/unit tests/parity tests/format -q
 else
 	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
 endif
@@ -52,6 +54,9 @@ format: $(READY) ## format, and fix what the linter can
 bench: $(READY) ## the measured table of the README
 	$(BIN)/python benchmarks/run.py
 
+gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
+	PYTHON=$(PYTHON) benchmarks/gpu.sh
+
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
 	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
@@ -61,7 +66,7 @@ demo-model: $(READY) ## train the demo model again
 	$(BIN)/python manifests/demo-model/train.py
 
 clean: ## remove environments, bundles and caches of this checkout
-	rm -rf .venv .venv-other artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-other .venv-gpu .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
