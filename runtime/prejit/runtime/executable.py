@@ -9,6 +9,7 @@ every jax version that we support.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import importlib
 import math
@@ -38,6 +39,20 @@ def _jaxlib() -> tuple[Any, Any]:
     from jaxlib import _jax, xla_client
 
     return xla_client, _jax
+
+
+_import_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _imports() -> Iterator[None]:
+    """One thread at a time imports modules of jax and of jaxlib's MLIR.
+
+    A program may be compiled in one thread while another makes the first array. Both want
+    `jaxlib.mlir._mlir_libs` and its `_mlir`, which import each other: Python ends that as a deadlock.
+    """
+    with _import_lock, imports_of_ours():
+        yield
 
 
 @final
@@ -150,7 +165,7 @@ class Device:
 
     def _begin(self) -> None:
         """Imports those of jax's modules that arrays are made of, with the first array."""
-        with self._lock, imports_of_ours():
+        with self._lock, _imports():
             from jax._src import config, core
 
             self._enable_x64 = config.enable_x64
@@ -166,7 +181,7 @@ class Device:
     def _sharding(self, spec: tuple[str, ...]) -> Any:
         """jax's sharding for a spec of ours; of one device where there is no mesh."""
         if (known := self._shardings.get(spec)) is None:
-            with imports_of_ours():
+            with _imports():
                 from jax._src import mesh, partition_spec, sharding_impls
 
                 if self.mesh is None:
@@ -348,7 +363,8 @@ def _stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) 
     Raises:
         BuildError: it was not lowered for this platform.
     """
-    from jaxlib.mlir import ir
+    with _imports():
+        from jaxlib.mlir import ir
 
     _, _jax = _jaxlib()
     if platforms and platform not in platforms:
