@@ -69,10 +69,15 @@ MAX_MANIFEST_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 64 << 20
 MAX_PROGRAM_BYTES = 1 << 30
 """One executable or portable program, decompressed."""
+MAX_MESH_DEVICES = 1 << 12
+"""XLA:CPU makes as many devices as it is told, each with threads of its own; of 2**14 it does not return."""
 GAP_PREFIX = ".gap"
 """safetensors allows no holes: bytes between aligned tensors are tensors of this name."""
 WEIGHTS_ALIGNMENT_BYTES = 64
 """XLA takes a host buffer without a copy only at this alignment (xla/service/cpu/cpu_runtime)."""
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+"""What portable programs may be lowered for."""
 
 T = TypeVar("T")
 

@@ -75,7 +75,7 @@ def inspect(options: Namespace) -> int:
 
 
 def verify(options: Namespace) -> int:
-    """Checks every byte: digests of all blobs, every frame of every pack, the weights' header."""
+    """Checks every byte: digests of all blobs, every frame of every pack, each line of each table."""
     started = time.perf_counter()
     with Layout(options.bundle) as layout:
         index, digest = open_index(layout)
@@ -93,11 +93,19 @@ def verify(options: Namespace) -> int:
                     segment = program.executable if executables else program.portable
                     frame = packed[segment.offset : segment.offset + segment.size]
                     checks.unpack(frame, segment, layout.blob_path(layer.digest))
+            for program in config.programs:
+                for text in (*program.arguments, *program.results):
+                    at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
+                    checks.check_array(text, config.mesh, at)
             programs += len(config.programs)
+            shapes: dict[str, tuple[int, ...]] = {}
+            weights = manifest.config
             if manifest.has_layer(format.WEIGHTS_MEDIA_TYPE):
                 weights = manifest.layer(format.WEIGHTS_MEDIA_TYPE)
                 mapped = layout.map_blob(weights.digest, weights.size)
-                checks.check_weights(memoryview(mapped), layout.blob_path(weights.digest))
+                tensors = checks.check_weights(memoryview(mapped), layout.blob_path(weights.digest))
+                shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            checks.check_weight_sets(config, shapes, layout.blob_path(weights.digest))
     seconds = time.perf_counter() - started
     if options.json:
         found = {"digest": digest, "targets": len(targets), "programs": programs, "bytes": hashed}

@@ -68,7 +68,8 @@ class Bundle:
         weights = layers.get(bundle.WEIGHTS_MEDIA_TYPE)
         values = tensors(weights) if weights is not None else {}
         portable = layers[bundle.PORTABLE_MEDIA_TYPE]
-        verify.check_weight_sets(config, values.keys(), (weights or portable).path)
+        shapes = {name: value.shape for name, value in values.items()}
+        verify.check_weight_sets(config, shapes, (weights or portable).path)
         self._programs = Programs(
             config,
             self._device,

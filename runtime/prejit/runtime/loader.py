@@ -41,11 +41,13 @@ class Target:
         name: of the target.
         verdict: whether its executables run on the machine that was asked about.
         descriptor: of its manifest.
+        format: of the bundle, as its index says.
     """
 
     name: str
     verdict: Verdict
     descriptor: Descriptor
+    format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,9 @@ def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, .
     targets = []
     for descriptor in index.manifests:
         name, needs = verify.target_of(descriptor, str(layout.path / "index.json"))
-        targets.append(
-            (preference(needs, machine), Target(name, compare(name, needs, machine), descriptor))
-        )
+        written = index.annotations[bundle.BUNDLE_FORMAT]
+        target = Target(name, compare(name, needs, machine), descriptor, written)
+        targets.append((preference(needs, machine), target))
     targets.sort(key=lambda item: item[0])
     return tuple(target for _, target in targets)
 
@@ -107,9 +109,8 @@ def read_contents(layout: Layout, target: Target) -> Contents:
     content = layout.read_blob(at.digest, at.size)
     verify.check_digest(content, at.digest, layout.blob_path(at.digest))
     name, needs = verify.target_of(target.descriptor, str(layout.path / "index.json"))
-    return Contents(
-        manifest, verify.check_config(content, name, needs, layout.blob_path(at.digest))
-    )
+    path = layout.blob_path(at.digest)
+    return Contents(manifest, verify.check_config(content, target.format, name, needs, path))
 
 
 def check_blobs(layout: Layout, targets: Sequence[Contents], receipts: Receipts | None) -> int:

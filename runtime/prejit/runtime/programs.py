@@ -252,11 +252,8 @@ class Programs:
         self, name: str, texts: tuple[str, ...], known: dict[str, tuple[Array, ...]]
     ) -> tuple[Array, ...]:
         if name not in known:
-            try:
-                known[name] = tuple(map(Array.parse, texts))
-            except ValueError as error:
-                at = f"{self._config.bundle}: program table of {self._config.target}"
-                raise RejectError(at, f"{name}: {error}") from error
+            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
+            known[name] = tuple(verify.check_array(text, self._config.mesh, at) for text in texts)
         return known[name]
 
     def report(self) -> tuple[ProgramReport, ...]:

@@ -13,12 +13,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from prejit.runtime import bundle
 from prejit.runtime.bundle import Requirement
 
 HOST = "cpu-host"
 """The target that is the machine which builds."""
 
-PLATFORMS = ("cpu", "cuda", "tpu")
+PLATFORMS = bundle.PLATFORMS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import zstandard
 
 from prejit.runtime import bundle
-from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Requirement, Segment
+from prejit.runtime.bundle import (
+    MESH_AXES,
+    Array,
+    Config,
+    Descriptor,
+    Index,
+    Manifest,
+    Mesh,
+    Requirement,
+    Segment,
+)
 from prejit.runtime.errors import RejectError
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
@@ -44,6 +55,8 @@ def check_index(content: bytes, path: str) -> Index:
             hint=NEWER_FORMAT_HINT if newer else None,
         )
     index = bundle.from_json(Index, content, path)
+    if written is None:
+        raise RejectError(path, f"expected {bundle.BUNDLE_FORMAT} in the annotations, found none")
     if (index.schemaVersion, index.mediaType, index.artifactType) != (
         2,
         bundle.INDEX_MEDIA_TYPE,
@@ -127,11 +140,21 @@ def check_manifest(content: bytes, path: str) -> Manifest:
     return manifest
 
 
-def check_config(content: bytes, target: str, requirement: Requirement, path: str) -> Config:
-    """7. A target's config is canonical and agrees with the index that led to it."""
+def check_config(
+    content: bytes, written: str, target: str, requirement: Requirement, path: str
+) -> Config:
+    """7. A target's config is canonical and agrees with the index that led to it, and with itself.
+
+    Args:
+        content: of the config blob.
+        written: the format that the index says it is of.
+        target: its name, from its descriptor in the index.
+        requirement: from there as well.
+        path: the file, for errors.
+    """
     config = bundle.from_json(Config, content, path)
-    if config.format not in bundle.READABLE_FORMATS:
-        raise RejectError(path, f"expected format {bundle.FORMAT_VERSION}, found {config.format}")
+    if str(config.format) != written:
+        raise RejectError(path, f"expected format {written}, as the index, found {config.format}")
     if config.target != target or config.requirement != requirement:
         raise RejectError(path, f"expected target {target!r} with the requirement of the index")
     names = [program.name for program in config.programs]
@@ -140,7 +163,69 @@ def check_config(content: bytes, target: str, requirement: Requirement, path: st
     for program in config.programs:
         if program.weights is not None and program.weights not in config.weight_sets:
             raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r}")
+        platforms = program.platforms
+        if platforms is not None and (
+            not platforms
+            or len(set(platforms)) != len(platforms)
+            or not set(platforms) <= set(bundle.PLATFORMS)
+        ):
+            known = ", ".join(bundle.PLATFORMS)
+            raise RejectError(
+                path,
+                f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
+            )
+    _check_mesh(config, path)
+    until = None if config.portable is None else config.portable.readable_until
+    if until is not None and not _is_date(until):
+        raise RejectError(path, f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
     return config
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text  # it takes other spellings as well
+    except ValueError:
+        return False
+
+
+def _check_mesh(config: Config, path: str) -> None:
+    mesh, needed = config.mesh, config.requirement.device_count
+    size = 1 if mesh is None else mesh.size
+    if size > bundle.MAX_MESH_DEVICES:
+        raise RejectError(
+            path, f"expected a mesh of at most {bundle.MAX_MESH_DEVICES} devices, found {size}"
+        )
+    # A process makes as many CPU devices as it wants: only accelerators have to be counted.
+    if needed != size and not (
+        needed is None and (size == 1 or config.requirement.platform == "cpu")
+    ):
+        raise RejectError(
+            path, f"expected device_count {size}, the size of the mesh; found {needed}"
+        )
+    if config.weight_shardings is not None and mesh is None:
+        raise RejectError(path, "expected a mesh for weight_shardings, found none")
+
+
+def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
+    """7. An argument or result is spelled as the format has it, and its mesh splits it evenly.
+
+    Of a program, when it is wanted: a table of hundreds is not parsed whole.
+    """
+    try:
+        array = Array.parse(text)
+        _check_split(array.sharding, array.shape, mesh)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    return array
+
+
+def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
+    sizes = {} if mesh is None else dict(zip(MESH_AXES, (mesh.data, mesh.tensor), strict=True))
+    for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
+        if axis and (axis not in sizes or extent % sizes[axis]):
+            raise ValueError(
+                f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
+            )
 
 
 def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
@@ -225,11 +310,27 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     return slices
 
 
-def check_weight_sets(config: Config, tensors: Collection[str], path: str) -> None:
-    """10. Every tensor of every weight set is in the weights layer."""
+def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], path: str) -> None:
+    """10. Every tensor that the config names is in the weights layer, and the mesh splits it evenly.
+
+    Args:
+        config: the program table.
+        shapes: of the tensors of the weights layer, by name.
+        path: the file, for errors.
+    """
     for name, members in config.weight_sets.items():
-        if missing := [tensor for tensor in members if tensor not in tensors]:
+        if missing := [tensor for tensor in members if tensor not in shapes]:
             raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
+    for name, text in (config.weight_shardings or {}).items():
+        if name not in shapes:
+            raise RejectError(path, f"weight_shardings: no tensor {name!r}")
+        try:
+            sharding = bundle.parse_sharding(text, len(shapes[name]))
+            _check_split(sharding, shapes[name], config.mesh)
+        except ValueError as error:
+            raise RejectError(path, f"weight_shardings: {name}: {error}") from error
+        if not sharding:
+            raise RejectError(path, f"weight_shardings: {name}: expected a mesh axis, found none")
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

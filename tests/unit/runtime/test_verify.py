@@ -19,8 +19,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.runtime import bundle, loader, verify
-from prejit.runtime.bundle import Descriptor, Index, Segment
+from prejit.runtime import __main__, bundle, loader, verify
+from prejit.runtime.bundle import Descriptor, Index, Mesh, Portable, Segment
 from prejit.runtime.errors import RejectError
 from prejit.runtime.fingerprint import Fingerprint
 
@@ -123,6 +123,18 @@ def test_2_an_index_without_its_own_digest_is_rejected(recipe: Any, tmp_path: Pa
             plain["annotations"][bundle.INDEX_DIGEST] = digest
         (path / "index.json").write_bytes(bundle.to_json(plain))
         reject(path, bundle.INDEX_DIGEST)
+
+
+@pytest.mark.parametrize("written", [None, 2, True])
+def test_2_an_index_that_does_not_tell_its_format_is_rejected(
+    written: Any, recipe: Any, tmp_path: Path
+) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["annotations"][bundle.BUNDLE_FORMAT] = written
+        if written is None:
+            del index["annotations"][bundle.BUNDLE_FORMAT]
+
+    reject(with_index(recipe, tmp_path / "b", change), "dev.prejit.format.*found")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +336,8 @@ def one_program(config: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda c: dataclasses.replace(c, format=3), "expected format 2, found 3"),
+        (lambda c: dataclasses.replace(c, format=3), "format 2, as the index, found 3"),
+        (lambda c: dataclasses.replace(c, format=1), "format 2, as the index, found 1"),
         (
             lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
             "each program once",
@@ -332,6 +345,22 @@ def one_program(config: Any, **changes: Any) -> Any:
         (lambda c: one_program(c, weights="other"), "score/b2: unknown weight set 'other'"),
         (lambda c: one_program(c, memory=(1, 2)), "expected an object"),
         (lambda c: one_program(c, bucket={"b": True}), "expected int, found True"),
+        (lambda c: one_program(c, platforms=()), "score/b2: expected platforms of cpu, cuda, tpu"),
+        (lambda c: one_program(c, platforms=("cpu", "gpu")), "each once; found .'cpu', 'gpu'"),
+        (lambda c: one_program(c, platforms=("cpu", "cpu")), "each once; found .'cpu', 'cpu'"),
+        (lambda c: one_program(c, platforms="cpu"), "expected a list, found 'cpu'"),
+        (lambda c: dataclasses.replace(c, mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
+        (lambda c: dataclasses.replace(c, mesh={"data": 1, "tensor": -2}), "sizes of 1 or more"),
+        (lambda c: dataclasses.replace(c, mesh={"data": 2}), "missing .*'tensor'"),
+        (lambda c: dataclasses.replace(c, mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
+        (
+            lambda c: dataclasses.replace(c, mesh=Mesh(1 << 40, 1 << 40)),
+            "at most 4096 devices, found 1208925819614629174706176",
+        ),
+        (
+            lambda c: dataclasses.replace(c, weight_shardings={"score:bias": "tensor"}),
+            "expected a mesh for weight_shardings, found none",
+        ),
     ],
 )
 def test_7_a_program_table_that_is_not_one_is_rejected(
@@ -339,6 +368,119 @@ def test_7_a_program_table_that_is_not_one_is_rejected(
 ) -> None:
     path = recipe.configured(change).write(tmp_path / "b")
     assert "blobs/sha256/" in reject(path, complaint).path
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh", "device_count", "complaint"),
+    [
+        ("cpu", None, None, None),
+        ("cpu", Mesh(1, 2), None, None),
+        ("cpu", Mesh(1, 2), 2, None),
+        ("cuda", None, None, None),
+        ("cuda", None, 1, None),
+        ("cuda", Mesh(2, 2), 4, None),
+        ("cpu", Mesh(1, 2), 1, "expected device_count 2, the size of the mesh; found 1"),
+        ("tpu", None, 4, "expected device_count 1, the size of the mesh; found 4"),
+        ("cuda", Mesh(2, 2), 2, "expected device_count 4, the size of the mesh; found 2"),
+        ("cuda", Mesh(2, 2), 8, "expected device_count 4, the size of the mesh; found 8"),
+        # It would match a machine with one device, and not run there.
+        ("tpu", Mesh(1, 2), None, "expected device_count 2, the size of the mesh; found None"),
+    ],
+)
+def test_7_a_requirement_counts_the_devices_of_the_mesh(
+    platform: str, mesh: Mesh | None, device_count: int | None, complaint: str | None, recipe: Any
+) -> None:
+    config = recipe.targets[0].config
+    needs = dataclasses.replace(config.requirement, platform=platform, device_count=device_count)
+    config = dataclasses.replace(config, requirement=needs, mesh=mesh)
+    content = bundle.to_json(config)
+    if complaint is None:
+        assert verify.check_config(content, "2", config.target, needs, PATH) == config
+    else:
+        with pytest.raises(RejectError, match=complaint) as caught:
+            verify.check_config(content, "2", config.target, needs, PATH)
+        assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    ("until", "is_date"),
+    [
+        *((None, True), ("2027-02-28", True), ("2028-02-29", True)),
+        *(("", False), ("soon", False), ("2027-02-29", False), ("20270228", False)),
+        *(("2027-W08-7", False), ("2027-2-28", False), ("2027-02-28T00:00", False)),
+    ],
+)
+def test_7_a_window_that_ends_on_no_date_is_rejected(
+    until: str | None, is_date: bool, recipe: Any
+) -> None:
+    """Or the loader, which compares it with today, would end in a ValueError."""
+    config = recipe.targets[0].config
+    config = dataclasses.replace(config, portable=Portable("0.12.0.1", "1.17.0", until))
+    arguments = (bundle.to_json(config), "2", config.target, config.requirement, PATH)
+    if is_date:
+        assert verify.check_config(*arguments) == config
+    else:
+        with pytest.raises(RejectError, match="readable_until: expected YYYY-MM-DD, found"):
+            verify.check_config(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "complaint"),
+    [
+        ("[] float32[4,6] @data,tensor", Mesh(2, 3), None),
+        ("[] float32[4,6] @,tensor", Mesh(7, 2), None),
+        ("[] float32[4,6]", None, None),
+        ("[] float32[4,6] @data,tensor", None, "'data' divides 4, found no mesh"),
+        ("[] float32[4,6] @data,tensor", Mesh(3, 3), "'data' divides 4, found 3"),
+        ("[] float32[4,6] @data,tensor", Mesh(2, 4), "'tensor' divides 6, found 4"),
+        ("[] float32[4,6] @tensor", Mesh(2, 3), r"expected '\[path\] dtype\[shape\]'"),
+    ],
+)
+def test_7_an_array_that_its_mesh_does_not_split_evenly_is_rejected(
+    text: str, mesh: Mesh | None, complaint: str | None
+) -> None:
+    if complaint is None:
+        assert str(verify.check_array(text, mesh, PATH)) == text
+    else:
+        with pytest.raises(RejectError, match=complaint) as caught:
+            verify.check_array(text, mesh, PATH)
+        assert caught.value.path == PATH
+
+
+def test_7_a_split_that_is_not_even_is_rejected_before_the_program_runs(
+    recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: one_program(
+            dataclasses.replace(c, mesh=Mesh(1, 3)), arguments=('["x"] float32[2,16] @,tensor',)
+        )
+    ).write(tmp_path / "b")
+    loaded = loader.load(path)
+    with pytest.raises(RejectError, match="score/b2: expected a mesh whose 'tensor' divides 16"):
+        loaded.call("score", x=np.zeros((2, 16), np.float32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: one_program(c, results=("[ ] float32[2,4]",)),
+        lambda c: dataclasses.replace(c, weight_sets={"score": ("score:nothing",)}),
+        lambda c: dataclasses.replace(
+            c, mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}
+        ),
+    ],
+)
+def test_7_and_10_prejit_verify_reads_what_load_puts_off(
+    change: Any, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every target, also of those that this machine does not run."""
+    kept, changed = (target.config.target for target in recipe.targets)
+    path = recipe.configured(lambda c: change(c) if c.target == changed else c).write(
+        tmp_path / "b"
+    )
+    assert __main__.main(["verify", str(path)]) == RejectError.exit_code
+    assert "error[" in capsys.readouterr().err
+    assert __main__.main(["verify", str(recipe.only(kept).write(tmp_path / "good"))]) == 0
 
 
 def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:
@@ -712,6 +854,38 @@ def test_10_a_weight_set_of_tensors_that_are_not_there_is_rejected(
     ).write(tmp_path / "b")
     weights = bundle.digest_of(recipe.content(bundle.WEIGHTS_MEDIA_TYPE))
     assert reject(path, "score:nothing").path.endswith(weights.removeprefix("sha256:"))
+
+
+@pytest.mark.parametrize(
+    ("shardings", "complaint"),
+    [
+        ({"score:nothing": "tensor"}, "weight_shardings: no tensor 'score:nothing'"),
+        ({"score:bias": "tensor,"}, "score:bias: expected a mesh axis or none for each of 1 dim"),
+        ({"score:kernel": "tensor"}, "score:kernel: .*for each of 2 dimensions"),
+        ({"score:kernel": "rows,"}, "score:kernel: .*'rows,'"),
+        ({"score:kernel": "data,data"}, "score:kernel: .*'data,data'"),
+        ({"score:kernel": ","}, "score:kernel: .*','"),
+        ({"score:kernel": ""}, "score:kernel: expected a mesh axis, found none"),
+        ({"score:kernel": ",tensor"}, "score:kernel: expected a mesh whose 'tensor' divides 4"),
+    ],
+)
+def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
+    shardings: dict[str, str], complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: dataclasses.replace(c, mesh=Mesh(2, 3), weight_shardings=shardings)
+    ).write(tmp_path / "b")
+    weights = bundle.digest_of(recipe.content(bundle.WEIGHTS_MEDIA_TYPE))
+    assert reject(path, complaint).path.endswith(weights.removeprefix("sha256:"))
+
+
+def test_10_weights_that_the_mesh_splits_evenly_are_right(recipe: Any) -> None:
+    shapes = {"score:bias": (4,), "score:kernel": (16, 4)}
+    shardings = {"score:bias": "data", "score:kernel": "tensor,data"}
+    config = dataclasses.replace(
+        recipe.targets[0].config, mesh=Mesh(2, 8), weight_shardings=shardings
+    )
+    verify.check_weight_sets(config, shapes, PATH)
 
 
 def test_10_a_weight_set_without_any_weights_is_rejected(recipe: Any, tmp_path: Path) -> None:
