@@ -32,7 +32,7 @@ from prejit.runtime.fingerprint import (
     effective_xla_flags,
 )
 from prejit.runtime.layout import Layout, write_layout
-from prejit.runtime.loader import check_blobs, match, open_index, read_contents
+from prejit.runtime.loader import check_blobs, match, open_index, read_manifest
 from prejit.runtime.receipt import Receipts
 
 MODEL_WEIGHTS = "model"
@@ -302,7 +302,7 @@ def is_current(path: Path, index: bytes) -> bool:
                 return False
             targets = match(layout, open_index(layout)[0], Fingerprint.current())
             check_blobs(
-                layout, [read_contents(layout, target) for target in targets], Receipts(path)
+                layout, [read_manifest(layout, target) for target in targets], Receipts(path)
             )
     except (RejectError, StoreError):
         return False

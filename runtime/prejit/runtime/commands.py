@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime import bundle as format
 from prejit.runtime import verify as checks
-from prejit.runtime.errors import FallbackWarning, StoreError, UsageError
-from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
+from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import check_blobs, load, match, open_index, read_contents
 
@@ -47,6 +47,9 @@ def inspect(options: Namespace) -> int:
     first = contents[0].config
     print(f"{first.bundle}  {digest}")
     print(_table(["built with", "version"], sorted(first.versions.items())))
+    if (portable := first.portable) is not None:
+        until = f", readable until {portable.readable_until}" if portable.readable_until else ""
+        print(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
     print(
         _table(
@@ -81,7 +84,7 @@ def verify(options: Namespace) -> int:
         index, digest = open_index(layout)
         targets = match(layout, index, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
-        hashed = check_blobs(layout, contents, receipts=None)
+        hashed = check_blobs(layout, [c.manifest for c in contents], receipts=None)
         programs = 0
         for content in contents:
             manifest, config = content.manifest, content.config
@@ -145,7 +148,7 @@ def explain(options: Namespace) -> int:
     rows = [
         (target.name, a.name, a.rule, "yes" if a.matches else "NO", a.needed, a.found)
         for target in targets
-        for a in target.verdict.axes
+        for a in _telling_axes(target.verdict)
     ]
     print(_table(["target", "axis", "rule", "fits", "needed", "found"], rows))
     where = f"the machine of {options.fingerprint}" if options.fingerprint else "this machine"
@@ -154,6 +157,11 @@ def explain(options: Namespace) -> int:
         return 0
     print(f"\n{where} is none of the targets: every program would be compiled there")
     return 3
+
+
+def _telling_axes(verdict: Verdict) -> tuple[Axis, ...]:
+    """All axes; of a target for another platform that one alone, since the others follow from it."""
+    return tuple(a for a in verdict.axes if a.name == "platform" and not a.matches) or verdict.axes
 
 
 def _explain_fleet(options: Namespace) -> int:
@@ -457,7 +465,7 @@ def _start_up(options: Namespace) -> dict[str, float | int]:
 
 def _load(options: Namespace) -> Bundle:
     with warnings.catch_warnings():
-        warnings.simplefilter("always", FallbackWarning)  # whatever PYTHONWARNINGS says
+        warnings.simplefilter("always", PrejitWarning)  # whatever PYTHONWARNINGS says
         warnings.showwarning = lambda message, *_, **__: print(
             f"warning: {message}", file=sys.stderr
         )

@@ -16,11 +16,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from typing import TYPE_CHECKING, Literal
 
 from prejit.runtime import bundle, verify
-from prejit.runtime.bundle import Config, Descriptor, Index, Manifest
-from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, UsageError
+from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Portable
+from prejit.runtime.errors import (
+    FallbackWarning,
+    MismatchError,
+    PrejitWarning,
+    RejectError,
+    UsageError,
+)
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict, compare, preference
 from prejit.runtime.layout import Layout, digest_file
 from prejit.runtime.receipt import Receipts
@@ -28,6 +35,9 @@ from prejit.runtime.receipt import Receipts
 if TYPE_CHECKING:  # NumPy comes with them: what only reads a bundle does without
     from prejit.runtime.loaded import Bundle
     from prejit.runtime.programs import Layer
+
+NOTICE = timedelta(days=30)
+"""How long before portable programs expire somebody is told."""
 
 _fallbacks: Counter[str] = Counter()
 _fallbacks_lock = threading.Lock()
@@ -95,16 +105,25 @@ def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, .
     return tuple(target for _, target in targets)
 
 
+def read_manifest(layout: Layout, target: Target) -> Manifest:
+    """Reads and checks a target's manifest.
+
+    Raises:
+        RejectError: it is missing or damaged.
+    """
+    at = target.descriptor
+    content = layout.read_blob(at.digest, at.size)
+    verify.check_digest(content, at.digest, layout.blob_path(at.digest))
+    return verify.check_manifest(content, layout.blob_path(at.digest))
+
+
 def read_contents(layout: Layout, target: Target) -> Contents:
     """Reads and checks a target's manifest and config.
 
     Raises:
         RejectError: either is missing or damaged, or they disagree with the index.
     """
-    at = target.descriptor
-    content = layout.read_blob(at.digest, at.size)
-    verify.check_digest(content, at.digest, layout.blob_path(at.digest))
-    manifest = verify.check_manifest(content, layout.blob_path(at.digest))
+    manifest = read_manifest(layout, target)
     at = manifest.config
     content = layout.read_blob(at.digest, at.size)
     verify.check_digest(content, at.digest, layout.blob_path(at.digest))
@@ -113,12 +132,12 @@ def read_contents(layout: Layout, target: Target) -> Contents:
     return Contents(manifest, verify.check_config(content, target.format, name, needs, path))
 
 
-def check_blobs(layout: Layout, targets: Sequence[Contents], receipts: Receipts | None) -> int:
-    """Hashes every layer of every target, but for those with a valid receipt.
+def check_blobs(layout: Layout, manifests: Sequence[Manifest], receipts: Receipts | None) -> int:
+    """Hashes every layer and program table, but for those with a valid receipt.
 
     Args:
         layout: the bundle.
-        targets: all of its targets.
+        manifests: of all of its targets.
         receipts: of earlier verifications; None: hash everything.
 
     Returns:
@@ -127,7 +146,7 @@ def check_blobs(layout: Layout, targets: Sequence[Contents], receipts: Receipts 
     Raises:
         RejectError: a layer is missing, of another size, or has another digest.
     """
-    sizes = {layer.digest: layer.size for target in targets for layer in target.manifest.layers}
+    sizes = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
     unknown = []
     for digest, size in sizes.items():
         with layout.open_blob(digest, size) as (_, identity):
@@ -224,8 +243,10 @@ def load(
         chosen = next((target for target in targets if target.verdict.matches), None)
         if chosen is None and on_mismatch == "error":
             raise _mismatch(layout, targets)
-        contents = {target.name: read_contents(layout, target) for target in targets}
-        check_blobs(layout, tuple(contents.values()), Receipts(layout.path))
+        # Every byte of every target is checked; the program table is read of the one that is served.
+        manifests = [read_manifest(layout, target) for target in targets]
+        check_blobs(layout, manifests, Receipts(layout.path))
+        served = read_contents(layout, chosen or _closest(targets))
         if chosen is None:
             for axis in _closest(targets).verdict.mismatches:
                 with _fallbacks_lock:
@@ -233,7 +254,9 @@ def load(
                 if on_fallback is not None:
                     on_fallback(axis)
             warnings.warn(_fallback_warning(layout, targets), FallbackWarning, stacklevel=2)
-        served = contents[(chosen or _closest(targets)).name]
+            notice = expiry_notice(served.config.portable, machine.jaxlib, date.today())
+            if notice is not None:
+                warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=2)
         return Bundle(
             digest,
             served.config,
@@ -253,6 +276,26 @@ def fallback_counts() -> dict[str, int]:
     """
     with _fallbacks_lock:
         return dict(_fallbacks)
+
+
+def expiry_notice(portable: Portable | None, jaxlib: str, today: date) -> str | None:
+    """What to say of portable programs whose promised time is about to end, or has; None: nothing.
+
+    Args:
+        portable: of the bundle; None: of format 1, which tells nothing.
+        jaxlib: that is to read them. The one that wrote them always can.
+        today: the date.
+    """
+    if portable is None or portable.readable_until is None or jaxlib == portable.jax:
+        return None
+    until = date.fromisoformat(portable.readable_until)
+    if today + NOTICE < until:
+        return None
+    ends = "ended" if today > until else "ends"
+    return (
+        f"its portable programs are of jax {portable.jax}, which later versions promise to read for six "
+        f"months: that {ends} on {until}. Build it again with a newer jax"
+    )
 
 
 def _closest(targets: Sequence[Target]) -> Target:

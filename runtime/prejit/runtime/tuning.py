@@ -84,10 +84,10 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
         )
     with Layout(path) as layout:
         index, _ = open_index(layout)
-        contents = [read_contents(layout, target) for target in match(layout, index, machine)]
-        check_blobs(layout, contents, Receipts(layout.path))
-        config = contents[0].config
-        portable = map_layers(layout, contents[0].manifest)[bundle.PORTABLE_MEDIA_TYPE]
+        contents = read_contents(layout, match(layout, index, machine)[0])
+        check_blobs(layout, [contents.manifest], Receipts(layout.path))
+        config = contents.config
+        portable = map_layers(layout, contents.manifest)[bundle.PORTABLE_MEDIA_TYPE]
     with tempfile.TemporaryDirectory() as directory:
         measured = Path(directory, "results")  # XLA writes text where the name ends in .txt
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_dump_autotune_results_to={measured}"

@@ -110,8 +110,8 @@ def hashed_by_load(path: Path) -> int:
     with Layout(path) as layout:
         index, _ = loader.open_index(layout)
         targets = loader.match(layout, index, Fingerprint.current())
-        contents = [loader.read_contents(layout, target) for target in targets]
-        return loader.check_blobs(layout, contents, Receipts(path))
+        manifests = [loader.read_manifest(layout, target) for target in targets]
+        return loader.check_blobs(layout, manifests, Receipts(path))
 
 
 LOAD_AND_CALL = """

@@ -439,3 +439,29 @@ def test_what_is_prepared_in_a_thread_shows_its_error_when_it_is_wanted(
     with pytest.raises(RejectError):
         loaded.call("score", x=X)
     assert loaded.call("tick") == 7
+
+
+@pytest.mark.parametrize(
+    ("today", "jaxlib", "says"),
+    [
+        ("2026-11-13", "0.12.0.1", None),
+        ("2026-11-14", "0.12.0.1", "that ends on 2026-12-14"),
+        ("2026-12-14", "0.12.0.1", "that ends on 2026-12-14"),
+        ("2026-12-15", "0.12.0.1", "that ended on 2026-12-14"),
+        ("2027-06-01", "0.10.2", None),  # who wrote it can read it
+    ],
+)
+def test_somebody_is_told_before_portable_programs_expire(
+    today: str, jaxlib: str, says: str | None
+) -> None:
+    from datetime import date
+
+    from prejit.runtime.bundle import Portable
+    from prejit.runtime.loader import expiry_notice
+
+    portable = Portable("0.10.2", "1.14.0", "2026-12-14")
+    said = expiry_notice(portable, jaxlib, date.fromisoformat(today))
+    assert (said is None) == (says is None)
+    assert (says or "") in (said or "")
+    for unknown in (None, Portable("0.99.0", "9.0.0")):
+        assert expiry_notice(unknown, jaxlib, date.fromisoformat(today)) is None

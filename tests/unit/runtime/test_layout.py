@@ -350,8 +350,8 @@ def digest_of_bundle(path: Path) -> str | None:
         with Layout(path) as layout:
             index, digest = loader.open_index(layout)
             targets = loader.match(layout, index, machine())
-            contents = [loader.read_contents(layout, target) for target in targets]
-            loader.check_blobs(layout, contents, None)
+            manifests = [loader.read_manifest(layout, target) for target in targets]
+            loader.check_blobs(layout, manifests, None)
         return digest
     except (RejectError, StoreError):
         return None

@@ -304,8 +304,8 @@ def hashed(path: Path, receipts: Receipts | None) -> int:
     with Layout(path) as layout:
         index, _ = loader.open_index(layout)
         targets = loader.match(layout, index, Fingerprint.current())
-        contents = [loader.read_contents(layout, target) for target in targets]
-        return loader.check_blobs(layout, contents, receipts)
+        manifests = [loader.read_manifest(layout, target) for target in targets]
+        return loader.check_blobs(layout, manifests, receipts)
 
 
 def test_a_second_load_hashes_nothing_and_verify_hashes_everything(
