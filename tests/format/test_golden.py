@@ -117,6 +117,15 @@ def test_another_reader_finds_what_the_documentation_says(golden: Path) -> None:
         assert {tensor["dtype"] for tensor in target.tensors.values()} <= {"F32", "U8"}
 
 
+def test_the_documentation_names_every_key() -> None:
+    document = (HERE.parent.parent / "docs" / "bundle-format.md").read_text(encoding="utf-8")
+    assert document.startswith(f"# The bundle format, version {bundle.FORMAT_VERSION}\n")
+    kinds = [bundle.Config, bundle.Program, bundle.Segment, bundle.Memory, bundle.Decoder]
+    kinds += [bundle.Requirement, bundle.Mesh, bundle.Portable, bundle.Manifest, bundle.Descriptor]
+    keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert {key for key in keys if f"`{key}`" not in document} == set()
+
+
 def test_two_readers_choose_the_same_target_for_every_machine(v2: Path) -> None:
     """By each rule of comparison once, and by each of preference."""
     wanted = expected(v2 / "fleet")
