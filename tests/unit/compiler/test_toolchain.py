@@ -127,7 +127,7 @@ def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -
     with pytest.raises(RejectError, match="expected base64"):
         read_tuning(replace(L4, tuning=str(path)), cache)
     path.write_bytes(b"{}")
-    with pytest.raises(RejectError, match="expected an object|missing"):
+    with pytest.raises(RejectError, match=r"expected an object|missing"):
         read_tuning(replace(L4, tuning=str(path)), cache)
     with pytest.raises(StoreError, match="cannot read tuning results"):
         read_tuning(replace(L4, tuning=str(tmp_path / "none")), cache)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prejit.runtime import bundle, fingerprint, loader
-from prejit.runtime.bundle import Requirement
+from prejit.runtime.bundle import Mesh, Requirement
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.fingerprint import CPU_FEATURES, Fingerprint, compare
 from prejit.runtime.layout import Layout
@@ -424,6 +424,12 @@ def test_what_does_not_fit_falls_back_by_that_axis_alone(
     assert axis.needed != axis.found, "both sides must show what differs"
 
 
+def mesh_of(needs: Requirement) -> Mesh | None:
+    """A mesh of as many devices as a requirement counts; a bundle that says otherwise is refused."""
+    many = needs.device_count is not None and needs.device_count > 1
+    return Mesh(1, needs.device_count) if many else None
+
+
 @pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
 def test_loading_falls_back_with_the_axis_in_its_warning(
     platform: str, field: str, change: tuple[Any, Any], recipe: Any, tmp_path: Path
@@ -431,7 +437,7 @@ def test_loading_falls_back_with_the_axis_in_its_warning(
     needs, machine = changed(platform, field, change)
 
     def require(config: Any) -> Any:
-        return dataclasses.replace(config, requirement=needs)
+        return dataclasses.replace(config, requirement=needs, mesh=mesh_of(needs))
 
     path = recipe.only("cpu-host").configured(require).write(tmp_path / "bundle")
     with pytest.warns(FallbackWarning, match=rf"closest is cpu-host: {axis_of(field)}: needs "):
@@ -605,7 +611,8 @@ def test_the_closest_target_is_one_of_the_machines_platform(recipe: Any, tmp_pat
     needs = {"cpu-host": CPU[0], "cpu-x86-64-v3": CUDA[0]}
 
     def change(config: Any) -> Any:
-        return dataclasses.replace(config, requirement=needs[config.target])
+        wanted = needs[config.target]
+        return dataclasses.replace(config, requirement=wanted, mesh=mesh_of(wanted))
 
     path = recipe.configured(change).write(tmp_path / "bundle")
     found = {"platform": "cuda", "driver": "535.1", "compute_capability": "7.5"}
