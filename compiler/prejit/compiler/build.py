@@ -22,7 +22,7 @@ from prejit.compiler.compilation import Compiled, CompileJob, CompilePool, find_
 from prejit.compiler.packaging import Layer, PackedTarget, Tensor
 from prejit.compiler.plan import Inputs, Lowered, file_digest, source_digest, versions
 from prejit.compiler.progress import Progress
-from prejit.compiler.toolchain import CUDA, Toolchain
+from prejit.compiler.toolchain import Toolchain
 from prejit.runtime import bundle
 from prejit.runtime.bundle import Config, Decoder, Portable, Program, Requirement
 from prejit.runtime.errors import BuildError, CheckpointError, RejectError, StoreError
@@ -34,6 +34,7 @@ from prejit.runtime.fingerprint import (
 from prejit.runtime.layout import Layout, write_layout
 from prejit.runtime.loader import check_blobs, match, open_index, read_manifest
 from prejit.runtime.receipt import Receipts
+from prejit.runtime.target import CUDA
 
 MODEL_WEIGHTS = "model"
 """Name of the weight set of the manifest's [model]; those of [[program]] sections have their names."""
@@ -177,6 +178,7 @@ def _config(
     """The config blob of one target."""
     jax = versions("jax")["jax"]
     stablehlo = {program.stablehlo for program in lowered.values()}
+    newest = max(stablehlo, key=lambda text: tuple(map(int, text.split("."))))
     return Config(
         format=bundle.FORMAT_VERSION,
         bundle=inputs.manifest.bundle.name,
@@ -194,7 +196,7 @@ def _config(
         weight_shardings=next(
             (p.weight_shardings for p in lowered.values() if p.weight_shardings), None
         ),
-        portable=Portable(jax, max(stablehlo), readable_until(jax)),
+        portable=Portable(jax, newest, readable_until(jax)),
     )
 
 

@@ -20,14 +20,8 @@ from prejit.compiler.target import cross_compiles
 from prejit.runtime import bundle
 from prejit.runtime.errors import BuildError
 from prejit.runtime.fingerprint import Fingerprint, read_xla_flags
-from prejit.runtime.target import Target, capabilities
+from prejit.runtime.target import PLUGINS, Target, capabilities
 from prejit.runtime.tuning import Tuning
-
-PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
-"""The package that holds the PJRT plugin of a platform."""
-
-CUDA = "13.0"
-"""The CUDA version that the plugin compiles for."""
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
 """Kernels come out in the same order each time, if XLA has one CPU to run on (`taskset -c 0`). With more

@@ -24,12 +24,8 @@ from prejit.runtime.fingerprint import (
     effective_xla_flags,
     preference,
 )
-from prejit.runtime.target import PLATFORMS, Gpu, Target, catalogue, chips
+from prejit.runtime.target import CUDA, PLATFORMS, PLUGINS, Gpu, Target, catalogue, chips
 
-PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
-"""The PJRT plugins that the build side compiles with."""
-CUDA = "13.0"
-"""The CUDA that the first of them compiles for."""
 MAX_STEPS = 5_000
 """Of the search for the fewest targets of one jaxlib and plugin: some tenths of a second."""
 MAX_DEPTH = 200

@@ -21,6 +21,12 @@ HOST = "cpu-host"
 
 PLATFORMS = bundle.PLATFORMS
 
+PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
+"""The package that holds the PJRT plugin of a platform."""
+
+CUDA = "13.0"
+"""The CUDA version that the plugin compiles for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
