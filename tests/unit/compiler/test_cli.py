@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler import cli, target
+from prejit.compiler import cli, plan
+from prejit.runtime.target import Target
 
 MANIFEST = """
 [bundle]
@@ -25,10 +26,10 @@ name = "cpu-x86-64-v4"
 
 @pytest.fixture
 def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def can_build(wanted: target.Target) -> str | None:
+    def can_build(wanted: Target) -> str | None:
         return "it lacks avx512f" if wanted.name == "cpu-x86-64-v4" else None
 
-    monkeypatch.setattr(target, "can_build", can_build)
+    monkeypatch.setattr(plan, "can_build", can_build)
     path = tmp_path / "tiny.toml"
     path.write_text(MANIFEST.replace("math:floor", "jax.numpy:floor"))
     return path

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler import toolchain
 from prejit.compiler.manifest import read_manifest
 from prejit.runtime import __main__, bundle, fleet, loader
 from prejit.runtime.bundle import Requirement
@@ -324,11 +323,6 @@ def test_what_the_build_sets_for_all_is_not_asked_for_again() -> None:
         ((other,), ("m1",)),
     ]
     assert [g.machines for g in report.beyond_help] == [("m2",)]
-
-
-def test_what_is_known_of_the_build_side_is_what_it_does() -> None:
-    assert fleet.PLUGINS == toolchain.PLUGINS
-    assert fleet.CUDA == toolchain.CUDA
 
 
 def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
