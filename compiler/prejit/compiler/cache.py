@@ -170,6 +170,23 @@ class Cache:
         finally:
             os.close(in_use)
 
+    @contextmanager
+    def changing_names(self, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+        """Held shared by who gives a file its name, alone by who looks at one and deletes it.
+
+        Or what was new would be deleted for having been old. The system releases it with the process.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        lock = os.open(self._base / "names", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, how)
+            yield
+        finally:
+            os.close(lock)
+
     def put_blob(self, content: bytes) -> str:
         """Stores content; gives its digest.
 
@@ -380,7 +397,8 @@ class Cache:
             with _storing(path):
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(file.name, path)
+                with self.changing_names(fcntl.LOCK_SH):
+                    os.replace(file.name, path)
                 sync_directory(path.parent)
         except BaseException:
             _discard(file)

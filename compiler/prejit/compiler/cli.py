@@ -214,7 +214,7 @@ def targets(as_json: bool) -> int:
 
 def _print_targets(listed: Sequence[Listed]) -> None:
     """A table for each platform; below it what there is to know, once each."""
-    from prejit.compiler.tables import size, table
+    from prejit.runtime.tables import size, table
     from prejit.runtime.target import PLATFORMS
 
     heads = {
@@ -290,7 +290,7 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
         }
         click.echo(json.dumps(summary, indent=2))
         return 0
-    from prejit.compiler.tables import size
+    from prejit.runtime.tables import size
 
     _print_collection(result.found, dry_run)
     if result.builds_running:
@@ -301,7 +301,7 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
     """One row a kind, then each environment that goes."""
-    from prejit.compiler.tables import size, table
+    from prejit.runtime.tables import size, table
 
     rows = []
     for kind in dict.fromkeys(("environments", "results", "contents", *(f.kind for f in found))):

@@ -98,16 +98,16 @@ def _files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
             reason = "damaged"
         elif seen.st_mtime < before and path.name not in named:
             reason = "not used"
-        if reason and kind != "temporary files" and not dry_run and not _remove(path, seen):
+        if reason and kind != "temporary files" and not dry_run and not _remove(cache, path, seen):
             reason = None
         if reason is None and contents is not None:
             named.update(contents)
         yield Found(kind, str(path), seen.st_size, reason)
 
 
-def _remove(path: Path, seen: os.stat_result) -> bool:
+def _remove(cache: Cache, path: Path, seen: os.stat_result) -> bool:
     """Deletes a file unless somebody used or replaced it since it was seen."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError), cache.changing_names():
         now = path.stat()
         if not os.path.samestat(now, seen) or now.st_mtime != seen.st_mtime:
             return False

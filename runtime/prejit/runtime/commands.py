@@ -22,6 +22,7 @@ from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import check_blobs, load, match, open_index, read_contents
+from prejit.runtime.tables import size, table
 
 if TYPE_CHECKING:
     from prejit.runtime.fleet import Report
@@ -46,29 +47,29 @@ def inspect(options: Namespace) -> int:
         return _print_json({"digest": digest, "targets": described})
     first = contents[0].config
     print(f"{first.bundle}  {digest}")
-    print(_table(["built with", "version"], sorted(first.versions.items())))
+    print(table(["built with", "version"], sorted(first.versions.items())))
     if (portable := first.portable) is not None:
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
         print(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
     print(
-        _table(
-            ["layer", "size"], [(_layer_name(x.mediaType), _size(x.size)) for x in layers.values()]
+        table(
+            ["layer", "size"], [(_layer_name(x.mediaType), size(x.size)) for x in layers.values()]
         )
     )
     for target, content in zip(targets, contents, strict=True):
         fits = "fits this machine" if target.verdict.matches else target.verdict.reason()
         print(f"\n{target.name}: {fits}")
         print(
-            _table(
+            table(
                 ["program", "kind", "executable", "StableHLO", "temporary memory"],
                 [
                     (
                         p.name,
                         p.kind,
-                        _size(p.executable.size),
-                        _size(p.portable.size),
-                        _size(p.memory.temp_bytes),
+                        size(p.executable.size),
+                        size(p.portable.size),
+                        size(p.memory.temp_bytes),
                     )
                     for p in content.config.programs
                 ],
@@ -114,7 +115,7 @@ def verify(options: Namespace) -> int:
         found = {"digest": digest, "targets": len(targets), "programs": programs, "bytes": hashed}
         return _print_json({**found, "seconds": round(seconds, 3)})
     print(
-        f"{options.bundle}: ok: {len(targets)} targets, {programs} programs, {_size(hashed)} hashed "
+        f"{options.bundle}: ok: {len(targets)} targets, {programs} programs, {size(hashed)} hashed "
         f"in {seconds:.1f} s\n{digest}"
     )
     return 0
@@ -150,7 +151,7 @@ def explain(options: Namespace) -> int:
         for target in targets
         for a in _telling_axes(target.verdict)
     ]
-    print(_table(["target", "axis", "rule", "fits", "needed", "found"], rows))
+    print(table(["target", "axis", "rule", "fits", "needed", "found"], rows))
     where = f"the machine of {options.fingerprint}" if options.fingerprint else "this machine"
     if chosen:
         print(f"\n{where} loads {chosen}: nothing is compiled")
@@ -192,7 +193,7 @@ def _fleet_text(report: Report) -> str:
     from prejit.runtime.fleet import few
 
     parts = [
-        _table(
+        table(
             ["machines", "loads", "which", "closest", "why not"],
             [
                 (
@@ -205,7 +206,7 @@ def _fleet_text(report: Report) -> str:
                 for group in report.groups
             ],
         ),
-        _table(["target", "machines"], [(name, str(n)) for name, n in report.serves.items()]),
+        table(["target", "machines"], [(name, str(n)) for name, n in report.serves.items()]),
     ]
     total = len(report.verdicts)
     if not report.fallen_back:
@@ -223,7 +224,7 @@ def _fleet_text(report: Report) -> str:
     if report.beyond_help:
         parts.append("no target that can be added serves:")
         parts.append(
-            _table(
+            table(
                 ["machines", "which", "what stands in the way"],
                 [
                     (str(len(group.machines)), few(group.machines), group.reason())
@@ -295,7 +296,7 @@ def generate(options: Namespace) -> int:
         used = [report for report in bundle.report() if report.source != "unused"]
         compiled = [report.program for report in used if report.source == "compiled"]
         rows = [(r.program, r.source, f"{r.seconds * 1e3:.0f} ms") for r in used]
-        print(f"\n{_table(['program', 'how', 'took'], rows)}", file=sys.stderr)
+        print(f"\n{table(['program', 'how', 'took'], rows)}", file=sys.stderr)
         print(
             f"\n{bundle.name} for {bundle.target}, {bundle.digest[:19]}\n"
             f"first token {first_seconds:.2f} s after the start of the process, "
@@ -385,16 +386,16 @@ def bench(options: Namespace) -> int:
         for batch in decoder.batches:
             for context in decoder.contexts:
                 for program in decoder.prefills(batch, context):
-                    size = program.bucket["prompt"]
+                    length = program.bucket["prompt"]
 
                     def prefill(
-                        batch: int = batch, context: int = context, size: int = size
+                        batch: int = batch, context: int = context, length: int = length
                     ) -> None:
                         Session(decoder, [Sampling()] * batch, context).prefill(
-                            [[0] * size] * batch
+                            [[0] * length] * batch
                         )
 
-                    rows.append({"what": program.name, **_time(prefill, tokens=batch * size)})
+                    rows.append({"what": program.name, **_time(prefill, tokens=batch * length)})
                 session = Session(decoder, [Sampling()] * batch, context)
                 session.prefill([[0]] * batch)
                 name = decoder.decode_for(batch, context).name
@@ -423,7 +424,7 @@ def bench(options: Namespace) -> int:
         )
         for row in rows
     ]
-    print(_table(["", "p50 ms", "p95 ms", "tokens/s", "runs"], cells))
+    print(table(["", "p50 ms", "p95 ms", "tokens/s", "runs"], cells))
     return 0
 
 
@@ -501,23 +502,5 @@ def _print_json(value: Any) -> int:
     return 0
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
 def _layer_name(media_type: str) -> str:
     return media_type.removeprefix("application/vnd.prejit.")
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -120,7 +120,7 @@ def test_a_dry_run_tells_the_same_and_removes_nothing(root: Path, environments_r
         **{"results": 1, "contents": 2, "reasons": 1},
         **{"environments": 1, "temporary files": 1},
     }
-    assert files(root) == {"v1/in-use"}
+    assert files(root) == {"v1/in-use", "v1/names"}
     assert files(environments_root) == set()
 
 
@@ -179,7 +179,8 @@ def test_a_file_that_is_used_between_the_look_and_the_deletion_stays(
         os.replace(tmp_path / "new", path)
     else:
         path.unlink()
-    assert garbage._remove(path, seen) == (what == "deleted")
+    cache = Cache.open(tmp_path / "cache")
+    assert garbage._remove(cache, path, seen) == (what == "deleted")
     assert path.exists() == (what != "deleted")
 
 
