@@ -124,12 +124,16 @@ def read_contents(layout: Layout, target: Target) -> Contents:
         RejectError: either is missing or damaged, or they disagree with the index.
     """
     manifest = read_manifest(layout, target)
+    return Contents(manifest, _read_config(layout, target, manifest))
+
+
+def _read_config(layout: Layout, target: Target, manifest: Manifest) -> Config:
     at = manifest.config
     content = layout.read_blob(at.digest, at.size)
     verify.check_digest(content, at.digest, layout.blob_path(at.digest))
     name, needs = verify.target_of(target.descriptor, str(layout.path / "index.json"))
     path = layout.blob_path(at.digest)
-    return Contents(manifest, verify.check_config(content, target.format, name, needs, path))
+    return verify.check_config(content, target.format, name, needs, path)
 
 
 def check_blobs(layout: Layout, manifests: Sequence[Manifest], receipts: Receipts | None) -> int:
@@ -244,23 +248,25 @@ def load(
         if chosen is None and on_mismatch == "error":
             raise _mismatch(layout, targets)
         # Every byte of every target is checked; the program table is read of the one that is served.
-        manifests = [read_manifest(layout, target) for target in targets]
-        check_blobs(layout, manifests, Receipts(layout.path))
-        served = read_contents(layout, chosen or _closest(targets))
+        manifests = {target.name: read_manifest(layout, target) for target in targets}
+        check_blobs(layout, tuple(manifests.values()), Receipts(layout.path))
+        served = chosen or _closest(targets)
+        manifest = manifests[served.name]
+        config = _read_config(layout, served, manifest)
         if chosen is None:
-            for axis in _closest(targets).verdict.mismatches:
+            for axis in served.verdict.mismatches:
                 with _fallbacks_lock:
                     _fallbacks[axis.name] += 1
                 if on_fallback is not None:
                     on_fallback(axis)
-            warnings.warn(_fallback_warning(layout, targets), FallbackWarning, stacklevel=2)
-            notice = expiry_notice(served.config.portable, machine.jaxlib, date.today())
+            warnings.warn(_fallback_warning(layout, served), FallbackWarning, stacklevel=2)
+            notice = expiry_notice(config.portable, machine.jaxlib, date.today())
             if notice is not None:
                 warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=2)
         return Bundle(
             digest,
-            served.config,
-            map_layers(layout, served.manifest),
+            config,
+            map_layers(layout, manifest),
             tuple(target.verdict for target in targets),
             platform=machine.platform,
             matched=chosen is not None,
@@ -312,9 +318,8 @@ def _mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:
     )
 
 
-def _fallback_warning(layout: Layout, targets: Sequence[Target]) -> str:
-    target = _closest(targets)
+def _fallback_warning(layout: Layout, closest: Target) -> str:
     return (
         f"{layout.path}: this machine is none of the bundle's targets, so programs are compiled here; "
-        f"closest is {target.name}: {target.verdict.reason()}. See `prejit explain {layout.path}`."
+        f"closest is {closest.name}: {closest.verdict.reason()}. See `prejit explain {layout.path}`."
     )
