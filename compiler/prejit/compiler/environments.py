@@ -212,6 +212,16 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def obstacle(wanted: Wanted) -> BuildError | None:
+    """Why an environment cannot be made here; None: it is made, or packages are all that it wants."""
+    if read(root() / wanted.key) is None:
+        try:
+            interpreter(wanted)
+        except BuildError as error:
+            return error
+    return None
+
+
 def interpreter(wanted: Wanted) -> str:
     """The interpreter to make an environment with: the first that fits of those on this machine.
 

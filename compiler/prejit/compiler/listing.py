@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from prejit.compiler import environments
 from prejit.compiler.environments import Wanted
 from prejit.compiler.target import can_build, cross_compiles, names, target
-from prejit.runtime.errors import BuildError
 from prejit.runtime.target import Target
 
 EXACT_JAX = "0.12.0.1"
@@ -63,9 +62,7 @@ def _by_environment(found: Target, host_jax: str) -> Listed:
     wanted = environments.wanted(found, host_jax)
     if wanted is None or environments.read(environments.root() / wanted.key) is not None:
         return Listed(found, YES)
-    try:
-        environments.interpreter(wanted)
-    except BuildError as error:
+    if (error := environments.obstacle(wanted)) is not None:
         return Listed(found, NO, note=f"{str(error).partition(': ')[2]}: {error.hint}")
     return Listed(found, DOWNLOAD, _packages(wanted))
 

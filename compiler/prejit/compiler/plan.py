@@ -139,13 +139,8 @@ def why_not(target: Target) -> str | None:
     if reason := can_build(target):
         return reason
     wanted = environments.wanted(target, _version("jax"))
-    if wanted is None or environments.find(wanted) is not None:
-        return None
-    try:
-        environments.interpreter(wanted)
-    except BuildError as error:
-        return f"{error} ({error.hint})"
-    return None
+    error = None if wanted is None else environments.obstacle(wanted)
+    return None if error is None else f"{error} ({error.hint})"
 
 
 @final
