@@ -155,7 +155,7 @@ def lower_decoder(
     split = {} if mesh is None else models.shardings(model, mesh)
     cache_sharding = () if mesh is None else CACHE_SHARDING
     if mesh is None:
-        exported = _export(function, values, donate=len(values) - 1)
+        exported = _export(function, values, donate_argnums=len(values) - 1)
     else:
         exported = _export_on(mesh, function, values, split)
     arguments = [
@@ -297,7 +297,7 @@ def lower_function(
             exported = _export(function, values)
         except NotImplementedError:  # it calls what only some platforms have
             wanted = tuple(name for name in PLATFORMS if name in platforms)
-            exported = _export(function, values, platforms=wanted)
+            exported = _export(function, values, wanted)
         results = jax.eval_shape(function, user.weights, args, kwargs)
     except Exception as error:
         raise BuildError(
@@ -317,11 +317,12 @@ def lower_function(
 def _export(
     function: Callable[..., Any],
     values: tuple[Any, ...],
-    donate: int | None = None,
     platforms: tuple[str, ...] = PLATFORMS,
+    **options: Any,
 ) -> export.Exported:
+    """A function for several platforms; options are those of jax.jit."""
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no paths of this machine
-    jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), keep_unused=True)
+    jitted = jax.jit(function, keep_unused=True, **options)
     return export.export(jitted, platforms=platforms)(*values)
 
 
@@ -332,7 +333,6 @@ def _export_on(
     split: Mapping[str, tuple[str, ...]],
 ) -> export.Exported:
     """A decoder's function for a mesh that need not be there. The last of its values is the cache."""
-    jax.config.update("jax_traceback_in_locations_limit", 0)
     sizes = (mesh.data, mesh.tensor)
     abstract = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
@@ -341,19 +341,15 @@ def _export_on(
 
     weights, *inputs, _ = values
     everywhere, cache = sharding(), sharding(CACHE_SHARDING)
-    jitted = jax.jit(
-        function,
-        in_shardings=(
-            {name: sharding(split.get(name, ())) for name in weights},
-            *(everywhere for _ in inputs),
-            cache,
-        ),
-        out_shardings=(everywhere, everywhere, cache),
-        donate_argnums=len(values) - 1,
-        keep_unused=True,
-    )
+    shared = {name: sharding(split.get(name, ())) for name in weights}
     with jax.sharding.use_abstract_mesh(abstract):
-        return export.export(jitted, platforms=PLATFORMS)(*values)
+        return _export(
+            function,
+            values,
+            in_shardings=(shared, *(everywhere for _ in inputs), cache),
+            out_shardings=(everywhere, everywhere, cache),
+            donate_argnums=len(values) - 1,
+        )
 
 
 def _import(program: manifest.Program, at: Path) -> Any:
