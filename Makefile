@@ -14,7 +14,7 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo artifacts test test-fast test-other lint format bench gpu parity demo-model clean
+.PHONY: help demo artifacts test test-fast test-other lint format bench bench-full forms gpu parity demo-model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -26,6 +26,7 @@ demo: $(READY) ## build the demo bundle, then generate from it in a new process
 		--temperature 0.6 --top-p 0.9 --seed 1 --require-aot --stats
 
 artifacts: $(READY) ## build every manifest that this machine can build
+	@cd benchmarks && $(abspath $(BIN))/python encoder_model.py ../manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
 test: $(READY) test-other ## all tests
@@ -51,8 +52,14 @@ format: $(READY) ## format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY) ## the measured table of the README
+bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
+	$(BIN)/python benchmarks/run.py --quick
+
+bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2 as well; encoder, 1B, start-up
 	$(BIN)/python benchmarks/run.py
+
+forms: $(READY) ## measure the forms of products that ship as recorded (a quiet machine, 15 minutes)
+	$(BIN)/python benchmarks/forms.py
 
 gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
 	PYTHON=$(PYTHON) benchmarks/gpu.sh

@@ -24,7 +24,7 @@ from typing import Any
 import report
 from measure import Row, Sample, machine, progress, run_once, versions
 from report import Table, Target, cell, ratio, same_tokens
-from run import RESULTS, Bench, prepare
+from workspace import RESULTS, Bench, prepare
 
 from prejit.runtime import Fingerprint
 from prejit.runtime.bundle import to_json

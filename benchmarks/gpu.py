@@ -9,7 +9,7 @@
 5. `prejit tune` here, and a second build, with what XLA measured.
 6. Fresh processes that take turns: both bundles, cold jit, JAX's persistent cache.
 
-Results go to benchmarks/results/DATE-GPU.json and .md. Donation is on, as always; one step a call.
+Results go to benchmarks/results/DATE-GPU.json and .md. Donation is on, as always.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import report
 from measure import Row, Sample, interleave, machine, progress, run_once, versions
 from report import Table, Target, cell, ratio, same_tokens
-from run import PREJIT_COMMAND, RESULTS, Bench
+from workspace import PREJIT_COMMAND, RESULTS, Bench
 
 from prejit.runtime import Fingerprint
 from prejit.runtime.bundle import to_json
@@ -115,7 +115,7 @@ def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
         "A bundle that was built without the GPU: GPT-2 124M, float32, batch 1, 32 tokens in, 64 out",
         heads,
         lines,
-        f"Tokens of all rows: {'the same' if agree else '**not the same**'}. Cache donated; one step a call.",
+        f"Tokens of all rows: {'the same' if agree else '**not the same**'}. Cache donated.",
     )
     strays = sum(
         how != "loaded"

@@ -3,7 +3,8 @@
 A static KV cache, donated; prefill and decode jitted; the form of matrix product that XLA's CPU backend runs
 best at batch 1 (weights (out, in), one array a layer, dot_general contracting dimension 1 of both).
 
-    python benchmarks/jax_baseline.py generate WEIGHTS [--mapped]     32 tokens in, 64 out
+    python benchmarks/jax_baseline.py generate WEIGHTS [BATCH] [--mapped] [--bfloat16]   32 tokens in, 64 out
+    python benchmarks/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
     python benchmarks/jax_baseline.py kv-cache WEIGHTS HOW            4 tokens in, 15 out
     python benchmarks/jax_baseline.py buckets  WEIGHTS MANIFEST       every program of a manifest once
 
@@ -32,8 +33,16 @@ Cache = list[tuple[jax.Array, jax.Array]]
 
 def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
     """x [B, T, in] times a weight (out, in), plus its bias."""
-    product: jax.Array = lax.dot_general(x, weights[f"{name}.weight"], (((2,), (1,)), ((), ())))
-    return product + weights[f"{name}.bias"]
+    return dot(x, weights[f"{name}.weight"]) + weights[f"{name}.bias"]
+
+
+def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times a weight (out, in), which may be bfloat16; the sums are float32."""
+    contracted = (((x.ndim - 1,), (1,)), ((), ()))
+    product: jax.Array = lax.dot_general(
+        x.astype(weight.dtype), weight, contracted, preferred_element_type=jnp.float32
+    )
+    return product
 
 
 def layer_norm(x: jax.Array, weights: Weights, name: str) -> jax.Array:
@@ -67,7 +76,7 @@ def forward(
     """
     count = tokens.shape[1]
     positions = lax.dynamic_slice(weights["wpe.weight"], (start, 0), (count, WIDTH))
-    x = weights["wte.weight"][tokens] + positions
+    x = weights["wte.weight"][tokens].astype(jnp.float32) + positions
     updated = []
     for layer in range(LAYERS):
         name = f"h.{layer}"
@@ -86,7 +95,7 @@ def forward(
         inner = linear(layer_norm(x, weights, f"{name}.ln_2"), weights, f"{name}.mlp.c_fc")
         x = x + linear(jax.nn.gelu(inner), weights, f"{name}.mlp.c_proj")
     x = layer_norm(lax.dynamic_slice_in_dim(x, last, 1, 1), weights, "ln_f")
-    logits = lax.dot_general(x[:, 0], weights["wte.weight"], (((1,), (1,)), ((), ())))
+    logits = dot(x[:, 0], weights["wte.weight"])
     return jnp.argmax(logits, -1).astype(jnp.int32), updated
 
 
@@ -140,11 +149,20 @@ def load_weights(path: str, mapped: bool = False) -> Weights:
     return weights
 
 
-def generate(weights: Weights, prompt: list[int], count: int) -> Iterator[int]:
-    """Greedy tokens from the two jitted programs."""
-    token, cache = prefill(weights, np.array([prompt], np.int32), empty_cache(1, workload.CONTEXT))
+def to_bfloat16(weights: Weights) -> Weights:
+    """The matrices in bfloat16, but for the position embedding, which is added to float32."""
+    return {
+        name: w.astype(jnp.bfloat16) if w.ndim == 2 and name != "wpe.weight" else w
+        for name, w in weights.items()
+    }
+
+
+def generate(weights: Weights, prompts: list[list[int]], count: int) -> Iterator[int]:
+    """Greedy tokens of the first row from the two jitted programs."""
+    tokens = np.array(prompts, np.int32)
+    token, cache = prefill(weights, tokens, empty_cache(len(prompts), workload.CONTEXT))
     yield int(token[0])
-    for position in range(len(prompt), len(prompt) + count - 1):
+    for position in range(tokens.shape[1], tokens.shape[1] + count - 1):
         token, cache = decode(weights, token, np.int32(position), cache)
         yield int(token[0])
 
@@ -163,6 +181,12 @@ def generate_without_cache(
         yield token
 
 
+def first_token(weights: Weights, prompt: list[int]) -> int:
+    """The token that follows a prompt."""
+    cache = empty_cache(1, 2 * workload.PREFILL_TOKENS)
+    return int(prefill(weights, np.array([prompt], np.int32), cache)[0][0])
+
+
 def kv_cache(weights: Weights, how: str) -> None:
     """15 tokens after 4, once as a fresh process does it, then warm.
 
@@ -177,7 +201,7 @@ def kv_cache(weights: Weights, how: str) -> None:
 
     def request() -> Iterator[int]:
         if how == "jit-cache":
-            return generate(weights, prompt, count)
+            return generate(weights, [prompt], count)
         return generate_without_cache(weights, prompt, count, length, how != "eager")
 
     workload.say_last(**workload.requests(request, warm=1 if how == "eager" else 3))
@@ -206,11 +230,16 @@ def main(job: str, path: str, *options: str) -> None:
     """Runs a job of the module's docstring."""
     imported = time.perf_counter()
     weights = load_weights(path, "--mapped" in options)
+    if "--bfloat16" in options:
+        weights = to_bfloat16(weights)
     seconds = time.perf_counter() - imported
     if job == "generate":
-        ids = workload.prompt_ids(workload.PROMPT_TOKENS)
-        facts = workload.stream(generate(weights, ids, workload.NEW_TOKENS))
+        batch = int(options[0]) if options and options[0].isdecimal() else 1
+        prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
+        facts = workload.stream(generate(weights, prompts, workload.NEW_TOKENS), batch)
         workload.say_last(**facts, weights_seconds=seconds)
+    elif job == "prefill":
+        workload.say_last(**workload.prefill(partial(first_token, weights)))
     elif job == "kv-cache":
         kv_cache(weights, options[0])
     else:

@@ -33,11 +33,17 @@ class Row:
         name: in tables.
         command: of the process; its interpreter is this one's where it starts with a script's name.
         environment: what is set for it.
+        dtype: its weights are stored in: what it is compared with.
     """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "float32"
+
+
+class FailedProcessError(SystemExit):
+    """A process failed. Ends the benchmark unless somebody reports it instead."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
         poll_memory: read its anonymous memory every 2 ms, which disturbs its times a little.
 
     Raises:
-        SystemExit: it failed.
+        FailedProcessError: it failed.
     """
     command = [*row.command]
     if command[0].endswith(".py"):
@@ -95,13 +101,14 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
         if poll_memory:
             peak = _peak_anonymous_bytes(process.pid)
         output = []
-        for line in process.stdout:
-            now = time.perf_counter() - started
-            output.append(line)
-            word, _, facts = line.partition(" ")
-            if word.strip() in workload.EVENTS:
-                sample[f"{word.strip().lower()}_seconds"] = now
-                sample |= json.loads(facts or "{}")
+        with process.stdout as lines:
+            for line in lines:
+                now = time.perf_counter() - started
+                output.append(line)
+                word, _, facts = line.partition(" ")
+                if word.strip() in workload.EVENTS:
+                    sample[f"{word.strip().lower()}_seconds"] = now
+                    sample |= json.loads(facts or "{}")
         if poll_memory:
             sample["peak_anonymous_bytes"] = peak()
         _, status, usage = os.wait4(process.pid, 0)
@@ -113,8 +120,10 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
         sample["output"] = "" if "last_seconds" in sample else "".join(output)
         if process.returncode:
             errors.seek(0)
-            print(errors.read()[-4000:], file=sys.stderr)
-            raise SystemExit(f"{row.name}: exit status {process.returncode}: {' '.join(command)}")
+            said = errors.read()[-4000:].rstrip()
+            print(said, file=sys.stderr)
+            reason = said.rpartition("\n")[2] or " ".join(command)
+            raise FailedProcessError(f"{row.name}: exit status {process.returncode}: {reason}")
     return sample
 
 
@@ -145,26 +154,75 @@ def _peak_anonymous_bytes(pid: int) -> Any:
     return result
 
 
-def interleave(rows: Sequence[Row], runs: int) -> dict[str, list[Sample]]:
+def interleave(
+    rows: Sequence[Row],
+    runs: int,
+    probe: Row | None = None,
+    failures: dict[str, str] | None = None,
+) -> dict[str, list[Sample]]:
     """Runs every row in turn, round after round, so that all see the same machine.
 
     The first round is thrown away (it fills the page cache and JAX's persistent cache). Each round begins
     with another row.
 
+    Args:
+        rows: what takes turns.
+        runs: rounds that count.
+        probe: runs before each process; what it says stands in that one's sample as `probe_...`.
+        failures: where a row that fails is noted with the reason, and left out from then on.
+
     Returns:
-        The samples of each row.
+        The samples of each row, as many of each, those that failed left out.
+
+    Raises:
+        FailedProcessError: a row failed and there is no `failures`.
     """
     samples: dict[str, list[Sample]] = {row.name: [] for row in rows}
-    for number in range(runs + 1):
-        turn = number % len(rows)
-        for row in [*rows[turn:], *rows[:turn]]:
+    took: dict[str, float] = {}
+    turns = [
+        (number, row)
+        for number in range(runs + 1)
+        for row in (*rows[number % len(rows) :], *rows[: number % len(rows)])
+    ]
+    for place, (number, row) in enumerate(turns, 1):
+        if row.name not in samples:
+            continue
+        started = time.perf_counter()
+        try:
+            probed = run_once(probe)["bytes_per_second"] if probe and number else None
             sample = run_once(row)
-            if number:
-                samples[row.name].append(sample)
-            what = f"round {number}/{runs}" if number else "warm-up  "
-            if sample["exit_seconds"] > 1:
-                progress(f"{what}  {row.name}: {sample['exit_seconds']:.1f} s")
+        except FailedProcessError as error:
+            if failures is None:
+                raise
+            failures[row.name] = str(error).removeprefix(f"{row.name}: ")
+            del samples[row.name]
+            progress(f"left out: {error}")
+            continue
+        took[row.name] = time.perf_counter() - started
+        if number:
+            samples[row.name].append(sample)
+        if probed:
+            sample["probe_bytes_per_second"] = probed
+        what = f"round {number}/{runs}" if number else "warm-up  "
+        left = left_seconds(took, [row.name for _, row in turns[place:] if row.name in samples])
+        progress(f"{what}  {row.name}: {sample['exit_seconds']:.1f} s, {clock(left)} left here")
     return samples
+
+
+def left_seconds(took: Mapping[str, float], names: Sequence[str]) -> float:
+    """How long some processes will take.
+
+    Args:
+        took: seconds of the last one of each row that has run, at least one.
+        names: row of each process to come; one that has not run yet counts as the mean of the others.
+    """
+    mean = statistics.mean(took.values())
+    return sum(took.get(name, mean) for name in names)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def spread(samples: Sequence[Sample], key: str) -> Spread:

@@ -12,12 +12,8 @@ from measure import Sample, Spread, spread
 MB = 1e6
 Samples = Mapping[str, list[Sample]]
 
-PREJIT, PREJIT_40 = "prejit", "prejit, 40 buckets"
-PREJIT_HASHING = "prejit, hashing all files"
+PREJIT = "prejit"
 JAX_COLD, JAX_WARM = "JAX, cold jit", "JAX, persistent cache"
-JAX_MAPPED = "JAX, persistent cache, mapped weights"
-FLOOR, PROBE = "floor: import jax; jax.devices()", "bandwidth probe"
-JAX_ROWS = (JAX_MAPPED, JAX_WARM, JAX_COLD)
 EAGER, JIT = "JAX op by op, no cache", "JAX jit, no cache"
 JIT_SHORT, JIT_CACHE = "JAX jit, no cache, padded to 18", "JAX jit, KV cache"
 BUILD_COLD_4, BUILD_COLD_40 = "cold build, 4 buckets", "cold build, 40 buckets"
@@ -95,85 +91,43 @@ def same_tokens(rows: Samples) -> bool:
     return len({tuple(s["tokens"]) for row in rows.values() for s in row if "tokens" in s}) == 1
 
 
-def startup(
-    rows: Samples, memory: Samples, bundle: Mapping[str, Any]
-) -> tuple[list[Table], list[Target]]:
-    """Start-up, decode and memory."""
-    probe = spread(rows[PROBE], "bytes_per_second")
-    ceiling = probe.median / workload.decode_bytes()
-
-    def of_probe(name: str) -> float:
-        """Percent of the rate that the probe's bandwidth allows."""
-        share = ratio(rows, name, PROBE, "decode_tokens_per_second", "bytes_per_second")
-        return 100 * share * workload.decode_bytes()
-
-    lines = []
-    for name in (PREJIT, PREJIT_40, PREJIT_HASHING, *JAX_ROWS, FLOOR):
-        if name not in rows:
-            continue
-        line = [
-            name,
-            cell(rows[name], "first_seconds"),
-            *(f"{ratio(rows, name, other, 'first_seconds'):.2f}" for other in (JAX_COLD, JAX_WARM)),
-        ]
-        if name == FLOOR:
-            lines.append((*line, "", "", "", "", "", cell(rows[name], "cpu_seconds", 1)))
-            continue
-        held = memory.get(name)
-        lines.append(
-            (
-                *line,
-                cell(rows[name], "last_seconds"),
-                cell(rows[name], "decode_tokens_per_second", 1),
-                f"{of_probe(name):.0f} %",
-                cell(rows[name], "rss_bytes", 0, MB),
-                cell(held, "peak_anonymous_bytes", 0, MB) if held else "",
-                cell(rows[name], "cpu_seconds", 1),
-            )
-        )
-    agree = same_tokens({name: rows[name] for name in rows if name != PROBE})
-    table = Table(
-        "Start-up and decode: GPT-2 124M, float32, batch 1, 32 tokens in, 64 out",
+def flat(rows: Samples, failures: Mapping[str, str]) -> tuple[list[Table], list[Target]]:
+    """Starts of small and large bundles."""
+    what = {
+        "tiny-4": "5 MB of weights, 4 programs",
+        "tiny-400": "5 MB of weights, 400 programs",
+        "gpt2-4": "500 MB of weights, 4 programs",
+        "llama-1b-float32": "5 GB of weights, 4 programs",
+    }
+    lines = [
         (
-            *("", "exec → 1st token, s", "to cold jit", "to warm cache", "exec → 64th token, s"),
-            *("decode, tokens/s", "of probe", "peak RSS, MB", "peak private, MB", "CPU, s"),
-        ),
-        lines,
-        "Probe: two threads read the mapped weights at "
-        f"{cell(rows[PROBE], 'bytes_per_second', 1, 1e9)} GB/s; "
-        f"a step reads {workload.decode_bytes() / MB:.1f} MB, so at most {ceiling:.1f} tokens/s. "
-        f"Tokens of all rows: {'the same' if agree else '**not the same**'}. "
-        "Private memory is anonymous memory (not the page cache), its peak polled in processes of their own.",
-    )
-    jit = [name for name in JAX_ROWS if name in rows]
-    best = max(jit, key=lambda name: median(rows[name], "decode_tokens_per_second"))
-    to_best = ratio(rows, PREJIT, best, "decode_tokens_per_second")
-    held_mb = median(memory[PREJIT], "peak_anonymous_bytes") / MB
-    used = set(rows[PREJIT][0]["programs"])
-    owned = workload.kv_cache_bytes() + sum(bundle["executable_bytes"][name] for name in used)
-    targets = [
-        Target(
-            "exec → 1st token, to cold jit", ratio(rows, PREJIT, JAX_COLD, "first_seconds"), 0.45
-        ),
-        Target(
-            "exec → 1st token, to JAX with a warm persistent cache",
-            ratio(rows, PREJIT, JAX_WARM, "first_seconds"),
-            0.6,
-        ),
-        Target("decode, to the best jit form", to_best, 1.0, at_least=True),
-        Target("decode, of the rate of the probe", of_probe(PREJIT), 85, " %", at_least=True),
-        Target("peak private memory", held_mb, 1.2 * owned / MB + 250, " MB"),
-        Target("processes whose tokens differ", 0 if agree else 1, 0),
-        Target("programs compiled at run time", _compiled(rows[PREJIT]), 0),
+            what[name],
+            cell(samples, "loaded_seconds"),
+            cell(samples, "first_seconds"),
+            cell(samples, "rss_bytes", 0, MB),
+        )
+        for name, samples in rows.items()
     ]
-    if PREJIT_40 in rows:
-        more = ratio(rows, PREJIT_40, PREJIT, "first_seconds")
-        targets.append(Target("exec → 1st token, 40 buckets to 4", more, 1.1))
+    table = Table(
+        "Start-up of small and large bundles",
+        ("", "exec → loaded, s", "exec → 1st token, s", "peak RSS, MB"),
+        lines,
+        "\n".join(
+            [
+                "The first token reads all weights of a dense model; loading reads none.",
+                *(f"Not there: {name}: {reason}." for name, reason in failures.items()),
+            ]
+        ),
+    )
+    targets = []
+    for name, other, key, shown in (
+        ("tiny-400", "tiny-4", "first_seconds", "exec → 1st token, 400 programs to 4"),
+        ("gpt2-4", "tiny-4", "loaded_seconds", "exec → loaded, 500 MB of weights to 5 MB"),
+        ("llama-1b-float32", "tiny-4", "loaded_seconds", "exec → loaded, 5 GB of weights to 5 MB"),
+    ):
+        if name in rows and other in rows:
+            targets.append(Target(shown, ratio(rows, name, other, key), 1.1, " x"))
     return [table], targets
-
-
-def _compiled(samples: Sequence[Sample]) -> int:
-    return sum(how != "loaded" for sample in samples for how in sample["programs"].values())
 
 
 def kv_cache(rows: Samples) -> tuple[list[Table], list[Target]]:

@@ -1,12 +1,14 @@
-"""Measures prejit against plain JAX, in fresh processes that take turns: `make bench`.
+"""prejit beside what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
-    python benchmarks/run.py                     everything, about 20 minutes on two cores
-    python benchmarks/run.py --quick             medians of 3, the main rows only, under 3 minutes
-    python benchmarks/run.py --only startup      or kv-cache, buckets, build
+    python benchmarks/run.py --quick         JAX and llama.cpp, under 5 minutes
+    python benchmarks/run.py                 every peer and section, hours the first time: `make bench-full`
+    python benchmarks/run.py --only prefill  one section
+    python benchmarks/run.py --row int8      rows with this in their names
 
-A full run writes benchmarks/results/: DATE-MACHINE.json (every sample), latest.md and latest.svg. Run it on
-a machine that does nothing else. $PREJIT_BENCH_DIR (default ~/.cache/prejit/bench) keeps the model and the
-bundles, about 3 GB.
+Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
+(every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results.
+Run it on a machine that does nothing else. $PREJIT_BENCH_DIR (default ~/.cache/prejit/bench) keeps models,
+bundles and the peers' environments: 3 GB for the quick form, 25 GB for all.
 """
 
 from __future__ import annotations
@@ -14,23 +16,38 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import chart
+import comparison
+import peers
 import report
 import workload
+from comparison import (
+    CPU,
+    DECODE,
+    EMBEDDING,
+    FIRST,
+    LAST,
+    LATENCIES,
+    PREFILL,
+    PRIVATE,
+    RSS,
+    Column,
+    Goal,
+)
 from measure import (
-    HERE,
+    FailedProcessError,
     Row,
     Sample,
     Spread,
+    clock,
     interleave,
     machine,
     progress,
@@ -38,124 +55,244 @@ from measure import (
     spread,
     versions,
 )
-from report import Samples, Table, Target
+from peers import Work
+from report import Table, Target
+from workspace import (
+    PREJIT_COMMAND,
+    RESULTS,
+    Bench,
+    bench_directory,
+    digest_now,
+    prepare,
+    sources_digest,
+)
 
-RESULTS = HERE / "results"
-PREJIT_COMMAND = str(Path(sys.executable).parent / "prejit")
 
-
-@dataclass(frozen=True)
-class Bench:
-    """Where things are, and how often they are measured.
+@dataclass
+class Run:
+    """What a run was asked for, and what it has found.
 
     Attributes:
-        directory: of model, bundles and caches.
-        runs: fresh processes of each row.
-        quick: the main rows only.
+        bench: where, and how often.
+        wanted: part of the names of the rows that are wanted.
+        samples: by section, then by row.
+        failures: by section, then by row: why it is not there.
+        rows: by section.
     """
 
-    directory: Path
-    runs: int
-    quick: bool
-
-    @property
-    def weights(self) -> str:
-        """The model's weights for plain JAX."""
-        return str(self.directory / "gpt2.safetensors")
-
-    def bundle(self, name: str) -> str:
-        """A bundle's directory."""
-        return str(self.directory / "bundles" / name)
-
-    @property
-    def prejit(self) -> dict[str, str]:
-        """Environment of prejit's rows: receipts of verified files are kept apart from the user's."""
-        return {"PREJIT_RUNTIME_CACHE": str(self.directory / "runtime-cache")}
-
-    @property
-    def warm(self) -> dict[str, str]:
-        """Environment of a JAX that keeps every executable on disk."""
-        return {
-            "JAX_COMPILATION_CACHE_DIR": str(self.directory / "jax-cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-
-    def build_row(self, name: str, label: str, output: Path, cache: Path) -> Row:
-        """A build of one manifest."""
-        manifest = str(self.directory / f"{name}.toml")
-        options = ("-o", str(output), "--cache", str(cache), "--json")
-        return Row(label, (PREJIT_COMMAND, "build", manifest, *options), self.prejit)
+    bench: Bench
+    wanted: str
+    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
 
 
-def prepare(bench: Bench, names: tuple[str, ...]) -> None:
-    """Makes model and bundles where they are missing or stale."""
-    progress(f"model and bundles in {bench.directory}")
-    run_once(Row("model", ("models.py", str(bench.directory))))
-    for name in names:
-        progress(f"prejit build {name}.toml ({workload.program_count(name)} programs)")
-        row = bench.build_row(
-            name, name, bench.directory / "bundles", bench.directory / "build-cache"
-        )
-        run_once(row)
-    shutil.rmtree(bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+Section = Callable[[Run], tuple[list[Table], list[Target]]]
+
+_BOTH = ("float32", "int8")
+_DECODE_GOALS = (
+    *(Goal(FIRST, dtype, 1.0, ("llama.cpp",)) for dtype in _BOTH),
+    Goal(FIRST, "float32", 0.3, (report.JAX_WARM,)),
+    *(Goal(LAST, dtype, 1.0) for dtype in workload.BYTES),
+    Goal(DECODE, "float32", 1.0),
+    Goal(DECODE, "int8", 1.25, ("llama.cpp", "ONNX Runtime")),
+    Goal(DECODE, "bfloat16", 1.1, ("llama.cpp",)),
+    *(Goal(RSS, dtype, 1.1) for dtype in workload.BYTES),
+)
+FLOOR_SHARE = 92
+"""Percent of the floor that float32 decode is to reach."""
 
 
-def bundle_facts(path: str) -> dict[str, Any]:
-    """Of a bundle with one target: the file of its weights, and the size of each executable."""
-    root = Path(path)
+def beside_peers(
+    run: Run,
+    name: str,
+    title: str,
+    work: Work,
+    columns: Sequence[Column],
+    goals: Sequence[Goal],
+    step_bytes: Callable[[str], int] | None = None,
+    note: str = "",
+) -> tuple[list[Table], list[Target]]:
+    """Runs a work of every entrant, and compares them.
 
-    def blob(digest: str) -> Path:
-        return root / "blobs" / "sha256" / digest.removeprefix("sha256:")
+    Args:
+        run: asked for.
+        name: its samples are kept under.
+        title: of the table.
+        work: to do.
+        columns: of the table.
+        goals: of prejit's rows.
+        step_bytes: what a decode step reads of weights of a dtype, where its share of the floor is wanted.
+        note: below the table.
+    """
+    bench = run.bench
+    failures = run.failures.setdefault(name, {})
+    rows = run.rows[name] = peers.rows(bench, work, run.wanted, failures)
+    if not rows:
+        return [], []
+    probe = Row("bandwidth probe", ("bandwidth_child.py", bench.weights)) if step_bytes else None
+    samples = run.samples[name] = interleave(rows, bench.runs, probe, failures)
+    for sample in (sample for found in samples.values() for sample in found):
+        sample |= sample.get("steady", {})  # latencies are columns
+    if step_bytes:
+        progress("memory, in processes of their own")
+        for row in rows:
+            if row.name in samples:
+                try:
+                    polled = run_once(row, poll_memory=True)["peak_anonymous_bytes"]
+                except FailedProcessError as error:
+                    progress(f"no memory: {error}")
+                    continue
+                for sample in samples[row.name]:
+                    sample["peak_anonymous_bytes"] = polled
+    made = comparison.tables(title, rows, samples, columns, failures, step_bytes, note)
+    targets = comparison.targets(f"{name}, ", goals, rows, samples)
+    floats = samples.get(peers.PREJIT["float32"])
+    if step_bytes and floats:
+        share = 100 * comparison.floor_share(floats, step_bytes("float32")).median
+        what = f"{name}, float32: decode, of the floor"
+        targets.append(Target(what, share, FLOOR_SHARE, " %", at_least=True))
+    return made, targets
 
-    index = json.loads((root / "index.json").read_bytes())
-    manifest = json.loads(blob(index["manifests"][0]["digest"]).read_bytes())
-    layers = manifest["layers"]
-    weights = next(layer for layer in layers if layer["mediaType"].endswith(".safetensors"))
-    programs = json.loads(blob(manifest["config"]["digest"]).read_bytes())["programs"]
-    return {
-        "weights": str(blob(weights["digest"])),
-        "executable_bytes": {p["name"]: p["executable"]["raw_size"] for p in programs},
-    }
 
-
-Section = Callable[[Bench, dict[str, Any]], tuple[list[Table], list[Target]]]
-
-
-def startup(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
-    """From exec to the first token, decode, memory; the probe runs in the same rounds."""
-    facts = bundle_facts(bench.bundle("gpt2-4"))
-    plain = ("jax_baseline.py", "generate", bench.weights)
-    small, large = (
-        ("prejit_child.py", "generate", bench.bundle(name)) for name in ("gpt2-4", "gpt2-40")
+def decode(run: Run) -> tuple[list[Table], list[Target]]:
+    """The main rows: from exec to the first token and to the last, decode, memory."""
+    shutil.rmtree(run.bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    tables, targets = beside_peers(
+        run,
+        "decode",
+        "GPT-2 124M, batch 1, 32 tokens in, 64 out",
+        Work("generate", "gpt2"),
+        (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
+        _DECODE_GOALS,
+        workload.decode_bytes,
+        "Private memory is anonymous memory (not the page cache), its peak polled in a process of its own. "
+        f"Tokens are compared with {comparison.REFERENCE}'s; with random weights low precision differs soon.",
     )
-    floor = (sys.executable, "-c", "import jax; jax.devices(); print('FIRST', flush=True)")
-    rows = [
-        Row(report.PREJIT, small, bench.prejit),
-        Row(report.JAX_COLD, plain),
-        Row(report.JAX_WARM, plain, bench.warm),
-        Row(report.PROBE, ("bandwidth_child.py", facts["weights"])),
-        Row(report.FLOOR, floor),
+    samples = run.samples.get("decode", {})
+    floats = [
+        row.name
+        for row in run.rows["decode"]
+        if row.dtype == "float32" and row.name in samples and samples[row.name]
     ]
-    if not bench.quick:
-        rows += [
-            Row(report.PREJIT_40, large, bench.prejit),
-            Row(report.JAX_MAPPED, (*plain, "--mapped"), bench.warm),
-            # No cache directory, so no receipt of an earlier verification: the first start of a deployment.
-            Row(report.PREJIT_HASHING, small, {"PREJIT_RUNTIME_CACHE": "/dev/null/none"}),
-        ]
-    samples["startup"] = interleave(rows, bench.runs)
-    progress("memory, in processes of their own")
-    samples["memory"] = {
-        row.name: [run_once(row, poll_memory=True) for _ in range(1 if bench.quick else 3)]
-        for row in rows
-        if row.name not in (report.PROBE, report.FLOOR)
-    }
-    return report.startup(samples["startup"], samples["memory"], facts)
+    agree = comparison.agreement(samples, run.rows["decode"])
+    length = workload.NEW_TOKENS
+    different = sum(agree[name] != f"{length}/{length}" for name in floats)
+    targets.append(Target("float32 rows whose tokens differ", different, 0))
+    programs = [
+        how
+        for name, found in samples.items()
+        if comparison.ours(name)
+        for sample in found
+        for how in sample["programs"].values()
+    ]
+    targets.append(
+        Target("programs compiled at run time", sum(how != "loaded" for how in programs), 0)
+    )
+    return tables, targets
 
 
-def kv_cache(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
+def batch(run: Run) -> tuple[list[Table], list[Target]]:
+    """Several rows at a time."""
+    tables: list[Table] = []
+    targets: list[Target] = []
+    for size in (4, 8):
+        more_tables, more_targets = beside_peers(
+            run,
+            f"batch {size}",
+            f"GPT-2 124M, batch {size}, 32 tokens in, 64 out for each row",
+            Work("generate", "gpt2", size),
+            (FIRST, LAST, DECODE, RSS),
+            [Goal(DECODE, dtype, 1.0) for dtype in workload.BYTES],
+            note="Decode counts the tokens of all rows; tokens are compared in the first. OpenVINO's "
+            "pipeline does not tell when a step of several rows is done, so it is not here.",
+        )
+        tables += more_tables
+        targets += more_targets
+    return tables, targets
+
+
+def prefill(run: Run) -> tuple[list[Table], list[Target]]:
+    """Prompts of 512 tokens in a warm process."""
+    return beside_peers(
+        run,
+        "prefill",
+        "GPT-2 124M, a prompt of 512 tokens in a warm process",
+        Work("prefill", "gpt2"),
+        (PREFILL, RSS),
+        [
+            Goal(PREFILL, "float32", 1.0, ("OpenVINO",)),
+            *(Goal(PREFILL, dtype, 0.8, ("OpenVINO",)) for dtype in ("bfloat16", "int8")),
+        ],
+        note=f"Median of {workload.PREFILL_RUNS} prompts of each process, no two alike.",
+    )
+
+
+def encoder(run: Run) -> tuple[list[Table], list[Target]]:
+    """MiniLM's sizes."""
+    tables, targets = beside_peers(
+        run,
+        "encoder",
+        "An encoder of MiniLM's sizes, sentences x tokens",
+        Work("encode", "minilm"),
+        (EMBEDDING, *LATENCIES, RSS),
+        [
+            Goal(EMBEDDING, "float32", 1.2, ("CTranslate2",)),
+            *(Goal(column, "float32", 1.0, ("OpenVINO",)) for column in LATENCIES),
+        ],
+        note="Latency is the median in a warm process.",
+    )
+    different = comparison.different_embeddings(run.samples.get("encoder", {}), run.rows["encoder"])
+    targets.append(Target("float32 rows whose embeddings differ", len(different), 0))
+    return tables, targets
+
+
+def llama(run: Run) -> tuple[list[Table], list[Target]]:
+    """A model of a billion parameters."""
+    return beside_peers(
+        run,
+        "llama-1b",
+        "Llama's shape with 1.24 billion parameters, batch 1, 32 tokens in, 64 out",
+        Work("generate", "llama-1b", dtypes=("bfloat16", "int8")),
+        (FIRST, LAST, DECODE, RSS, PRIVATE, CPU),
+        [],
+        workload.llama_bytes,
+    )
+
+
+FLAT_PROGRAMS: dict[str, workload.Sizes] = {
+    "tiny-4": {"batch": (1,), "prompt": (32,), "context": (800, 1024)},
+    "tiny-400": {
+        "batch": (1, 2, 4, 8),
+        "prompt": tuple(range(32, 32 * 25, 32)),
+        "context": (800, 864, 928, 1024),
+    },
+}
+
+
+def flat(run: Run) -> tuple[list[Table], list[Target]]:
+    """What many programs and large weights do to the start."""
+    bench, failures = run.bench, run.failures.setdefault("flat", {})
+    rows = []
+    for name, source, sizes in (
+        *((name, "llama-tiny", sizes) for name, sizes in FLAT_PROGRAMS.items()),
+        ("gpt2-4", "gpt2", workload.BUCKETS["gpt2-4"]),
+        ("llama-1b-float32", "llama-1b", workload.BUCKETS["gpt2-4"]),
+    ):
+        try:
+            path = bench.built(name, source, "float32", sizes)
+        except FailedProcessError as error:
+            failures[name] = str(error)
+        else:
+            rows.append(Row(name, ("prejit_child.py", "generate", path), bench.prejit))
+    samples = run.samples["flat"] = interleave(rows, bench.runs, failures=failures)
+    return report.flat(samples, failures)
+
+
+def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
     """With and without a KV cache."""
+    bench = run.bench
+    prepare(bench, ("gpt2-4",))
     plain = ("jax_baseline.py", "kv-cache", bench.weights)
     bundle = ("prejit_child.py", "kv-cache", bench.bundle("gpt2-4"))
     rows = [
@@ -165,12 +302,14 @@ def kv_cache(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[T
         Row(report.JIT_CACHE, (*plain, "jit-cache")),
         Row(report.PREJIT, bundle, bench.prejit),
     ]
-    samples["kv_cache"] = interleave(rows, 1 if bench.quick else bench.runs)
-    return report.kv_cache(samples["kv_cache"])
+    samples = run.samples["kv-cache"] = interleave(rows, bench.runs)
+    return report.kv_cache(samples)
 
 
-def buckets(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
+def buckets(run: Run) -> tuple[list[Table], list[Target]]:
     """Every program of 40 once. Minutes for each JAX process, so three of them."""
+    bench = run.bench
+    prepare(bench, ("gpt2-40",))
     plain = ("jax_baseline.py", "buckets", bench.weights, "gpt2-40")
     warm = {**bench.warm, "JAX_COMPILATION_CACHE_DIR": str(bench.directory / "jax-cache-40")}
     shutil.rmtree(warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -180,25 +319,26 @@ def buckets(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[Ta
         Row(report.JAX_WARM, plain, warm),
         Row(report.JAX_COLD, plain),
     ]
-    samples["buckets"] = interleave(rows, min(bench.runs, 3))
-    return report.buckets(samples["buckets"])
+    samples = run.samples["buckets"] = interleave(rows, min(bench.runs, 3))
+    return report.buckets(samples)
 
 
-def build(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
+def build(run: Run) -> tuple[list[Table], list[Target]]:
     """Cold builds, a rebuild that changes nothing, and the least that a command costs."""
+    bench = run.bench
+    prepare(bench, ("gpt2-4", "gpt2-40"))
     found: dict[str, list[Sample]] = {}
     scratch = bench.directory / "cold"
-    if not bench.quick:
-        for name, label in (
-            ("gpt2-4", report.BUILD_COLD_4),
-            ("gpt2-40", report.BUILD_COLD_40),
-        ):
-            shutil.rmtree(scratch, ignore_errors=True)
-            row = bench.build_row(name, label, scratch / "bundles", scratch / "cache")
-            found[label] = [run_once(row)]
-            progress(f"{label}: {found[label][0]['exit_seconds']:.1f} s")
+    for name, label in (
+        ("gpt2-4", report.BUILD_COLD_4),
+        ("gpt2-40", report.BUILD_COLD_40),
+    ):
         shutil.rmtree(scratch, ignore_errors=True)
-    name = "gpt2-4" if bench.quick else "gpt2-40"
+        row = bench.build_row(name, label, scratch / "bundles", scratch / "cache")
+        found[label] = [run_once(row)]
+        progress(f"{label}: {found[label][0]['exit_seconds']:.1f} s")
+    shutil.rmtree(scratch, ignore_errors=True)
+    name = "gpt2-40"
     label = f"{report.BUILD_NOOP}, {workload.program_count(name)} programs"
     caches = bench.directory / "bundles", bench.directory / "build-cache"
     found |= interleave([bench.build_row(name, label, *caches)], bench.runs)
@@ -211,58 +351,77 @@ def build(bench: Bench, samples: dict[str, Any]) -> tuple[list[Table], list[Targ
         for sample in processes:
             if sample["output"].startswith("["):
                 sample["compiled"] = json.loads(sample["output"])[0]["compiled"]
-    samples["build"] = found
+    run.samples["build"] = found
     return report.build(found)
 
 
 SECTIONS: dict[str, Section] = {
-    "startup": startup,
+    "decode": decode,
+    "batch": batch,
+    "prefill": prefill,
+    "encoder": encoder,
+    "llama": llama,
+    "flat": flat,
     "kv-cache": kv_cache,
     "buckets": buckets,
     "build": build,
 }
 
 
-def picture(samples: dict[str, Samples], targets: list[Target]) -> str:
-    """Start-up and decode as bars."""
-    rows = samples["startup"]
-    names = [name for name in (report.PREJIT, *report.JAX_ROWS, report.FLOOR) if name in rows]
-    probe = spread(rows[report.PROBE], "bytes_per_second").median / workload.decode_bytes()
+def picture(run: Run, targets: Sequence[Target]) -> str:
+    """Start-up and decode as bars, with their targets."""
+    rows, samples = run.rows["decode"], run.samples["decode"]
+    names = [row.name for row in rows if row.name in samples]
 
-    def bars(names: list[str], key: str) -> list[tuple[str, Spread, bool]]:
-        return [(name, spread(rows[name], key), name == report.PREJIT) for name in names]
+    def bars(column: Column) -> list[tuple[str, Spread, bool]]:
+        found = [(name, spread(samples[name], column.key), comparison.ours(name)) for name in names]
+        return sorted(found, key=lambda bar: bar[1].median, reverse=column.more)
 
-    first = chart.Panel(
-        "From exec to the first token, seconds (less is better)", bars(names, "first_seconds"), "s"
-    )
-    decode = chart.Panel(
-        "Decode, tokens per second (more is better)",
-        bars([name for name in names if name != report.FLOOR], "decode_tokens_per_second"),
-        "/s",
-        (probe, f"two threads reading the same mapped weights: {probe:.1f} /s"),
-    )
+    probes = [sample for found in samples.values() for sample in found]
+    floor = spread(probes, "probe_bytes_per_second").median / workload.decode_bytes()
+    panels = [
+        chart.Panel("From exec to the first token, seconds (less is better)", bars(FIRST), "s"),
+        chart.Panel("From exec to the 64th token, seconds (less is better)", bars(LAST), "s"),
+        chart.Panel(
+            "Decode, tokens per second (more is better)",
+            bars(DECODE),
+            "/s",
+            (floor, f"two threads reading float32 weights: {floor:.0f} /s"),
+        ),
+    ]
     goals = [(f"{t.what}: {t.row()[1]}, wanted {t.row()[2]}", t.met) for t in targets]
-    return chart.draw([first, decode], goals)
+    return chart.draw(panels, goals)
 
 
 def write_results(
-    directory: Path, facts: dict[str, Any], tables: list[Table], targets: list[Target]
+    directory: Path,
+    name: str,
+    run: Run,
+    facts: dict[str, Any],
+    tables: list[Table],
+    targets: list[Target],
 ) -> None:
     """Writes samples, page and picture."""
     directory.mkdir(parents=True, exist_ok=True)
-    goals = [{**asdict(target), "met": target.met} for target in targets]
-    short = re.sub(r"[^a-z0-9]+", "-", facts["machine"]["cpu"].lower()).strip("-")
-    short = f"{short[:32]}-{facts['machine']['cores']}"
-    (directory / f"{facts['date'][:10]}-{short}.json").write_text(
-        json.dumps({**facts, "targets": goals}, separators=(",", ":")) + "\n"
-    )
-    drawn = "startup" in facts["samples"]
+    content = {
+        **facts,
+        "samples": run.samples,
+        "failures": run.failures,
+        "targets": [{**asdict(target), "met": target.met} for target in targets],
+    }
+    (directory / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    drawn = f"{name}.svg" if run.samples.get("decode") else ""
     if drawn:
-        (directory / "latest.svg").write_text(picture(facts["samples"], targets))
-    page = report.markdown(facts, tables, targets, "latest.svg" if drawn else "")
-    (directory / "latest.md").write_text(page)
+        of_decode = [t for t in targets if t.what.startswith("decode, ")]
+        (directory / drawn).write_text(picture(run, of_decode))
+    page = report.markdown(facts, tables, targets, drawn)
+    if facts["sources_changed"]:
+        page += (
+            "\n**prejit's sources changed while this ran:** its rows are of the bundles' state.\n"
+        )
+    (directory / f"{name}.md").write_text(page)
     print(page)
-    progress(f"written to {directory}")
+    progress(f"written to {directory}/{name}.json, .md{', .svg' if drawn else ''}")
 
 
 def options() -> argparse.Namespace:
@@ -271,42 +430,55 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--runs", type=int, default=7, help="fresh processes of each row (default 7)"
+        "--runs", type=int, default=5, help="fresh processes of each row (default 5)"
     )
-    parser.add_argument("--quick", action="store_true", help="3 runs, main rows only")
+    parser.add_argument("--quick", action="store_true", help="JAX and llama.cpp, decode alone")
     parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--row", default="", help="rows with this in their names")
     return parser.parse_args()
 
 
 def main() -> None:
     """Runs what was asked for."""
     given = options()
-    base = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
-    bench = Bench(Path(base).resolve(), 3 if given.quick else given.runs, given.quick)
+    bench = Bench(bench_directory(), given.runs, given.quick)
     # Two threads everywhere, whatever the machine has. Children inherit it.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    run = Run(bench, given.row)
+    started = time.perf_counter()
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "runs": bench.runs,
         "machine": machine(),
-        "versions": versions(),
-        "samples": {},
+        "bundles_of": sources_digest(),
     }
-    sections = [given.only] if given.only else list(SECTIONS)
-    if given.quick and not given.only:
-        sections.remove("buckets")
-    large = not given.quick or "buckets" in sections
-    prepare(bench, tuple(workload.BUCKETS) if large else ("gpt2-4",))
+    bench.model("gpt2")
+    sections = [given.only] if given.only else ["decode"] if given.quick else list(SECTIONS)
     tables: list[Table] = []
     targets: list[Target] = []
-    for section in sections:
-        progress(section)
-        more_tables, more_targets = SECTIONS[section](bench, facts["samples"])
+    for place, section in enumerate(sections, 1):
+        passed = clock(time.perf_counter() - started)
+        progress(f"{section} (section {place} of {len(sections)}, after {passed})")
+        try:
+            more_tables, more_targets = SECTIONS[section](run)
+        except FailedProcessError as error:
+            run.failures.setdefault(section, {})["the section"] = str(error)
+            progress(f"{section} failed: {error}")
+            more_tables, more_targets = [Table(section, ("failed",), [(str(error),)])], []
         tables += more_tables
         targets += more_targets
-    facts["load_average_after"] = os.getloadavg()[0]
-    whole = not (given.quick or given.only)
-    write_results(RESULTS if whole else bench.directory / "results", facts, tables, targets)
+    failed = sum(map(len, run.failures.values()))
+    targets.append(Target("rows that failed", failed, 0))
+    took_part = {name for found in run.samples.values() for name in found}
+    facts |= {
+        "versions": {**versions(), **peers.versions(bench, took_part)},
+        "load_average_after": os.getloadavg()[0],
+        "sources_changed": digest_now() != sources_digest(),
+        "seconds": round(time.perf_counter() - started),
+    }
+    part = bool(given.only or given.row)
+    directory = bench.directory / "results" if part else RESULTS
+    write_results(directory, "peers-quick" if given.quick else "peers", run, facts, tables, targets)
 
 
 if __name__ == "__main__":

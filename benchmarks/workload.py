@@ -2,6 +2,7 @@
 
 The clock of start-up runs in the parent, from just before it starts a child until the child's line comes:
 
+    LOADED         the model is loaded (prejit alone tells it)
     FIRST          the first token is a Python int
     ALL            so are all of the first request (where a child goes on)
     LAST {json}    the work is done; what the child measured itself
@@ -11,26 +12,70 @@ Children import nothing here that costs time before their first token.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-EVENTS = ("FIRST", "ALL", "LAST")
+EVENTS = ("LOADED", "FIRST", "ALL", "LAST")
 
 LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 12, 768, 12, 50257, 1024
 """GPT-2 with 124 million parameters."""
 HEAD_SIZE = WIDTH // HEADS
 EPSILON = 1e-5
 
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a decoder as Llama has it: grouped queries, gated product, tied head, no biases.
+
+    Attributes:
+        layers: L.
+        width: D.
+        heads: N, each of width / heads.
+        kv_heads: K.
+        inner: width of the gated product.
+        vocabulary: V.
+        positions: the longest context.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    positions: int
+
+    @property
+    def matrix_weights(self) -> int:
+        """Weights that one decode step reads: those of all products; the head is the embedding."""
+        shared = self.kv_heads * self.width // self.heads
+        layer = self.width * (2 * self.width + 2 * shared + 3 * self.inner)
+        return self.layers * layer + self.vocabulary * self.width
+
+
+LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 2048)
+"""The shape of Llama 3.2 1B: 1.24 billion parameters."""
+LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
+"""A model of 5 MB: what many programs cost, and nothing else."""
+
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
 """Of the main rows; CONTEXT is the length of the KV cache, for JAX and prejit alike."""
 SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
 """Of the table about the KV cache."""
+PREFILL_TOKENS, PREFILL_RUNS = 512, 7
+ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
+"""Sentences x tokens of the encoder's rows beside its peers."""
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Of one stored weight."""
 
-BUCKETS = {
+Sizes = dict[str, tuple[int, ...]]
+BUCKETS: dict[str, Sizes] = {
     "gpt2-4": {"batch": (1,), "prompt": (32,), "context": (128, 256)},
     "gpt2-40": {"batch": (1, 4), "prompt": (16, 32, 64, 128), "context": (128, 256, 512, 1024)},
 }
-"""Manifests by name. Programs: batch x context x (prompts + 1 for decode)."""
+"""Manifests of float32 GPT-2 by name. Programs: batch x context x (prompts + 1 for decode)."""
 
 
 def program_count(name: str) -> int:
@@ -48,13 +93,31 @@ def prompt_ids(count: int) -> list[int]:
     return ids
 
 
-def decode_bytes() -> int:
-    """Bytes of float32 weights that one decode step at batch 1 must read.
+def prompts(count: int, batch: int) -> list[list[int]]:
+    """A batch of prompts of one length. The first is that of batch 1, so that its tokens are comparable."""
+    ids = prompt_ids(count * batch)
+    return [ids[row * count : (row + 1) * count] for row in range(batch)]
+
+
+def prefill_prompt(number: int) -> list[int]:
+    """PREFILL_TOKENS ids, another prompt for each number: some engines answer a repeated one from a cache."""
+    first, *others = prompt_ids(PREFILL_TOKENS)
+    return [(first + number) % VOCABULARY, *others]
+
+
+def decode_bytes(dtype: str = "float32") -> int:
+    """Bytes of weights that one decode step of GPT-2 must read, the scales of int8 not counted.
 
     All but the position embedding, of which it reads one row. The head is the token embedding.
     """
-    per_layer = 12 * WIDTH * WIDTH + 13 * WIDTH
-    return 4 * (LAYERS * per_layer + 2 * WIDTH + VOCABULARY * WIDTH + WIDTH)
+    matrices = LAYERS * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
+    vectors = LAYERS * 13 * WIDTH + 2 * WIDTH + WIDTH
+    return BYTES[dtype] * matrices + 4 * vectors
+
+
+def llama_bytes(dtype: str) -> int:
+    """Bytes of matrices that one decode step of LLAMA_1B must read."""
+    return BYTES[dtype] * LLAMA_1B.matrix_weights
 
 
 def kv_cache_bytes(batch: int = 1, context: int = CONTEXT) -> int:
@@ -74,11 +137,15 @@ def say_last(**facts: object) -> None:
     print("LAST " + json.dumps({**facts, "memory": memory_bytes()}), flush=True)
 
 
-def stream(tokens: Iterable[int]) -> dict[str, object]:
+def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
     """Consumes a generation token by token, and tells the parent of the first.
 
     The decode rate counts from the second token to the last: what a runtime does once, when its decode
     program runs first (JAX: compiling it), is `second_token_seconds`.
+
+    Args:
+        tokens: of the first row of the batch, each when those of all rows are in hand.
+        batch: how many rows there are; the rate counts the tokens of all.
 
     Returns:
         Facts for `say_last`.
@@ -92,7 +159,7 @@ def stream(tokens: Iterable[int]) -> dict[str, object]:
         found.append(token)
     return {
         "tokens": found,
-        "decode_tokens_per_second": (len(found) - 2) / (times[-1] - times[1]),
+        "decode_tokens_per_second": batch * (len(found) - 2) / (times[-1] - times[1]),
         "second_token_seconds": times[1] - times[0],
     }
 
@@ -113,6 +180,26 @@ def requests(generate: Callable[[], Iterable[int]], warm: int) -> dict[str, obje
             pass
         seconds.append(time.perf_counter() - started)
     return {"tokens": found["tokens"], "cold_seconds": seconds[0], "warm_seconds": seconds[1:]}
+
+
+def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
+    """Times prompts of PREFILL_TOKENS in a warm process.
+
+    Args:
+        first_token: the token that follows a prompt.
+
+    Returns:
+        Facts for `say_last`; `tokens` holds the first prompt's.
+    """
+    token = first_token(prefill_prompt(0))
+    say_first()
+    seconds = []
+    for number in range(1, PREFILL_RUNS + 1):
+        started = time.perf_counter()
+        first_token(prefill_prompt(number))
+        seconds.append(time.perf_counter() - started)
+    rate = PREFILL_TOKENS / statistics.median(seconds)
+    return {"tokens": [token], "prefill_tokens_per_second": rate}
 
 
 def memory_bytes() -> dict[str, int]:

@@ -223,6 +223,35 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
+@pytest.fixture(scope="session")
+def make_decoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
+
+    The model is a family of decoders.py, with random weights, or a directory. PREJIT_TEST_CACHE names a
+    build cache that outlives the session; without it everything is compiled.
+    """
+    from . import decoders
+
+    # Weights are arguments of the programs, so models of one shape are compiled once.
+    kept = os.environ.get("PREJIT_TEST_CACHE")
+    cache = Path(kept).absolute() if kept else tmp_path_factory.mktemp("decoders") / "cache"
+
+    def make(model: str | Path, **buckets: Any) -> Path:
+        directory = tmp_path_factory.mktemp("decoder")
+        source = Path(model)
+        if isinstance(model, str):
+            source = decoders.write_random(model, directory / model)
+        return decoders.build(source, directory, cache, **buckets)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder_dir(make_decoder: Callable[..., Path]) -> Path:
+    """A GPT-2 of 48 tokens: every kind of program, two buckets of each size."""
+    return make_decoder("gpt2", batch=(1, 3), prompt=(3, 10), context=(24, 72))
+
+
 @pytest.fixture
 def no_warnings_of_fallback() -> Iterator[None]:
     """For tests that fall back on purpose and look at something else."""
@@ -388,11 +417,15 @@ def _lower_tick() -> tuple[bytes, list[Any], list[Any]]:
     return _export(tick), [], [Array((), "int32", ())]
 
 
-def _export(function: Callable[..., Any], *arguments: Any) -> bytes:
+def _export(
+    function: Callable[..., Any], *arguments: Any, custom_calls: tuple[str, ...] = ()
+) -> bytes:
     import jax
     from jax import export
 
-    exported = export.export(jax.jit(function, keep_unused=True), platforms=("cpu",))(*arguments)
+    traced = jax.jit(function, keep_unused=True)
+    unchecked = [export.DisabledSafetyCheck.custom_call(name) for name in custom_calls]
+    exported = export.export(traced, platforms=("cpu",), disabled_checks=unchecked)(*arguments)
     return bytes(exported.mlir_module_serialized)
 
 
@@ -414,3 +447,125 @@ def _compile_for_v3(at: Path, portables: Mapping[str, bytes]) -> dict[str, tuple
         )
         for program, file in files.items()
     }
+
+
+TOY_KERNELS = Path(__file__).parent / "toy_kernels"
+"""Sources of two kernels: `scale` and `root`."""
+
+
+@pytest.fixture(scope="session")
+def toy_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, bytes]:
+    """The toy kernels as a library for x86-64-v2, with its content."""
+    return _built_kernels("cpu-x86-64-v2", TOY_KERNELS, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="session")
+def kernel_recipe(
+    toy_library: tuple[Any, bytes], tmp_path_factory: pytest.TempPathFactory
+) -> Recipe:
+    """A bundle for `cpu-host` with one program: `scale`, float32[5] by 2.5, that calls a kernel."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import zstandard
+
+    from prejit.compiler import packaging
+    from prejit.compiler.cache import Cache
+    from prejit.compiler.disassembly import declared_features
+    from prejit.runtime import bundle, executable
+    from prejit.runtime.bundle import Array
+
+    library, content = toy_library
+    cache = Cache.open(tmp_path_factory.mktemp("recipe") / "cache")
+    name = library.target_name("scale")
+
+    def with_kernel(x: jax.Array) -> Any:
+        call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return call(x, factor=np.float32(2.5))
+
+    x = jax.ShapeDtypeStruct((5,), jnp.float32)
+    executable.register_kernels(content)
+    portable = _export(lambda x: x * jnp.float32(2.5), x)
+    compiled = executable.compile_portable(_export(with_kernel, x, custom_calls=(name,)))
+
+    def frame(raw: bytes) -> bundle.Segment:
+        stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+        return bundle.Segment(
+            0, len(stored), cache.put_blob(stored), len(raw), bundle.digest_of(raw)
+        )
+
+    executables, placed = packaging.pack({"scale": frame(compiled.serialized)}, cache)
+    portables, portable_placed = packaging.pack({"scale": frame(portable)}, cache)
+    features = {*declared_features(compiled.serialized), *library.cpu_features}
+    config = bundle.Config(
+        format=bundle.FORMAT_VERSION,
+        bundle="kernels",
+        target="cpu-host",
+        requirement=bundle.Requirement(
+            "cpu",
+            os.uname().machine,
+            tuple(sorted(features)),
+            _version("jaxlib"),
+            glibc=library.glibc,
+        ),
+        versions={"jax": _version("jax"), "jaxlib": _version("jaxlib"), "prejit": "0.1.0"},
+        programs=(
+            bundle.Program(
+                name="scale",
+                kind="call",
+                bucket={},
+                key=bundle.digest_of(b"scale"),
+                arguments=(str(Array(("x",), "float32", (5,))),),
+                results=(str(Array((), "float32", (5,))),),
+                executable=placed["scale"],
+                portable=portable_placed["scale"],
+                memory=compiled.memory,
+                kernels=True,
+            ),
+        ),
+        weight_sets={},
+        kernels=bundle.Kernels(library.digest, library.level, library.compiler, library.handlers),
+    )
+    layers = (
+        packaging.layer(bundle.EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
+        packaging.layer(bundle.KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        packaging.layer(bundle.PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
+    )
+    return Recipe((packaging.PackedTarget(config, layers),), "kernels", {})
+
+
+@pytest.fixture(scope="session")
+def with_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
+    import jax
+
+    from prejit.compiler.kernel_calls import KERNEL_CALLS
+    from prejit.compiler.kernel_library import SOURCES
+    from prejit.compiler.models.forms import Forms
+    from prejit.runtime import kernels
+    from prejit.runtime.bundle import kernel_target
+
+    library, content = _built_kernels("cpu-host", SOURCES, tmp_path_factory.mktemp("kernels"))
+    loaded = kernels.load(content)
+    for kernel, name in KERNEL_CALLS.items():
+        handler = loaded.handlers[kernel_target(kernel, library.digest)]
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return Forms()
+
+
+def _built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
+    """A library of kernels, with its content."""
+    from prejit.compiler.cache import Cache
+    from prejit.compiler.kernel_library import KernelLibrary, build_kernels
+    from prejit.compiler.target import target
+    from prejit.compiler.toolchain import host_toolchain
+
+    opened = Cache.open(cache)
+    versions = {name: _version(name) for name in ("jax", "jaxlib")}
+    toolchain = host_toolchain(target(target_name), versions)
+    built = build_kernels(toolchain, opened, sources=sources)
+    if not isinstance(built, KernelLibrary):
+        pytest.skip(built.reason)
+    content = opened.read_blob(built.digest)
+    assert content is not None
+    return built, content

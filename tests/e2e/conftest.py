@@ -18,13 +18,18 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The build cache of `run`."""
+    return tmp_path_factory.mktemp("caches") / "build"
+
+
+@pytest.fixture(scope="session")
+def run(build_cache: Path) -> Run:
     """Runs `prejit ARGUMENTS` in a fresh process with caches of this session's own."""
-    caches = tmp_path_factory.mktemp("caches")
     base = {
         **os.environ,
-        "PREJIT_CACHE": str(caches / "build"),
-        "PREJIT_RUNTIME_CACHE": str(caches / "runtime"),
+        "PREJIT_CACHE": str(build_cache),
+        "PREJIT_RUNTIME_CACHE": str(build_cache.with_name("runtime")),
     }
 
     def run(

@@ -17,7 +17,7 @@ import pytest
 from prejit.compiler import environments
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import CompileJob, compile_all
+from prejit.compiler.compilation import CompileJob, Source, compile_all
 from prejit.compiler.environments import Wanted
 from prejit.compiler.listing import EXACT_JAX
 from prejit.compiler.target import target
@@ -121,7 +121,8 @@ def test_it_holds_what_was_asked_for_and_three_who_want_it_at_once_make_it_once(
 def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline: Path) -> None:
     path = offline / wanted().key
     maker = start_maker()
-    while not (path / "bin" / "python").exists():
+    # ensurepip has begun, and takes a second: of venv, which comes before, a few milliseconds may be left.
+    while not any(path.glob("lib/python*/site-packages/pip*")):
         assert maker.poll() is None
         time.sleep(0.01)
     maker.send_signal(signal.SIGKILL)
@@ -221,9 +222,9 @@ def test_a_worker_compiles_in_an_environment_with_another_jax(
     cache = Cache.open(tmp_path / "cache")
     portable = cache.put_blob(bytes(exported.mlir_module_serialized))
     level = target("cpu-x86-64-v2")
-    job = CompileJob(
-        "square", toolchain_of(level, made), portable, ("cpu",), Key("compile", "square", ())
-    )
+    source = Source(portable, ("cpu",))
+    key = Key("compile", "square", ())
+    job = CompileJob("square", toolchain_of(level, made), source, key)
     compiled = compile_all([job], cache)["square", "cpu-x86-64-v2"]
     assert compiled.executable.raw_size > 0
     assert level.cpu_features is not None

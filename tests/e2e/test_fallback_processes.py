@@ -266,8 +266,9 @@ import json, sys, warnings
 from prejit.runtime import Fingerprint, load
 warnings.simplefilter("ignore")
 bundle = load(sys.argv[1], fingerprint=Fingerprint.read(sys.argv[2]), while_compiling="smaller")
-for count in (100, 30):  # both contexts
-    bundle.generate(list(range(1, 20)), max_new_tokens=count)
+prompt = list(range(1, 20))
+bundle.generate(prompt, max_new_tokens=30)
+bundle.generate_batch([prompt] * 2, max_new_tokens=5)  # of each, a longer prefill goes on compiling
 print(json.dumps([r.source for r in bundle.report()]))
 """
 

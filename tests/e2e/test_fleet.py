@@ -66,9 +66,9 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     file = manifest(directory / "fleet.toml", "fleet", tables)
     command = ("build", file, "-o", directory / "out", "--json")
     [built] = json.loads(run(*command, **environment).stdout)
-    assert (built["compiled"], built["cached"]) == (18, 0)
+    assert (built["compiled"], built["cached"]) == (27, 0)
     [again] = json.loads(run(*command, **environment).stdout)
-    assert (again["compiled"], again["cached"], again["written"]) == (0, 18, False)
+    assert (again["compiled"], again["cached"], again["written"]) == (0, 27, False)
     return directory / "out" / "fleet"
 
 
@@ -101,7 +101,7 @@ def generate(python: list[str], path: Path, *options: str | Path) -> dict[str, A
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr.lower(), done.stderr
     said: dict[str, Any] = json.loads(done.stdout)
-    assert {p["source"] for p in said["programs"]} == {"loaded"}
+    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}
     return said
 
 
@@ -118,7 +118,7 @@ def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Pat
 
 
 def test_what_cannot_run_here_is_verified_and_explained_here(fleet: Path, run: Any) -> None:
-    assert json.loads(run("verify", fleet, "--json").stdout)["programs"] == 18
+    assert json.loads(run("verify", fleet, "--json").stdout)["programs"] == 27
     said = json.loads(run("explain", fleet, "--json").stdout)
     assert said["target"] == f"cpu-host-jax{version('jax')}"
     verdicts = {verdict["target"]: verdict for verdict in said["verdicts"]}
@@ -210,7 +210,7 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(
     tables = f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
     file = manifest(tmp_path / "small.toml", "small", tables)
     said = run("build", file, "-o", tmp_path / "out", status=1, **environment).stderr
-    assert f"target cuda-l4-jax{NEW}: a device has 0.01 GB, and 2 of 2 programs need more" in said
+    assert f"target cuda-l4-jax{NEW}: a device has 0.01 GB, and 2 of 3 programs need more" in said
     assert "decode/b1-c128: needs 0.01 GB: arguments 0.01 GB" in said
     assert "hint: make [generate] batch or context smaller, split the model over a [mesh]" in said
     assert not (tmp_path / "out" / "small").exists()
@@ -222,7 +222,7 @@ def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> 
     run("build", manifest(tmp_path / "web.toml", "web", tables), "-o", tmp_path)
     said = json.loads(run("generate", tmp_path / "web", *PROMPT).stdout)
     assert said["target"] == f"web-jax{version('jax')}"
-    assert {p["source"] for p in said["programs"]} == {"loaded"}
+    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_mesh_is_compiled_for_devices_that_are_not_here(
     file = manifest(tmp_path / "mesh.toml", "mesh", tables)
     file.write_text(file.read_text().replace("batch = [1]", "batch = [2]"))
     run("build", file, "-o", tmp_path, **environment)
-    assert json.loads(run("verify", tmp_path / "mesh", "--json").stdout)["programs"] == 4
+    assert json.loads(run("verify", tmp_path / "mesh", "--json").stdout)["programs"] == 6
     contents = opened(tmp_path / "mesh")
     needs = contents[f"{name}-jax{NEW}"].config.requirement
     assert needs.device_count == data * tensor
@@ -249,4 +249,4 @@ def test_a_mesh_is_compiled_for_devices_that_are_not_here(
     for program in contents[f"{name}-jax{NEW}"].config.programs:
         assert program.memory.argument_bytes < 0.8 * weights, "each device holds a part of them"
     said = json.loads(run("generate", tmp_path / "mesh", *PROMPT).stdout)
-    assert {p["source"] for p in said["programs"]} == {"loaded"}
+    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}

@@ -1,6 +1,6 @@
 """A second reader of bundles, written from docs/bundle-format.md alone. It imports nothing of prejit.
 
-It reads all that a bundle says, formats 1 and 2, asserts what the document says must be, and tells which
+It reads all that a bundle says, formats 1 to 4, asserts what the document says must be, and tells which
 target serves a machine. It runs no program.
 """
 
@@ -30,6 +30,7 @@ TEXT = {  # axes that are text: format 1 has the first four, as it has `cpu_feat
     "device_kind": r"[ -~]+",
     "compute_capability": r"\d+\.\d+",
     "topology": r"[1-9]\d*(?:x[1-9]\d*)*",
+    "glibc": r"\d+(?:\.\d+)+",
 }
 LISTS = {
     "cpu_features": r"[a-z0-9.\-]+",
@@ -65,6 +66,7 @@ class Target:
     programs: dict[str, Program]
     tensors: dict[str, dict[str, Any]]
     """By name, as safetensors tells of them."""
+    chat: dict[str, dict[str, str]] | None
 
 
 def read(bundle: Path) -> tuple[int, list[Target]]:
@@ -73,7 +75,7 @@ def read(bundle: Path) -> tuple[int, list[Target]]:
     content = (bundle / "index.json").read_bytes()
     index = json.loads(content)
     assert content == canonical(index)
-    written = {"1": 1, "2": 2}[index["annotations"]["dev.prejit.format"]]
+    written = {"1": 1, "2": 2, "3": 3, "4": 4}[index["annotations"]["dev.prejit.format"]]
     told = index["annotations"].pop("dev.prejit.index-digest")
     assert told == digest_of(canonical(index))
     assert index["artifactType"] == f"{TYPE}bundle.v1"
@@ -118,8 +120,180 @@ def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Targe
             unpack(layers["stablehlo.v1+zstd"], said["portable"]),
         )
     assert len(programs) == len(config["programs"])
+    check_programs(config, programs, written)
+    check_kernels(config, layers.get("kernels.v1+elf"), written)
     tensors = read_weights(layers.get("weights.v1.safetensors"), config, sizes)
-    return Target(name, needs, config, programs, tensors)
+    chat = layers.get("chat.v1+json")
+    return Target(name, needs, config, programs, tensors, None if chat is None else read_chat(chat))
+
+
+def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -> None:
+    """By "Kernels". What a library exports is left to the dynamic linker."""
+    calling = [said["kernels"] for said in config["programs"] if "kernels" in said]
+    assert set(calling) <= {True}
+    assert ("kernels" in config) == (library is not None) == bool(calling)
+    if library is None:
+        return
+    kernels = config["kernels"]
+    assert written > 3
+    assert config["requirement"]["platform"] == "cpu"
+    assert len(library) <= 64 << 20
+    assert library.startswith(b"\x7fELF")
+    assert kernels.keys() == {"digest", "level", "compiler", "handlers"}
+    assert kernels["digest"] == digest_of(library)
+    assert kernels["handlers"] == sorted(set(kernels["handlers"]))
+    assert all(f"prejit_{name}\0".encode() in library for name in kernels["handlers"])
+
+
+BUCKETS = {
+    "decode": {"batch", "context"},
+    "prefill": {"batch", "context", "prompt"},
+    "verify": {"batch", "context", "draft"},
+    "copy": {"batch", "context", "source_batch", "source_context"},
+    "embed": {"batch", "length"},
+    "layer": {"batch", "length"},
+    "pool": {"batch", "length"},
+}
+
+
+def check_programs(config: dict[str, Any], programs: dict[str, Program], written: int) -> None:
+    """What programs of a model must be, by "Programs", "Decoder programs" and "Encoder programs"."""
+    known = {"prefill", "decode", "call"} if written < 3 else {*BUCKETS, "call"}
+    seen = set()
+    for program in programs.values():
+        kind, bucket = program.said["kind"], program.said["bucket"]
+        assert kind in known
+        assert program.said.get("cost_microseconds", 0) >= 0
+        if kind == "call":
+            continue
+        assert bucket.keys() == BUCKETS[kind]
+        assert all(0 < size < 2**31 for size in bucket.values())
+        assert (kind, *sorted(bucket.items())) not in seen
+        seen.add((kind, *sorted(bucket.items())))
+        assert "weights" in program.said or kind in ("copy", "pool")
+        found = [list(map(spelled, texts)) for texts in (program.arguments, program.results)]
+        if "length" in bucket:
+            takes, gives = encoder_signature(config["encoder"], program)
+            assert program.said["name"] == f"encode/b{bucket['batch']}-t{bucket['length']}/{kind}"
+        else:
+            takes, gives = decoder_signature(config["decoder"], program, written)
+        assert found == [takes, gives]
+        if config.get("mesh") and "context" in bucket:
+            of_cache = ("cache", "source", "target")
+            for value in (*program.arguments, *program.results):
+                whole = value.path[0] not in of_cache
+                assert value.split == ([] if whole else ["data", "tensor", "", ""])
+    if "decoder" in config:
+        check_decoder([program.said for program in programs.values()], written)
+    if "encoder" in config:
+        layers = config["encoder"]["layers"]
+        assert layers
+        assert len({len(config["weight_sets"][name]) for name in layers}) == 1
+        shapes = {key[1:] for key in seen if key[0] in ("embed", "layer", "pool")}
+        assert shapes
+        assert seen >= {(kind, *shape) for kind in ("embed", "layer", "pool") for shape in shapes}
+
+
+def spelled(argument: Argument) -> str:
+    """As the document spells it: the name, `*` where it is donated, dtype and shape."""
+    name = ".".join(map(str, argument.path))
+    shape = ",".join(map(str, argument.shape))
+    return f"{name}{'*' if argument.donated else ''} {argument.dtype}[{shape}]"
+
+
+def decoder_signature(
+    decoder: dict[str, Any], program: Program, written: int
+) -> tuple[list[str], list[str]]:
+    kind, bucket = program.said["kind"], program.said["bucket"]
+    b, v = bucket["batch"], decoder["vocab_size"]
+    heads, size, dtype = decoder["num_kv_heads"], decoder["head_size"], decoder["cache_dtype"]
+    whole = f"{dtype}[{b},{heads},{bucket['context']},{size}]"
+    if kind == "copy":
+        source = f"{dtype}[{bucket['source_batch']},{heads},{bucket['source_context']},{size}]"
+        return [f"source {source}", f"target* {whole}", f"rows int32[{b}]"], [f"target {whole}"]
+    layers = range(decoder["num_layers"])
+    cache = [f"cache.{layer}.{name}" for layer in layers for name in ("keys", "values")]
+    donated, kept = [f"{name}* {whole}" for name in cache], [f"{name} {whole}" for name in cache]
+    row, history = f"int32[{b}]", f"int32[{b},{v}]"
+    sampling = {
+        **{"temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32"},
+        **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "float32"),
+    }
+    samples = [f"{name} {kind_of}[{b}]" for name, kind_of in sampling.items()]
+    seed = f"seed uint32[{b},2]"
+    samples += [seed, f"bias float32[{b},{v}]", f"logprobs int32[{b}]"]
+    first = [f"token {row}", f"position {row}"]
+    count = bucket.get("prompt", bucket.get("draft", 0) + 1)
+    inputs = [f"tokens int32[{b},{count}]", f"start {row}", f"length {row}"]
+    if written < 3:
+        takes = [*(first if kind == "decode" else inputs), *samples[:3], seed]
+        return [*takes, *donated], [*first, *kept]
+    top = min(20, v)
+    if kind == "prefill":
+        gives = [f"token {row}", f"logprob float32[{b}]", f"top_tokens int32[{b},{top}]"]
+        gives += [f"top_logprobs float32[{b},{top}]"]
+        return [*inputs, *samples, f"history {history}", *donated], [*gives, *kept]
+    n = program.results[2].shape[0] if kind == "decode" else count
+    assert n > 0
+    many = [f"tokens int32[{n},{b}]", f"logprobs float32[{n},{b}]"]
+    many += [f"top_tokens int32[{n},{b},{top}]", f"top_logprobs float32[{n},{b},{top}]"]
+    if kind == "decode":
+        inputs, gives = [*first, f"live {row}", "steps int32[]"], [*first, *many]
+    else:
+        gives = [*many, f"accepted {row}"]
+    return [*inputs, *samples, f"history* {history}", *donated], [
+        *gives,
+        f"history {history}",
+        *kept,
+    ]
+
+
+def encoder_signature(encoder: dict[str, Any], program: Program) -> tuple[list[str], list[str]]:
+    kind, bucket = program.said["kind"], program.said["bucket"]
+    b, t = bucket["batch"], bucket["length"]
+    if kind == "embed":
+        (hidden,) = program.results
+        return [f"tokens int32[{b},{t}]"], [f"hidden float32[{b},{t},{hidden.shape[2]}]"]
+    width = program.arguments[1].shape[2]
+    length, states = f"length int32[{b}]", f"float32[{b},{t},{width}]"
+    if kind == "layer":
+        assert program.said["weights"] in encoder["layers"]
+        return [length, f"hidden* {states}"], [f"hidden {states}"]
+    return [length, f"hidden {states}"], [f"embedding float32[{b},{encoder['width']}]"]
+
+
+def check_decoder(programs: list[dict[str, Any]], written: int) -> None:
+    """Which programs there must be."""
+    sizes: dict[str, list[dict[str, int]]] = {kind: [] for kind in BUCKETS}
+    for said in programs:
+        if said["kind"] != "call":
+            sizes[said["kind"]].append(said["bucket"])
+    batches = sorted({bucket["batch"] for bucket in sizes["decode"]})
+    contexts = sorted({bucket["context"] for bucket in sizes["decode"]})
+    every = {(batch, context) for batch in batches for context in contexts}
+    assert every
+    for kind in ("decode", "prefill", "verify"):
+        found = {(bucket["batch"], bucket["context"]) for bucket in sizes[kind]}
+        assert found == every or (kind == "verify" and not found)
+    assert all(bucket["prompt"] <= bucket["context"] for bucket in sizes["prefill"])
+    assert len({bucket["draft"] for bucket in sizes["verify"]}) <= 1
+    if written > 2:
+        names = ("source_batch", "source_context", "batch", "context")
+        copies = {tuple(bucket[name] for name in names) for bucket in sizes["copy"]}
+        assert copies >= {(batches[0], context, batch, context) for batch, context in every}
+        for place, context in enumerate(contexts[1:]):
+            assert copies >= {(batch, contexts[place], batch, context) for batch in batches}
+
+
+def read_chat(layer: bytes) -> dict[str, dict[str, str]]:
+    chat: dict[str, dict[str, str]] = json.loads(layer)
+    assert len(layer) <= 4 << 20
+    assert layer == canonical(chat)
+    assert chat.keys() == {"templates", "special_tokens"}
+    assert chat["templates"]
+    for table in chat.values():
+        assert all(name and f"{name}{text}".encode() for name, text in table.items())
+    return chat
 
 
 def canonical(value: object) -> bytes:
@@ -200,9 +374,16 @@ def read_weights(
         starts_at = 8 + size + header[name]["data_offsets"][0]
         assert name.startswith(".gap") or starts_at % 64 == 0
     assert {name for names in config["weight_sets"].values() for name in names} <= tensors.keys()
+    for names in zip(*(config["weight_sets"][name] for name in layers_of(config)), strict=True):
+        assert len({tuple(tensors[name]["shape"]) for name in names}) == 1
     for name, text in config.get("weight_shardings", {}).items():
         parse_split(text, tensors[name]["shape"], mesh)
     return tensors
+
+
+def layers_of(config: dict[str, Any]) -> list[str]:
+    layers: list[str] = config.get("encoder", {}).get("layers", [])
+    return layers
 
 
 def shards(values: Any, split: list[str], mesh: dict[str, int]) -> list[Any]:
@@ -248,7 +429,7 @@ def fits(needs: dict[str, Any], machine: dict[str, Any]) -> bool:
         and all(needs[axis] <= machine.get(axis, -1) for axis in at_least if axis in needs)
         and all(
             axis not in needs or (axis in machine and reaches(axis, needs[axis], machine[axis]))
-            for axis in ("cuda", "driver")
+            for axis in ("cuda", "driver", "glibc")
         )
     )
 

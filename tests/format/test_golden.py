@@ -7,9 +7,11 @@ one of these tests pass, mend the reader.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from prejit.runtime import __main__, bundle, load, loader
-from prejit.runtime.errors import FallbackWarning, RejectError
+from prejit.runtime import __main__, bundle, load, loader, verify
+from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.executable import Device
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.layout import Layout
@@ -50,6 +52,17 @@ def v1() -> Path:
 @pytest.fixture
 def v2() -> Path:
     return HERE / "v2"
+
+
+@pytest.fixture(scope="module")
+def v3() -> Callable[[str], Bundle]:
+    """A bundle of format 3 by its name, loaded once: what it compiles serves all tests."""
+    return functools.cache(lambda name: fallen_back(HERE / "v3" / name))
+
+
+def expected_of(name: str, version: str = "v3") -> Any:
+    """What a bundle answers."""
+    return expected(HERE / version / name)[name]
 
 
 def fallen_back(path: Path) -> Bundle:
@@ -114,7 +127,8 @@ def test_another_reader_finds_what_the_documentation_says(golden: Path) -> None:
     for target in targets:
         for program in target.programs.values():
             assert program.portable.startswith(b"ML\xefR"), "a portable artifact is MLIR bytecode"
-        assert {tensor["dtype"] for tensor in target.tensors.values()} <= {"F32", "U8"}
+        dtypes = {tensor["dtype"] for tensor in target.tensors.values()}
+        assert dtypes <= {"F32", "U8", *({"I8"} if written > 2 else ())}
 
 
 def test_the_documentation_names_every_key() -> None:
@@ -122,8 +136,42 @@ def test_the_documentation_names_every_key() -> None:
     assert document.startswith(f"# The bundle format, version {bundle.FORMAT_VERSION}\n")
     kinds = [bundle.Config, bundle.Program, bundle.Segment, bundle.Memory, bundle.Decoder]
     kinds += [bundle.Requirement, bundle.Mesh, bundle.Portable, bundle.Manifest, bundle.Descriptor]
+    kinds += [bundle.Encoder, bundle.Chat, bundle.Accuracy, bundle.Kernels]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
+
+
+@pytest.mark.parametrize("name", ["decoder", "mesh", "stored", "encoder"])
+def test_two_readers_miss_the_same_programs(name: str) -> None:
+    """Each program of a model is taken away once: one reader must not serve what another refuses."""
+    pytest.importorskip("safetensors")
+    _, [target] = second_reader.read(HERE / "v3" / name)
+    config = bundle.from_json(bundle.Config, bundle.to_json(target.config), name)
+    missed = set()
+    for lost in target.programs:
+        rest = {other: said for other, said in target.programs.items() if other != lost}
+        fewer = dataclasses.replace(
+            config, programs=tuple(p for p in config.programs if p.name != lost)
+        )
+        content, needs = bundle.to_json(fewer), config.requirement
+        if name == "decoder" and lost.startswith("prefill"):  # there is another, of other length
+            verify.check_config(content, "3", config.target, needs, name)
+            second_reader.check_programs(target.config, rest, 3)
+            continue
+        with pytest.raises(RejectError):
+            verify.check_config(content, "3", config.target, needs, name)
+        with pytest.raises(AssertionError):
+            second_reader.check_programs(target.config, rest, 3)
+        missed.add(lost.partition("/")[0])
+    assert (
+        missed
+        == {
+            "decoder": {"decode", "verify", "copy"},
+            "mesh": {"decode", "prefill", "copy"},
+            "stored": {"decode", "prefill", "verify", "copy"},
+            "encoder": {"encode"},
+        }[name]
+    )
 
 
 def test_two_readers_choose_the_same_target_for_every_machine(v2: Path) -> None:
@@ -139,11 +187,40 @@ def test_two_readers_choose_the_same_target_for_every_machine(v2: Path) -> None:
     assert set(wanted["served_by"].values()) == {target.name for target in read} | {None}
 
 
+def test_v4_kernels_serve_the_machines_whose_glibc_is_new_enough() -> None:
+    """For two readers. One of 2.100 is newer than 2.34; of one that nobody looked at nothing is promised."""
+    path = HERE / "v4" / "kernels"
+    wanted = expected_of("kernels", "v4")
+    _, read = second_reader.read(path)
+    for name, told in wanted["machines"].items():
+        machine = bundle.from_json(Fingerprint, bundle.to_json(told), name)
+        fitting = [t.name for t in matched(path, machine) if t.verdict.matches]
+        assert fitting[0] == second_reader.served_by(read, told) == wanted["served_by"][name], name
+
+
+def test_v4_programs_with_kernels_compile_from_their_portable_form() -> None:
+    loaded, wanted = fallen_back(HERE / "v4" / "kernels"), expected_of("kernels", "v4")
+    assert loaded.config.kernels is not None
+    assert [program.kernels for program in loaded.config.programs] == [True, None]
+    for name in ("scale", "negate"):
+        result = loaded.call(name, x=np.array(wanted["x"], np.float32))
+        np.testing.assert_array_equal(result, wanted[name])
+
+
+def test_a_reader_of_3_refuses_4_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "READABLE_FORMATS", (1, 2, 3))
+    monkeypatch.setattr(bundle, "FORMAT_VERSION", 3)
+    with pytest.raises(RejectError, match="expected bundle format 1, 2 or 3, found '4'") as caught:
+        load(HERE / "v4" / "kernels")
+    assert "upgrade" in (caught.value.hint or "")
+
+
 def test_the_fleet_asks_for_something_on_every_axis(v2: Path) -> None:
     """Or a change of an axis would go by the golden bundles."""
     _, targets = second_reader.read(v2 / "fleet")
     asked = {axis for target in targets for axis, value in target.needs.items() if value}
-    assert asked == {field.name for field in dataclasses.fields(bundle.Requirement)}
+    later = {"glibc"}  # see v4
+    assert asked | later == {field.name for field in dataclasses.fields(bundle.Requirement)}
 
 
 def test_a_verdict_on_format_1_speaks_of_its_four_axes_alone(v1: Path) -> None:
@@ -231,6 +308,150 @@ def test_v2_portable_programs_take_the_index_of_their_platform(v2: Path) -> None
     for program in loaded.config.programs:
         result = loaded.runner_with_zeros(program)()
         np.testing.assert_array_equal(result, [1, 2, 3, 4], err_msg=program.name)
+
+
+@pytest.mark.parametrize("golden", ["v1/decoder", "v2/decoder"])
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        *(({name: 0.5}, name) for name in ("min_p", "repetition_penalty", "presence_penalty")),
+        *(({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logit_bias": {1: 1.0}}, "bias")),
+        *(({"logprobs": 0}, "logprobs"), ({"prompt_lookup": True}, "programs that verify drafts")),
+        ({"token_mask": lambda ids: None}, "bias"),
+    ],
+)
+def test_what_an_older_decoder_cannot_do_is_refused(
+    options: dict[str, Any], complaint: str, golden: str
+) -> None:
+    """Rather than left out, or ended by a KeyError. Nothing is compiled for it."""
+    loaded = fallen_back(HERE / golden)
+    with pytest.raises(UsageError, match=f"expected a bundle .*{complaint}") as caught:
+        loaded.generate("a golden", **options)
+    assert "build" in (caught.value.hint or "")
+    assert {report.source for report in loaded.report()} == {"unused"}
+
+
+def test_older_decoders_still_sample_share_and_go_on(v2: Path) -> None:
+    """By what they take, and without copies of caches."""
+    loaded = fallen_back(v2 / "decoder")
+    prompt, tokens = (
+        expected(v2 / "decoder")["prompts"][0],
+        expected(v2 / "decoder")["token_ids"][0],
+    )
+    drawn = [loaded.generate(prompt, temperature=2.0, seed=seed).token_ids for seed in (1, 2, 1)]
+    assert drawn[0] == drawn[2] != drawn[1]
+    greedy = {"temperature": 2.0, "top_k": 1}
+    assert [*loaded.generate(prompt, max_new_tokens=8, **greedy).token_ids] == tokens
+    assert loaded.generate(prompt, stop=loaded.generate(prompt).text[3:5]).finish_reason == "stop"
+    session = loaded.session()
+    for _ in range(2):
+        assert [*session.generate(prompt, max_new_tokens=8).token_ids] == tokens
+    several = loaded.generate_batch([prompt] * 3, max_new_tokens=8)
+    assert [[*result.token_ids] for result in several] == [tokens] * 3
+
+
+def test_v3_decoder_generates_from_its_portable_form(v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3("decoder"), expected_of("decoder")
+    results = loaded.generate_batch(wanted["prompts"], max_new_tokens=20, logprobs=2)
+    assert [[*result.token_ids] for result in results] == wanted["token_ids"]
+    assert [result.text for result in results] == wanted["texts"]
+    found = [[one.logprob for one in result.logprobs or ()] for result in results]
+    np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
+
+
+def test_v3_decoder_samples_as_on_the_day_it_was_built(v3: Callable[[str], Bundle]) -> None:
+    """By all ten arrays; a change of the random numbers would be a change of every bundle's tokens."""
+    loaded, wanted = v3("decoder"), expected_of("decoder")
+    options = {**wanted["options"], "logit_bias": {int(k): v for k, v in wanted["bias"].items()}}
+    for prompt, tokens in zip(wanted["prompts"], wanted["sampled"], strict=True):
+        assert [*loaded.generate(prompt, max_new_tokens=20, **options).token_ids] == tokens
+
+
+@pytest.mark.parametrize("name", ["decoder", "stored"])
+def test_v3_drafts_are_verified(name: str, v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3(name), expected_of(name)
+    options = {"max_new_tokens": 32 - len(wanted["lookup_prompt"])}
+    result = loaded.generate(wanted["lookup_prompt"], prompt_lookup=True, **options)
+    assert [*result.token_ids] == wanted["lookup"]
+    assert result.stats.accepted_tokens > 0
+    assert loaded.generate(wanted["lookup_prompt"], **options).token_ids == result.token_ids
+
+
+def test_v3_caches_grow_while_a_row_is_at_work(v3: Callable[[str], Bundle]) -> None:
+    """The first needs a context of 16, the second, which joins later, one of 32."""
+    loaded, wanted = v3("decoder"), expected_of("decoder")
+    batch, tokens = loaded.batch(2), dict[int, list[int]]()
+
+    def step() -> None:
+        for token in batch.step():
+            if token.token_id is not None:
+                tokens.setdefault(token.slot, []).append(token.token_id)
+
+    short, long = wanted["prompts"]
+    [first] = batch.insert(loaded.request(short, max_new_tokens=8))
+    step()
+    [second] = batch.insert(loaded.request(long, max_new_tokens=20))
+    while batch.free < batch.slots:
+        step()
+    assert [tokens[first], tokens[second]] == [
+        wanted["token_ids"][0][:8],
+        wanted["token_ids"][1],
+    ]
+    made = {report.program for report in loaded.report() if report.source != "unused"}
+    assert "copy/b2-c16-to-b2-c32" in made
+
+
+def test_v3_prefixes_are_copied(v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3("decoder"), expected_of("decoder")
+    prefix = loaded.prefix(wanted["prompts"][0][:6])
+    result = loaded.generate(wanted["prompts"][0], max_new_tokens=20, prefix=prefix)
+    assert [*result.token_ids] == wanted["token_ids"][0]
+    assert result.stats.reused_tokens == 6
+
+
+def test_v3_chat_templates_give_the_tokens_of_a_conversation(v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3("decoder"), expected_of("decoder")
+    assert loaded.apply_chat_template(wanted["messages"]) == wanted["chat"]
+    assert loaded.apply_chat_template(wanted["messages"], template="bare") == wanted["bare"]
+
+
+def test_v3_mesh_generates_the_tokens_of_one_device(v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3("mesh"), expected_of("decoder")
+    results = loaded.generate_batch(wanted["prompts"], max_new_tokens=20)
+    assert [[*result.token_ids] for result in results] == wanted["token_ids"]
+
+
+def test_v3_int8_weights_and_a_bfloat16_cache_generate(v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3("stored"), expected_of("stored")
+    assert [*loaded.generate(wanted["prompt"], max_new_tokens=20).token_ids] == wanted["token_ids"]
+    decoder, accuracy = loaded.config.decoder, loaded.config.accuracy
+    assert decoder is not None
+    assert accuracy is not None
+    assert (decoder.cache_dtype, accuracy.weights) == ("bfloat16", "int8")
+
+
+def test_int8_weights_are_stored_as_the_documentation_says() -> None:
+    pytest.importorskip("safetensors")
+    _, [target] = second_reader.read(HERE / "v3" / "stored")
+    matrices = {name: t for name, t in target.tensors.items() if t["dtype"] == "I8"}
+    assert len(matrices) == 9, "an embedding, seven of a layer, a head"
+    for name, tensor in matrices.items():
+        scale = target.tensors[f"{name}_scale"]
+        assert scale["dtype"] == "F32"
+        integers = np.frombuffer(tensor["data"], np.int8).reshape(tensor["shape"]).astype(int)
+        # One factor for each output, whose largest weight is then 127.
+        full = [axis for axis in (0, 1) if (abs(integers).max(1 - axis) == 127).all()]
+        assert scale["shape"] in [[tensor["shape"][axis]] for axis in full], name
+        assert (np.frombuffer(scale["data"], np.float32) > 0).all()
+
+
+def test_v3_encoder_encodes_from_its_portable_form(v3: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v3("encoder"), expected_of("encoder")
+    found = loaded.encode(wanted["sentences"])
+    np.testing.assert_allclose(found, wanted["embeddings"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    alone = [loaded.encode([sentence])[0] for sentence in wanted["sentences"]]
+    np.testing.assert_allclose(alone, found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

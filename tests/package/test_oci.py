@@ -19,6 +19,8 @@ from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
 
 TARGETS = ("cpu-host", "cpu-x86-64-v3")
+MODEL = Path(__file__).parents[1] / "format" / "v3" / "decoder"
+"""A bundle with tokenizer and chat templates."""
 
 
 def blobs_of(layout: Path, target: str) -> dict[str, int]:
@@ -42,6 +44,9 @@ def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir: Path) -> Non
         for digest in found:
             content = Path(layout.digest_to_blob_path(digest)).read_bytes()
             assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
+    found = Layout(str(MODEL)).get_ordered_blobs(tag="cpu-x86-64-v2")
+    assert set(found) == blobs_of(MODEL, "cpu-x86-64-v2").keys()
+    assert len(found) == 8, "manifest, config and six layers"
 
 
 # What the OCI image specification 1.1 demands, in the words of JSON Schema: descriptor.md, manifest.md,
@@ -98,7 +103,11 @@ MANIFEST = {
 }
 
 
-def test_index_and_manifests_are_as_the_specification_says(bundle_dir: Path) -> None:
+@pytest.mark.parametrize("path", [None, MODEL], ids=["functions", "model"])
+def test_index_and_manifests_are_as_the_specification_says(
+    bundle_dir: Path, path: Path | None
+) -> None:
+    bundle_dir = path or bundle_dir
     index = json.loads((bundle_dir / "index.json").read_bytes())
     jsonschema.validate(index, INDEX)
     jsonschema.validate(index, oras.schemas.index)

@@ -64,13 +64,14 @@ def test_the_wheel_holds_both_sides_and_nothing_else(wheel: Path) -> None:
     }
     assert "prejit/runtime/loader.py" in inside
     assert "prejit/compiler/plan.py" in inside
+    assert {"prejit/compiler/kernels/linear.cc", "prejit/compiler/forms.json"} <= set(inside)
     assert "prejit/runtime/py.typed" in inside, "it says `Typing :: Typed`"
     assert "prejit/__init__.py" not in inside, "prejit is a namespace of two roots"
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert any(name.endswith("licenses/LICENSE") for name in names)
     required = said.get_all("Requires-Dist") or []
     base = {text.split(">")[0].split("<")[0] for text in required if "extra" not in text}
-    assert base == {"jax", "jaxlib", "numpy", "zstandard", "tokenizers"}
+    assert base == {"jax", "jaxlib", "numpy", "zstandard", "tokenizers", "jinja2"}
 
 
 def test_a_bundle_runs_where_only_the_server_side_is_installed(

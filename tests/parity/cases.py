@@ -1,10 +1,10 @@
-"""Small random GPT-2 and Llama checkpoints, the same wherever they are made. No JAX, no torch."""
+"""Small random decoder checkpoints of every family, the same wherever they are made. No JAX, no torch."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-PROMPT, TOTAL = 17, 24
-"""Tokens of the prompt, and with those that are decoded after it: longer than any original context."""
+PROMPT, STEPS = 17, 64
+"""Tokens of the prompt, and greedy ones after it: windows and contexts of pretraining end among both."""
+
+POSITIONS = 128
+"""What the models with rotary positions were made for, if nothing else is said."""
 
 REFERENCE = Path(__file__).parent / "reference.npz"
 
+Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -28,24 +32,31 @@ class Case:
     Attributes:
         name: `gpt2-07`, `llama-00-llama3`.
         config: of config.json.
-        seed: of weights and tokens.
+        seed: of weights and prompt.
     """
 
     name: str
-    config: dict[str, Any]
+    config: Config
     seed: int
 
     @property
-    def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Int32 [TOTAL]."""
+    def prompt(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Int32 [PROMPT]."""
         random = np.random.default_rng([self.seed, 0])
-        return random.integers(0, self.config["vocab_size"], TOTAL, dtype=np.int32)
+        return random.integers(0, self.config["vocab_size"], PROMPT, dtype=np.int32)
+
+    @property
+    def switch(self) -> int | None:
+        """The longest text that transformers turns by LongRoPE's short factors, if this one passes it."""
+        parameters = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        if "long_factor" not in parameters:
+            return None
+        context: int = {**parameters, **self.config}["original_max_position_embeddings"]
+        return context if PROMPT <= context < PROMPT + STEPS else None
 
     def write(self, directory: Path) -> None:
         """Writes the checkpoint as torch's save_pretrained would."""
-        shapes = (_gpt2_shapes if self.config["model_type"] == "gpt2" else _llama_shapes)(
-            self.config
-        )
+        shapes = _SHAPES.get(self.config["model_type"], _llama_shapes)(self.config)
         tensors = {name: _values(name, shape, self.seed) for name, shape in shapes.items()}
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(self.config, indent=1))
@@ -54,7 +65,31 @@ class Case:
 
 def cases() -> tuple[Case, ...]:
     """All of them, in a fixed order."""
-    return (*_gpt2(20), *_llama(25))
+    made = (
+        *_gpt2(12),
+        *_llama(24),
+        *_mistral(10),
+        *_qwen2(10),
+        *_qwen3(10),
+        *_gemma2(10),
+        *_gemma3(12),
+        *_phi3(14),
+    )
+    return tuple(Case(case.name, case.config, _SEEDS.get(case.name, case.seed)) for case in made)
+
+
+_SEEDS = {
+    "gpt2-06": 1106,
+    "llama-13-linear": 1213,
+    "qwen3-00-default": 1500,
+    "gemma3-07": 2707,
+    "phi3-04-longrope": 1804,
+}
+"""Of cases where, with the seed of their number, rounding would decide a token: see record.main."""
+
+
+_VOCABULARIES = [29, 31, 37, 41]
+_ACTIVATIONS = ["silu", "gelu", "relu", "gelu_pytorch_tanh"]
 
 
 def _gpt2(count: int) -> Iterator[Case]:
@@ -65,8 +100,8 @@ def _gpt2(count: int) -> Iterator[Case]:
         config = {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": _pick(random, [61, 64, 83, 97]),
-            "n_positions": _pick(random, [TOTAL, 32, 41]),
+            "vocab_size": _pick(random, _VOCABULARIES),
+            "n_positions": _pick(random, [PROMPT + STEPS, 96, 107]),
             "n_embd": heads * head_size,
             "n_head": heads,
             "n_layer": _pick(random, [1, 2]),
@@ -81,44 +116,209 @@ def _gpt2(count: int) -> Iterator[Case]:
         yield Case(f"gpt2-{number:02}", config, 100 + number)
 
 
+def _sizes(random: np.random.Generator, *, even: bool = False) -> Config:
+    """What the configurations of all families after GPT-2 have in common."""
+    kv_heads, groups = _pick(random, [1, 2, 3]), _pick(random, [1, 2, 3, 5])
+    heads = kv_heads * groups
+    # transformers wants the width to be a multiple of the heads, even where head_dim is given
+    width = heads * _pick(random, [4, 6] if even else [3, 4, 6])
+    return {
+        "vocab_size": _pick(random, _VOCABULARIES),
+        "hidden_size": width,
+        "intermediate_size": _pick(random, [13, 24, 40]),
+        "num_hidden_layers": _pick(random, [1, 2]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": _pick(random, [1e-5, 1e-6]),
+    }
+
+
 def _llama(count: int) -> Iterator[Case]:
-    ropes = cycle(["default", "linear", "llama3", "dynamic", "yarn"])
+    ropes = cycle(["default", "linear", "llama3", "dynamic", "yarn", "longrope"])
     for number, rope in enumerate(islice(ropes, count)):
         random = np.random.default_rng([2, number])
-        kv_heads, groups = _pick(random, [1, 2, 3]), _pick(random, [1, 2, 3, 5])
-        heads = kv_heads * groups
-        # transformers wants the width to be a multiple of the heads, even where head_dim is given
-        width = heads * _pick(random, [3, 4, 6])
+        sizes = _sizes(random)
+        given = sizes["hidden_size"] // sizes["num_attention_heads"]
+        head_size = _pick(random, [4, 6, 10]) if given % 2 or number % 2 else given
         config = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
-            "vocab_size": _pick(random, [61, 64, 83, 97]),
-            "hidden_size": width,
-            "head_dim": _pick(random, [4, 6, 10]) if width // heads % 2 or number % 2 else None,
-            "intermediate_size": _pick(random, [13, 24, 40]),
-            "num_hidden_layers": _pick(random, [1, 2]),
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": _pick(random, [1e-5, 1e-6]),
-            "hidden_act": _pick(random, ["silu", "gelu", "relu", "gelu_pytorch_tanh"]),
+            **sizes,
+            "hidden_act": _pick(random, _ACTIVATIONS),
             "attention_bias": number % 3 == 1,
             "mlp_bias": number % 4 == 1,
             "tie_word_embeddings": number % 2 == 0,
-            **_rope(rope, number // 5, random),
+            **_rope(rope, number // 6, random, head_size // 2),
         }
-        config = {key: value for key, value in config.items() if value is not None}
+        if head_size != given:
+            config["head_dim"] = head_size
         yield Case(f"llama-{number:02}-{rope}", config, 200 + number)
 
 
-def _rope(kind: str, variant: int, random: np.random.Generator) -> dict[str, Any]:
+def _mistral(count: int) -> Iterator[Case]:
+    for number, rope in enumerate(islice(cycle(["default", "linear", "yarn"]), count)):
+        random = np.random.default_rng([3, number])
+        config = {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            **_sizes(random, even=True),
+            "hidden_act": _pick(random, _ACTIVATIONS),
+            # shorter than the prompt, ending while decoding, longer than all, none
+            "sliding_window": [5, 1, 30, 200, None][number % 5],
+            "tie_word_embeddings": number % 3 == 2,
+            **_rope(rope, number // 3, random),
+        }
+        if number % 2:
+            config["head_dim"] = _pick(random, [4, 6, 10])
+        yield Case(f"mistral-{number:02}-{rope}", config, 300 + number)
+
+
+def _qwen2(count: int) -> Iterator[Case]:
+    for number, rope in enumerate(islice(cycle(["default", "yarn", "dynamic"]), count)):
+        random = np.random.default_rng([4, number])
+        config = {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            **_sizes(random, even=True),
+            "hidden_act": _pick(random, _ACTIVATIONS),
+            "tie_word_embeddings": number % 2 == 0,
+            **_layers(number, random),
+            **_rope(rope, number // 3, random),
+        }
+        yield Case(f"qwen2-{number:02}-{rope}", config, 400 + number)
+
+
+def _qwen3(count: int) -> Iterator[Case]:
+    for number, rope in enumerate(islice(cycle(["default", "linear", "yarn", "llama3"]), count)):
+        random = np.random.default_rng([5, number])
+        config = {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            **_sizes(random),
+            "head_dim": _pick(random, [4, 6, 10]),
+            "hidden_act": _pick(random, _ACTIVATIONS),
+            "attention_bias": number % 3 == 1,
+            "tie_word_embeddings": number % 2 == 0,
+            **_layers(number, random),
+            **_rope(rope, number // 4, random),
+        }
+        yield Case(f"qwen3-{number:02}-{rope}", config, 500 + number)
+
+
+def _layers(number: int, random: np.random.Generator) -> Config:
+    """Windows in some layers, in each of the ways to say so; a window that is not used in the others."""
+    window = _pick(random, [4, 9, 40])
+    return [
+        {"use_sliding_window": False, "sliding_window": window},
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "max_window_layers": 1,
+        },
+        {
+            "num_hidden_layers": 2,
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ][number % 3]
+
+
+def _gemma(number: int, random: np.random.Generator) -> Config:
+    """What Gemma 2 and 3 have in common."""
+    return {
+        **_sizes(random),
+        "head_dim": _pick(random, [4, 6, 10]),
+        "num_hidden_layers": 2 + number % 2,
+        "hidden_activation": _pick(random, ["gelu_pytorch_tanh", "silu"]),
+        "query_pre_attn_scalar": _pick(random, [4, 9, 24]),
+        "sliding_window": [5, 20, 1, 50][number % 4],
+        "attention_bias": number % 4 == 1,
+        "final_logit_softcapping": [20.0, 50.0, None][number % 3],
+        "tie_word_embeddings": number % 5 != 0,
+    }
+
+
+def _gemma2(count: int) -> Iterator[Case]:
+    for number in range(count):
+        random = np.random.default_rng([6, number])
+        config = {
+            "model_type": "gemma2",
+            "architectures": ["Gemma2ForCausalLM"],
+            **_gemma(number, random),
+            "attn_logit_softcapping": [1.5, 5.0, 50.0, None][number % 4],
+            **_rope("default" if number % 3 else "linear", number, random),
+        }
+        if number % 4 == 3:
+            kinds = islice(
+                cycle(["full_attention", "sliding_attention"]), config["num_hidden_layers"]
+            )
+            config["layer_types"] = list(kinds)
+        yield Case(f"gemma2-{number:02}", config, 600 + number)
+
+
+def _gemma3(count: int) -> Iterator[Case]:
+    for number in range(count):
+        random = np.random.default_rng([7, number])
+        config = {
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            **_gemma(number, random),
+        }
+        near, far = _pick(random, [50.0, 1000.0]), _pick(random, [10000.0, 1000000.0])
+        if number % 3 == 0:  # as files of transformers 4 say it
+            config |= {"rope_theta": far, "rope_local_base_freq": near, "sliding_window_pattern": 2}
+        else:
+            config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+            config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+            scaled = {"rope_type": "linear", "factor": 8.0} if number % 3 == 1 else {}
+            config["rope_parameters"] = {
+                "full_attention": {"rope_type": "default", "rope_theta": far, **scaled},
+                "sliding_attention": {"rope_type": "default", "rope_theta": near},
+            }
+        if number % 3 == 0 and number % 2:
+            config["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+        yield Case(f"gemma3-{number:02}", config, 700 + number)
+
+
+def _phi3(count: int) -> Iterator[Case]:
+    for number, rope in enumerate(islice(cycle(["longrope", "default"]), count)):
+        random = np.random.default_rng([8, number])
+        sizes = _sizes(random)
+        head_size = _pick(random, [4, 8, 16])
+        partial = _pick(random, [0.5, 0.75, 1.0] if head_size > 4 else [0.5, 1.0])
+        sizes["hidden_size"] = head_size * sizes["num_attention_heads"]
+        config = {
+            "model_type": "phi3",
+            "architectures": ["Phi3ForCausalLM"],
+            **sizes,
+            "hidden_act": _pick(random, _ACTIVATIONS),
+            "sliding_window": [None, 7, 45][number % 3],
+            "tie_word_embeddings": number % 4 == 1,
+            "partial_rotary_factor": partial,
+            "pad_token_id": 0,
+            **_rope(rope, number // 2, random, int(head_size * partial) // 2),
+        }
+        if rope == "longrope":  # which Phi-3 says beside its other settings
+            scaling = config.get("rope_parameters") or config["rope_scaling"]
+            config["original_max_position_embeddings"] = scaling.pop(
+                "original_max_position_embeddings"
+            )
+            if "rope_scaling" in config:
+                scaling["type"] = scaling.pop("rope_type")
+        yield Case(f"phi3-{number:02}-{rope}", config, 800 + number)
+
+
+def _rope(kind: str, variant: int, random: np.random.Generator, pairs: int | None = None) -> Config:
     """The keys of config.json, as files of transformers 4 (rope_scaling) or 5 (rope_parameters) say it."""
     theta = _pick(random, [100.0, 10000.0, 500000.0])
-    scaling: dict[str, Any] = {"rope_type": kind}
-    if kind != "default":
+    scaling: Config = {"rope_type": kind}
+    if kind not in ("default", "longrope"):
         scaling["factor"] = _pick(random, [2.0, 4.0, 8.0])
     if kind == "llama3":
-        # 8: prompt and decoding go beyond the original context; 48: they stay within it
+        # 8: the prompt goes beyond it; 48: decoding does
         scaling["original_max_position_embeddings"] = 8 if variant % 2 else 48
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": _pick(random, [2.0, 4.0])}
     if kind == "yarn":
@@ -130,6 +330,15 @@ def _rope(kind: str, variant: int, random: np.random.Generator) -> dict[str, Any
             {"mscale": 0.7, "mscale_all_dim": 1.2},
             {"truncate": False},
         ][variant % 5]
+    if kind == "longrope":
+        assert pairs is not None
+        scaling |= {
+            "short_factor": random.uniform(1, 2, pairs).round(3).tolist(),
+            "long_factor": random.uniform(2, 9, pairs).round(3).tolist(),
+            # the prompt goes beyond it, decoding does, nothing does
+            "original_max_position_embeddings": [8, 40, 100][variant % 3],
+            **[{}, {"factor": 4.0}, {"attention_factor": 1.1}, {}][variant % 4],
+        }
     if variant % 2 == 0:
         return {"rope_parameters": {"rope_theta": theta, **scaling}}
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
@@ -158,33 +367,73 @@ def _gpt2_shapes(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
-def _llama_shapes(config: dict[str, Any]) -> Shapes:
+def _llama_shapes(config: Config) -> Shapes:
+    """Of every family whose projections are Llama's."""
+    family = config["model_type"]
+    bias = family == "qwen2" or config.get("attention_bias", False)
+    gemma = family.startswith("gemma")
     width, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_size = config.get("head_dim", width // heads)
+    queries, keys, head_size = _heads(config)
+    shapes = _outer_shapes(config)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        if gemma:
+            shapes[f"{block}.pre_feedforward_layernorm.weight"] = (width,)
+            shapes[f"{block}.post_feedforward_layernorm.weight"] = (width,)
+        if family in ("qwen3", "gemma3_text"):
+            shapes[f"{block}.self_attn.q_norm.weight"] = (head_size,)
+            shapes[f"{block}.self_attn.k_norm.weight"] = (head_size,)
+        for name, inputs, outputs, biased in (
+            ("self_attn.q_proj", width, queries, bias),
+            ("self_attn.k_proj", width, keys, bias),
+            ("self_attn.v_proj", width, keys, bias),
+            ("self_attn.o_proj", queries, width, bias and family != "qwen2"),
+            ("mlp.gate_proj", width, inner, config.get("mlp_bias", False)),
+            ("mlp.up_proj", width, inner, config.get("mlp_bias", False)),
+            ("mlp.down_proj", inner, width, config.get("mlp_bias", False)),
+        ):
+            shapes[f"{block}.{name}.weight"] = (outputs, inputs)
+            if biased:
+                shapes[f"{block}.{name}.bias"] = (outputs,)
+    return shapes
+
+
+def _phi3_shapes(config: Config) -> Shapes:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    queries, keys, _ = _heads(config)
+    shapes = _outer_shapes(config)
+    for layer in range(config["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        shapes[f"{block}.self_attn.qkv_proj.weight"] = (queries + 2 * keys, width)
+        shapes[f"{block}.self_attn.o_proj.weight"] = (width, queries)
+        shapes[f"{block}.mlp.gate_up_proj.weight"] = (2 * inner, width)
+        shapes[f"{block}.mlp.down_proj.weight"] = (width, inner)
+    return shapes
+
+
+def _outer_shapes(config: Config) -> Shapes:
+    """Of what all have: the embedding, two norms in each block and one at the end, the head."""
+    width = config["hidden_size"]
     shapes: Shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], width),
         "model.norm.weight": (width,),
     }
     for layer in range(config["num_hidden_layers"]):
-        block = f"model.layers.{layer}"
-        shapes[f"{block}.input_layernorm.weight"] = (width,)
-        shapes[f"{block}.post_attention_layernorm.weight"] = (width,)
-        for name, inputs, outputs, bias in (
-            ("self_attn.q_proj", width, heads * head_size, config["attention_bias"]),
-            ("self_attn.k_proj", width, kv_heads * head_size, config["attention_bias"]),
-            ("self_attn.v_proj", width, kv_heads * head_size, config["attention_bias"]),
-            ("self_attn.o_proj", heads * head_size, width, config["attention_bias"]),
-            ("mlp.gate_proj", width, inner, config["mlp_bias"]),
-            ("mlp.up_proj", width, inner, config["mlp_bias"]),
-            ("mlp.down_proj", inner, width, config["mlp_bias"]),
-        ):
-            shapes[f"{block}.{name}.weight"] = (outputs, inputs)
-            if bias:
-                shapes[f"{block}.{name}.bias"] = (outputs,)
+        shapes[f"model.layers.{layer}.input_layernorm.weight"] = (width,)
+        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (width,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], width)
     return shapes
+
+
+def _heads(config: Config) -> tuple[int, int, int]:
+    """Widths of all queries and of all keys, and of one head."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim", config["hidden_size"] // heads)
+    return heads * size, config["num_key_value_heads"] * size, size
+
+
+_SHAPES: dict[str, Callable[[Config], Shapes]] = {"gpt2": _gpt2_shapes, "phi3": _phi3_shapes}
 
 
 def _norm(name: str, width: int) -> Shapes:
@@ -192,11 +441,15 @@ def _norm(name: str, width: int) -> Shapes:
 
 
 def _values(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Values large enough that each part of the model shows in the logits."""
+    """Values large enough that each part of the model shows in the logits, and no larger.
+
+    With larger projections attention is so sharp that float32 does not determine the logits to 1e-4.
+    """
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = random.standard_normal(shape, dtype=np.float32)
     if len(shape) == 2:
-        return values * np.float32(0.5)
+        embedding = shape[0] in _VOCABULARIES
+        return values * np.float32(0.5 if embedding else min(0.25, 1.5 / max(shape) ** 0.5))
     return values * np.float32(0.2) + np.float32(name.endswith("weight"))
 
 

@@ -8,23 +8,37 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prejit.compiler import checkpoint, packaging
+from prejit.compiler import costs, packaging
 from prejit.compiler.cache_key import Key
+from prejit.compiler.chat_files import read_chat
 from prejit.compiler.compatibility import readable_until
 from prejit.compiler.compilation import Compiled, CompileJob, CompilePool, find_compiled
+from prejit.compiler.form_table import merge_into, own_path
+from prejit.compiler.kernel_library import KernelLibrary, NoKernels
+from prejit.compiler.measuring import measure_products, runs_here
 from prejit.compiler.packaging import Layer, PackedTarget, Tensor
 from prejit.compiler.plan import Inputs, Lowered, file_digest, source_digest, versions
 from prejit.compiler.progress import Progress
+from prejit.compiler.specs import ENCODER_KINDS
 from prejit.compiler.toolchain import Toolchain
 from prejit.runtime import bundle
-from prejit.runtime.bundle import Config, Decoder, Portable, Program, Requirement
+from prejit.runtime.bundle import (
+    Accuracy,
+    Config,
+    Decoder,
+    Encoder,
+    Portable,
+    ProductForm,
+    Program,
+    Requirement,
+)
 from prejit.runtime.errors import BuildError, CheckpointError, RejectError, StoreError
 from prejit.runtime.fingerprint import (
     Fingerprint,
@@ -34,7 +48,10 @@ from prejit.runtime.fingerprint import (
 from prejit.runtime.layout import Layout, write_layout
 from prejit.runtime.loader import check_blobs, match, open_index, read_manifest
 from prejit.runtime.receipt import Receipts
-from prejit.runtime.target import CUDA
+from prejit.runtime.target import CUDA, Target
+
+_FORM_SECONDS = 0.4
+"""Of compiling and measuring one form of a product, on two cores."""
 
 MODEL_WEIGHTS = "model"
 """Name of the weight set of the manifest's [model]; those of [[program]] sections have their names."""
@@ -50,6 +67,7 @@ class Built:
         compiled: programs x targets that were compiled now.
         cached: those that were in the cache.
         written: whether the directory was changed.
+        accuracy: what the dtypes of weights and cache cost; None: all are float32.
     """
 
     path: Path
@@ -57,9 +75,17 @@ class Built:
     compiled: int
     cached: int
     written: bool
+    accuracy: Accuracy | None = None
 
 
-def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> Built:
+def build(
+    inputs: Inputs,
+    output: Path,
+    *,
+    workers: int,
+    progress: Progress,
+    measure: bool | None = None,
+) -> Built:
     """Builds a manifest's bundle into `output/NAME`.
 
     Args:
@@ -67,6 +93,8 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
         output: directory of bundles.
         workers: compile processes side by side.
         progress: told of every step.
+        measure: whether forms of products are measured: those that this machine has not measured itself,
+            or none; None: large ones of which no table says anything.
 
     Raises:
         BuildError: a program does not compile, or its worker died; finished programs stay cached.
@@ -74,8 +102,17 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
     """
     lowered: dict[str, Lowered] = {}
     keys: dict[tuple[str, str], Key] = {}
+    libraries: dict[tuple[str, str], KernelLibrary | None] = {}
     compiled = 0
+    model_layers = tuple(
+        _model_layers(inputs)
+    )  # what is wrong with them, before hours of compiling
     toolchains = {t.name: inputs.made_toolchain(t, progress) for t in inputs.targets}
+    told = (each for each in inputs.kernels(progress).values() if isinstance(each, NoKernels))
+    for reason in dict.fromkeys(each.reason for each in told if each.worth_telling):
+        progress.note(reason)
+    if measure is not False:
+        _measure_forms(inputs, toolchains, progress, workers, fresh=bool(measure))
     with CompilePool(inputs.cache, workers=workers, progress=progress) as pool:
         for spec in inputs.specs:
             program = inputs.cached(spec) if spec.kind != "call" else None
@@ -84,14 +121,18 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
                     program = inputs.lower(spec)
             lowered[spec.name] = program
             for name, toolchain in toolchains.items():
-                key = keys[spec.name, name] = inputs.compile_key(spec, toolchain, program)
+                source = inputs.source(spec, toolchain.target, program)
+                libraries[spec.name, name] = source.kernels
+                key = keys[spec.name, name] = inputs.compile_key(toolchain, spec, source)
                 compiled += find_compiled(inputs.cache, key) is None
-                digest = program.portable.raw_digest
-                pool.submit(CompileJob(spec.name, toolchain, digest, program.platforms, key))
+                pool.submit(CompileJob(spec.name, toolchain, source, key))
         with progress.phase("packing weights"):
             weights = _weights(inputs, lowered)
         results = pool.results()
-    layers = [*_model_layers(inputs), *([weights] if weights is not None else [])]
+    with progress.phase("measuring accuracy"):
+        accuracy = _accuracy(inputs, weights)
+    spent = _costs(inputs, toolchains, keys, results, lowered, libraries, weights, progress)
+    layers = [*model_layers, *([weights] if weights is not None else [])]
     portable, portables = packaging.pack(
         {name: program.portable for name, program in lowered.items()}, inputs.cache
     )
@@ -114,14 +155,22 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
                 executable=segments[spec.name],
                 portable=portables[spec.name],
                 memory=programs[spec.name].memory,
-                weights=(spec.section or MODEL_WEIGHTS) if lowered[spec.name].weights else None,
+                weights=next(iter(_weight_sets(spec.section, lowered[spec.name])), None),
                 platforms=lowered[spec.name].platforms,
+                cost_microseconds=spent.get((spec.name, target.name)),
+                kernels=True if libraries[spec.name, target.name] is not None else None,
             )
             for spec in inputs.specs
         )
-        needs = _requirement(inputs, toolchains[target.name], programs)
+        library = next(filter(None, (libraries[name, target.name] for name in programs)), None)
+        needs = _requirement(inputs, toolchains[target.name], programs, library)
         config = _config(inputs, toolchains[target.name], needs, table, lowered)
-        packed.append(PackedTarget(config, (layer, *layers)))
+        config = replace(config, accuracy=accuracy)
+        own = [layer]
+        if library is not None:
+            config = replace(config, kernels=library.described())
+            own.append(packaging.kernels_layer(library, inputs.cache))
+        packed.append(PackedTarget(config, (*own, *layers)))
     index, blobs = packaging.assemble(inputs.manifest.bundle.name, packed)
     path = output / inputs.manifest.bundle.name
     current = is_current(path, index)
@@ -129,13 +178,83 @@ def build(inputs: Inputs, output: Path, *, workers: int, progress: Progress) -> 
         with progress.phase(f"writing {path}"):
             _remove_damaged(path)
             write_layout(path, index, blobs)
-    return Built(path, bundle.digest_of(index), compiled, len(keys) - compiled, not current)
+    digest = bundle.digest_of(index)
+    return Built(path, digest, compiled, len(keys) - compiled, not current, accuracy)
+
+
+def _measure_forms(
+    inputs: Inputs,
+    toolchains: Mapping[str, Toolchain],
+    progress: Progress,
+    workers: int,
+    *,
+    fresh: bool,
+) -> None:
+    """Measures the products of which no table says anything, and keeps what comes out in the build cache.
+
+    Before programs are compiled: the machine is as quiet as it gets, and they want to know.
+    """
+    for name, library in inputs.kernels().items():
+        if not isinstance(library, KernelLibrary) or not runs_here(toolchains[name], library):
+            continue
+        with progress.phase("looking for products"):
+            products = inputs.products()
+        conditions = inputs.conditions(toolchains[name].target, library)
+        missing = inputs.known_forms.missing(products, conditions, fresh=fresh)
+        if not missing:
+            continue
+        seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
+        progress.note(
+            f"measuring the forms of {len(missing)} products for {name}, about {seconds:.0f} s"
+        )
+        try:
+            measured = measure_products(
+                missing, toolchains[name], library, inputs.cache, progress, workers=workers
+            )
+        except BuildError as error:  # it decides about speed only
+            progress.note(f"forms are not measured, recorded ones are taken: {error}")
+            continue
+        inputs.learn(merge_into(own_path(inputs.cache.root), measured))
+
+
+def _forms(inputs: Inputs, target: Target) -> tuple[ProductForm, ...] | None:
+    """The forms of the products in a target's programs, and why they were chosen."""
+    library = inputs.kernels().get(target.name)
+    if not isinstance(library, KernelLibrary):
+        return None
+    found = []
+    for product in inputs.products():
+        choice = inputs.choice(product, target, library)
+        measured = choice.measured
+        if measured is None:
+            found.append(ProductForm(str(product), choice.form, {}))
+            continue
+        found.append(
+            ProductForm(
+                str(product),
+                choice.form,
+                dict(measured.nanoseconds),
+                f"{measured.conditions.level} on {measured.conditions}",
+                measured.date,
+                None if measured.product == product else str(measured.product),
+            )
+        )
+    return tuple(found) or None
 
 
 def _requirement(
-    inputs: Inputs, toolchain: Toolchain, programs: Mapping[str, Compiled]
+    inputs: Inputs,
+    toolchain: Toolchain,
+    programs: Mapping[str, Compiled],
+    library: KernelLibrary | None,
 ) -> Requirement:
     """What a target's executables need of a machine, from what the compiler says of them.
+
+    Args:
+        inputs: of the build.
+        toolchain: of the target.
+        programs: compiled for it.
+        library: the kernels that they call; None: they call none.
 
     Raises:
         BuildError: a program needs more memory than a device of the target has.
@@ -157,15 +276,17 @@ def _requirement(
                 hint="make [generate] batch or context smaller, split the model over a [mesh], "
                 "or build for a larger device",
             )
-    return target.requirement(
+    features = set[str]().union(*(program.cpu_features for program in programs.values()))
+    needed = target.requirement(
         toolchain.jaxlib,
         plugin=toolchain.plugin,
         cuda=CUDA if target.platform == "cuda" else None,
-        cpu_features=tuple(sorted(set[str]().union(*(p.cpu_features for p in programs.values())))),
+        cpu_features=tuple(sorted(features | set(library.cpu_features if library else ()))),
         device_memory_bytes=max(needs.values()) if accelerated else None,
         xla_flags=effective_xla_flags(toolchain.xla_flags(os.environ)),
         environment=effective_environment(target.platform, os.environ),
     )
+    return replace(needed, glibc=None if library is None else library.needed_glibc)
 
 
 def _config(
@@ -187,22 +308,90 @@ def _config(
         versions={**versions("prejit"), **dict(toolchain.versions)},
         programs=programs,
         weight_sets={
-            spec.section or MODEL_WEIGHTS: _tensor_names(spec.section, lowered[spec.name])
+            name: tensors
             for spec in inputs.specs
-            if lowered[spec.name].weights
+            for name, tensors in _weight_sets(spec.section, lowered[spec.name]).items()
         },
         decoder=_decoder(inputs, lowered),
+        encoder=_encoder(lowered),
         mesh=inputs.manifest.mesh,
         weight_shardings=next(
             (p.weight_shardings for p in lowered.values() if p.weight_shardings), None
         ),
         portable=Portable(jax, newest, readable_until(jax)),
+        forms=_forms(inputs, toolchain.target),
     )
 
 
 def _tensor_names(section: str, program: Lowered) -> tuple[str, ...]:
     """Names in the weights layer: a decoder's as published, a user function's behind its section."""
     return tuple(f"{section}:{name}" if section else name for name in program.weights)
+
+
+def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
+    """The sets of tensors that a program is run with, by name; none where it has no weights."""
+    if not program.weights:
+        return {}
+    if program.weight_sets:  # the colon: no [[program]] has such a name
+        return {f"{MODEL_WEIGHTS}:{name}": names for name, names in program.weight_sets.items()}
+    return {section or MODEL_WEIGHTS: _tensor_names(section, program)}
+
+
+def _encoder(lowered: Mapping[str, Lowered]) -> Encoder | None:
+    shape = next((p.encoder for p in lowered.values() if p.encoder is not None), None)
+    if shape is None:
+        return None
+    layers = next(
+        sets
+        for name, p in lowered.items()
+        if len(sets := _weight_sets("", p)) and name.endswith("/layer")
+    )
+    return Encoder(**shape, layers=tuple(layers))
+
+
+def _costs(
+    inputs: Inputs,
+    toolchains: Mapping[str, Toolchain],
+    keys: Mapping[tuple[str, str], Key],
+    results: Mapping[tuple[str, str], Compiled],
+    lowered: Mapping[str, Lowered],
+    libraries: Mapping[tuple[str, str], KernelLibrary | None],
+    weights: Layer | None,
+    progress: Progress,
+) -> dict[tuple[str, str], int]:
+    """Microseconds of one run of an encoder's programs, by program and target.
+
+    Measured where this machine can run them; else as of a target that it can run, or estimated.
+    """
+    specs = [spec for spec in inputs.specs if spec.kind in ENCODER_KINDS]
+    if not specs or weights is None or not isinstance(weights.content, Path):
+        return {}
+    found: dict[str, dict[str, int]] = {}
+    for name, toolchain in toolchains.items():
+        programs = {spec.name: results[spec.name, name] for spec in specs}
+        library = next(filter(None, (libraries[spec.name, name] for spec in specs)), None)
+        needs = _requirement(inputs, toolchain, programs, library)
+        own = {spec.name: keys[spec.name, name] for spec in specs}
+        kernels = None if library is None else library.digest
+        with progress.phase(f"measuring programs of {name}"):
+            found[name] = costs.measured(
+                toolchain,
+                needs,
+                specs,
+                own,
+                programs,
+                lowered,
+                weights.content,
+                inputs.cache,
+                kernels,
+            )
+    any_measured = next(filter(None, found.values()), {})
+    estimated = {spec.name: lowered[spec.name].estimated_microseconds for spec in specs}
+    return {
+        (program, name): cost
+        for name, own in found.items()
+        for program, cost in (own or any_measured or estimated).items()
+    }
 
 
 def _decoder(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Decoder | None:
@@ -236,14 +425,18 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _model_layers(inputs: Inputs) -> Iterator[Layer]:
-    """Tokenizer, generation config and licence, byte for byte as they were published."""
+    """Tokenizer, generation config and licence, byte for byte as they were published; chat templates."""
     if inputs.manifest.model is not None:
+        directory = inputs.transformer_directory
         for file, media_type in (
             ("tokenizer.json", bundle.TOKENIZER_MEDIA_TYPE),
             ("generation_config.json", bundle.GENERATION_MEDIA_TYPE),
         ):
-            if (inputs.directory / file).is_file():
-                yield packaging.layer(media_type, (inputs.directory / file).read_bytes(), file)
+            if (directory / file).is_file():
+                yield packaging.layer(media_type, (directory / file).read_bytes(), file)
+        chat = read_chat(directory)
+        if chat is not None and (directory / "tokenizer.json").is_file():
+            yield packaging.layer(bundle.CHAT_MEDIA_TYPE, bundle.to_json(chat), "chat.json")
     if inputs.manifest.bundle.license is not None:
         path = inputs.manifest.resolve(inputs.manifest.bundle.license)
         try:
@@ -257,11 +450,15 @@ def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
     ingredients = [("layout", "safetensors, tensors at multiples of 64 bytes")]
     model = None
     if inputs.manifest.model is not None:
-        model = checkpoint.open_checkpoint(inputs.directory)
+        model = inputs.checkpoint()
         ingredients += [
             ("dtype", inputs.manifest.model.dtype),
+            ("matrices", inputs.matrices),
             ("model code", source_digest()),
-            *((f"file {file.name}", file_digest(file)) for file in model.files),
+            *(
+                (f"file {file.relative_to(inputs.directory)}", file_digest(file))
+                for file in model.files
+            ),
         ]
     user = inputs.user_weights()
     for section, values in user.items():
@@ -273,12 +470,9 @@ def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
     key = Key("weights", inputs.manifest.bundle.name, tuple(ingredients))
     result = inputs.cache.lookup(key)
     if result is None:
-        tensors = []
+        tensors: list[Tensor] = []
         if model is not None:
-            tensors = [
-                Tensor(name, str(shape.dtype), shape.shape, partial(model.read, name))
-                for name, shape in inputs.parameters().items()
-            ]
+            tensors = inputs.tensors(model.read)
         tensors += [
             Tensor(f"{section}:{name}", str(value.dtype), value.shape, partial(np.asarray, value))
             for section, values in user.items()
@@ -294,6 +488,62 @@ def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
     return Layer(
         bundle.WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"
     )
+
+
+def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
+    """What the dtypes of weights and cache cost, from the cache or measured now.
+
+    Returns:
+        None where all is float32, or there is no model.
+    """
+    model = inputs.manifest.model
+    if weights is None or model is None or {model.dtype, inputs.cache_dtype} == {"float32"}:
+        return None
+    published = inputs.checkpoint()
+    file = None if model.evaluation is None else inputs.manifest.resolve(model.evaluation)
+    tokenizer = inputs.transformer_directory / "tokenizer.json"
+    ingredients = [
+        ("dtype", model.dtype),
+        ("cache_dtype", inputs.cache_dtype),
+        ("text", "none" if file is None else f"{file.name} {file_digest(file)}"),
+        ("tokenizer", file_digest(tokenizer) if file and tokenizer.is_file() else "none"),
+        ("model code", source_digest()),
+        ("measuring", file_digest(Path(__file__).with_name("accuracy.py"))),
+        *((f"file {each.name}", file_digest(each)) for each in published.files),
+        *versions("jax", "jaxlib", "flax", "transformers").items(),
+    ]
+    key = Key("accuracy", inputs.manifest.bundle.name, tuple(ingredients))
+    if (known := inputs.cache.lookup(key)) is not None:
+        return Accuracy(**known)
+    from prejit.compiler import accuracy, models
+
+    values = {name: published.read(name) for name in published.names}
+    assert isinstance(weights.content, Path)
+    packed = accuracy.mapped(weights.content)
+    if inputs.manifest.encode is None:
+        exact = accuracy.Model(
+            models.decoder(inputs.config, out_in=inputs.out_in),
+            values,
+            models.describe(inputs.config),
+        )
+        stored = accuracy.Model(inputs.model, packed, inputs.shape)
+        text = None if file is None else (file.name, accuracy.read_text(file, tokenizer))
+        bos = getattr(inputs.config, "bos_token_id", None)
+        bos = bos if isinstance(bos, int) and 0 <= bos < inputs.shape.vocab_size else 0
+        found = accuracy.of_decoder(model.dtype, exact, stored, text, bos)
+    else:
+        exact = accuracy.Model(models.encoder(inputs.encoder, out_in=inputs.out_in), values)
+        stored = accuracy.Model(inputs.model, packed)
+        shape = models.describe_encoder(inputs.encoder)
+        sentences = (
+            accuracy.random_sentences(shape.vocab_size, shape.max_tokens)
+            if file is None
+            else accuracy.read_sentences(file, tokenizer, shape.max_tokens)
+        )
+        name = accuracy.RANDOM if file is None else file.name
+        found = accuracy.of_encoder(model.dtype, exact, stored, name, *sentences)
+    inputs.cache.store(key, asdict(found))
+    return found
 
 
 def is_current(path: Path, index: bytes) -> bool:

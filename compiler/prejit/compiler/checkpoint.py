@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from prejit.compiler.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.tensor_files import Tensor, tensors
 from prejit.runtime.errors import CheckpointError
 
@@ -33,6 +34,8 @@ _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
+_TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
+"""Of norms in files that were TensorFlow's once: bert-base-uncased."""
 _SHOWN = 8
 
 
@@ -68,9 +71,30 @@ class Checkpoint:
         files: what decides the tensors, in a fixed order: config.json, an index, the weights.
     """
 
-    def __init__(self, directory: Path, files: tuple[Path, ...]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        files: tuple[Path, ...],
+        layout: SentenceLayout | None = None,
+        dense: tuple[Path, ...] = (),
+        *,
+        out_in: bool = False,
+    ) -> None:
+        """Use `open_checkpoint` or `open_encoder`.
+
+        Args:
+            directory: of the model.
+            files: its own, without those of dense.
+            layout: of an encoder; None: a decoder's.
+            dense: weights of an encoder's dense layers, in order.
+            out_in: as of models.decoder.
+        """
+        self._out_in = out_in
         self.directory = directory
-        self.files = files
+        self.files = (*files, *dense)
+        self._model_files = files
+        self._layout = layout
+        self._dense = dense
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,15 +123,27 @@ class Checkpoint:
     def _sources(self) -> dict[str, _Source]:
         from prejit.compiler import models
 
-        config = models.load_config(self.directory)
-        parameters, naming = models.parameters(config), models.naming(config)
+        if self._layout is None:
+            config = models.load_config(self.directory)
+            parameters = models.parameters(config, out_in=self._out_in)
+            naming = models.naming(config)
+        else:
+            encoder = models.load_encoder(self.directory)
+            parameters = models.encoder_parameters(encoder, out_in=self._out_in)
+            naming = models.encoder_naming(encoder)
         published: dict[str, Tensor] = {}
-        for file in self.files:
+        for file in self._model_files:
             if file.suffix != ".json":
                 published |= tensors(file)
         found, problems = _named(published, naming, parameters)
         if naming.head not in parameters:
             problems += _tie(found, naming)
+        for part, file in zip(self._layout.dense if self._layout else (), self._dense, strict=True):
+            for name, tensor in tensors(file).items():
+                # Torch's, (out, in)
+                ours = f"sentence.{part.name}.{name}"
+                transposed = ours in parameters and parameters[ours].in_out
+                found[ours] = _Source(f"{part.name}/{name}", tensor, transposed)
         problems += _misfits(found, parameters)
         if problems:
             raise CheckpointError(
@@ -117,12 +153,13 @@ class Checkpoint:
         return dict(sorted(found.items()))
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
     """Finds the files of a checkpoint. The tensors are looked at when they are first wanted.
 
     Args:
         directory: in the Hugging Face layout: config.json, and model.safetensors, or
             model.safetensors.index.json with its shards, or flax_model.msgpack.
+        out_in: whether the model's matrices are stored (out, in): as of models.decoder.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -135,10 +172,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         )
     index = directory / _INDEX
     if not (directory / _SINGLE[0]).is_file() and index.is_file():
-        return Checkpoint(directory, (config, index, *_shards(index)))
+        return Checkpoint(directory, (config, index, *_shards(index)), out_in=out_in)
     for name in _SINGLE:
         if (directory / name).is_file():
-            return Checkpoint(directory, (config, directory / name))
+            return Checkpoint(directory, (config, directory / name), out_in=out_in)
     pickled = sorted(path.name for path in directory.glob("*.bin"))
     raise CheckpointError(
         f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found "
@@ -147,6 +184,38 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         if pickled
         else None,
     )
+
+
+def open_encoder(directory: Path, *, out_in: bool = False) -> Checkpoint:
+    """As `open_checkpoint`, of an encoder: its transformer's files, and those of its other modules.
+
+    Args:
+        directory: in the layout of sentence-transformers, or a plain one.
+        out_in: as of `open_checkpoint`.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`; or a module or setting that is not built here.
+    """
+    layout = read_layout(directory)
+    weights = open_checkpoint(layout.transformer).files[1:]
+    dense = tuple(_dense_weights(part.directory) for part in layout.dense)
+    return Checkpoint(directory, (*layout.files, *weights), layout, dense, out_in=out_in)
+
+
+def _dense_weights(directory: Path) -> Path:
+    """The weights of a dense layer.
+
+    Raises:
+        CheckpointError: there are none that are read here.
+    """
+    file = directory / _SINGLE[0]
+    if not file.is_file():
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        raise CheckpointError(
+            f"{directory}: expected {_SINGLE[0]}, found {', '.join(others) or 'none'}",
+            hint="save the model again with a newer sentence-transformers",
+        )
+    return file
 
 
 def _shards(index: Path) -> list[Path]:
@@ -174,7 +243,7 @@ def _named(
     found: dict[str, _Source] = {}
     problems = []
     for name, tensor in published.items():
-        if name.endswith(naming.buffers):
+        if name.endswith(naming.buffers) or name.startswith(naming.ignored):
             continue
         ours = _our_name(name, naming)
         in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
@@ -191,9 +260,12 @@ def _named(
 def _our_name(published: str, naming: Naming) -> str:
     """`h.0.ln_1.scale` of a headless flax GPT-2 is our `transformer.h.0.ln_1.weight`."""
     name = published.removeprefix("params.")
-    for end, ours in _FLAX_ENDS.items():
+    for end, ours in (_FLAX_ENDS | _TENSORFLOW_ENDS).items():
         if name.endswith(end):
             name = name.removesuffix(end) + ours
+    for start, ours in naming.moved:
+        if name.startswith(start):
+            name = ours + name.removeprefix(start)
     return name if name == naming.head or name.startswith(naming.prefix) else naming.prefix + name
 
 

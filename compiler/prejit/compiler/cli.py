@@ -29,6 +29,12 @@ _cache = click.option(
     metavar="DIR",
     help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
 )
+_forms = click.option(
+    "--forms",
+    type=_manifest,
+    metavar="FILE",
+    help="A table of measured forms of products, as builds keep it in the build cache (forms.json).",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
 
@@ -44,13 +50,20 @@ def commands() -> None:
 )
 @click.argument("manifest", type=_manifest)
 @_targets
+@_forms
 @_cache
 @_json
-def plan(manifest: Path, targets: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
+def plan(
+    manifest: Path,
+    targets: tuple[str, ...],
+    forms: Path | None,
+    cache: Path | None,
+    as_json: bool,
+) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.plan import make_plan
 
-    programs = make_plan(_inputs(manifest, targets, cache))
+    programs = make_plan(_inputs(manifest, targets, cache, forms))
     changes = [program for program in programs if not program.cached]
     if as_json:
         rows = [
@@ -125,6 +138,13 @@ def _print_plan(programs: Sequence[PlannedProgram]) -> None:
     is_flag=True,
     help="Leave out targets that this machine cannot compile for, and say so.",
 )
+@_forms
+@click.option(
+    "--measure/--no-measure",
+    default=None,
+    help="Measure how products are computed fastest: all of them, or none (default: large ones that no "
+    "table has).",
+)
 @_cache
 @_json
 def build(
@@ -133,6 +153,8 @@ def build(
     targets: tuple[str, ...],
     jobs: int | None,
     skip_unbuildable: bool,
+    forms: Path | None,
+    measure: bool | None,
     cache: Path | None,
     as_json: bool,
 ) -> int:
@@ -140,6 +162,7 @@ def build(
     from prejit.compiler.build import build as build_bundle
     from prejit.compiler.compilation import default_workers
     from prejit.compiler.progress import open_progress
+    from prejit.runtime.tables import accuracy_table
 
     built = []
     for manifest in manifests:
@@ -149,10 +172,11 @@ def build(
             continue
         with open_progress() as progress:
             result = build_bundle(
-                _inputs(manifest, chosen, cache),
+                _inputs(manifest, chosen, cache, forms),
                 output,
                 workers=jobs or default_workers(),
                 progress=progress,
+                measure=measure,
             )
         seconds = time.perf_counter() - started
         built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
@@ -163,6 +187,8 @@ def build(
                 f"{seconds:.1f} s, {result.digest[:19]}",
                 file=sys.stderr,
             )
+            if result.accuracy is not None:
+                click.echo(accuracy_table(result.accuracy))
     if as_json:
         click.echo(json.dumps(built, indent=2))
     return 0
@@ -183,12 +209,14 @@ def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(buildable)
 
 
-def _inputs(manifest: Path, targets: tuple[str, ...], cache: Path | None) -> Inputs:
+def _inputs(
+    manifest: Path, targets: tuple[str, ...], cache: Path | None, forms: Path | None
+) -> Inputs:
     from prejit.compiler.cache import Cache
     from prejit.compiler.manifest import read_manifest
     from prejit.compiler.plan import Inputs
 
-    return Inputs(read_manifest(manifest), Cache.open(cache), targets)
+    return Inputs(read_manifest(manifest), Cache.open(cache), targets, forms=forms)
 
 
 @commands.command(epilog="Examples:\n\n\b\n  prejit targets\n  prejit targets --json")

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, final
 
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
+from prejit.compiler.kernel_library import KernelLibrary
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.toolchain import Toolchain
 from prejit.runtime import bundle
@@ -37,21 +38,34 @@ _LAST_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """What an executable is compiled from.
+
+    Attributes:
+        program: digest of StableHLO, a blob in the cache.
+        platforms: that it was lowered for.
+        kernels: the library that it calls; None: it calls none.
+    """
+
+    program: str
+    platforms: tuple[str, ...]
+    kernels: KernelLibrary | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompileJob:
     """One program to compile for one target.
 
     Attributes:
         program: its name, unique in the build.
         toolchain: what compiles it, and for which target.
-        portable_digest: of the portable program, a blob in the cache.
-        platforms: that it was lowered for.
+        source: what is compiled.
         key: what the result is stored under.
     """
 
     program: str
     toolchain: Toolchain
-    portable_digest: str
-    platforms: tuple[str, ...]
+    source: Source
     key: Key
 
     @property
@@ -401,8 +415,9 @@ def _request(job: CompileJob) -> dict[str, Any]:
     """What worker.py reads."""
     key = {"kind": job.key.kind, "name": job.key.name, "ingredients": job.key.ingredients}
     return {
-        "portable": job.portable_digest,
-        "machine": job.toolchain.machine(job.platforms),
+        "program": job.source.program,
+        "kernels": None if job.source.kernels is None else job.source.kernels.digest,
+        "machine": job.toolchain.machine(job.source.platforms),
         "key": key,
     }
 

@@ -1,8 +1,9 @@
 """Manifests: what to compile and for which machines, read from TOML and checked.
 
     [bundle]                             name, license
-    [model]                              source, dtype            ... and with it
-    [generate]                           batch, prompt, context
+    [model]                              source, dtype, evaluation    ... and with it
+    [generate]                           batch, prompt, context, draft_tokens, cache_dtype
+    [encode]                             shapes                   ... or with this
     [mesh]                               data, tensor             more than one device
     [[program]]                          name, function, args, buckets, params
     [[target]]                           name, jax, ...           see target.TargetTable
@@ -63,13 +64,16 @@ class Model:
     Attributes:
         source: a directory in the Hugging Face layout, relative to the manifest, or
             `hf://org/name@revision`.
-        dtype: of the weights and of the arithmetic.
+        dtype: that the matrices are stored in: `float32`, `bfloat16` or `int8`. All arithmetic is float32.
+        evaluation: path of a text, relative to the manifest, on whose end it is measured what the dtypes
+            cost; None: on what a decoder itself writes, or on random tokens.
     """
 
     __pydantic_config__: ClassVar = _STRICT
 
     source: str
     dtype: str = "float32"
+    evaluation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,9 @@ class Generate:
     Attributes:
         batch: sequences decoded together.
         prompt: tokens that one prefill takes.
-        context: lengths of the KV cache in tokens.
+        context: lengths of the KV cache in tokens; a cache grows from one to the next as its text grows.
+        draft_tokens: the most tokens of a draft (prompt lookup) that one pass verifies; 0: no drafts.
+        cache_dtype: of the KV cache: `float32` or `bfloat16`.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -87,6 +93,21 @@ class Generate:
     batch: tuple[int, ...]
     prompt: tuple[int, ...]
     context: tuple[int, ...]
+    draft_tokens: int = 0
+    cache_dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """`[encode]`: the buckets of an encoder.
+
+    Attributes:
+        shapes: sentences encoded together and tokens of each, ascending.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    shapes: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +155,9 @@ class Manifest:
     Attributes:
         path: the file.
         bundle: what is made.
-        model, generate: a decoder and its buckets; both or none.
+        model: a decoder with `generate`, or an encoder with `encode`.
+        generate: buckets of a decoder.
+        encode: buckets of an encoder.
         mesh: the devices that a decoder's programs run on; None: one.
         programs: functions of the user's own.
         targets: the machines to compile for.
@@ -144,6 +167,7 @@ class Manifest:
     bundle: Bundle
     model: Model | None
     generate: Generate | None
+    encode: Encode | None
     mesh: Mesh | None
     programs: tuple[Program, ...]
     targets: tuple[Target, ...]
@@ -158,6 +182,7 @@ _SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "bundle": (Bundle, False),
     "model": (Model, False),
     "generate": (Generate, False),
+    "encode": (Encode, False),
     "mesh": (MeshTable, False),
     "program": (Program, True),
     "target": (TargetTable, True),
@@ -206,6 +231,7 @@ def _checked(path: Path, text: str, data: dict[str, Any]) -> Manifest:
         parsed["bundle"],
         parsed.get("model"),
         parsed.get("generate"),
+        parsed.get("encode"),
         mesh,
         tuple(parsed.get("program", ())),
         targets,
@@ -283,6 +309,10 @@ def _sorted_sizes(value: Any, section: str) -> Any:
     """The section with its lists of sizes ascending, where they are lists of sizes."""
     if section == "generate" and isinstance(value, dict):
         return {key: _ascending(item) for key, item in value.items()}
+    if section == "encode" and isinstance(value, dict):
+        shapes = value.get("shapes")
+        if isinstance(shapes, list) and all(map(is_int_list, shapes)):
+            return {**value, "shapes": sorted(shapes)}
     if section == "program" and isinstance(value, list):
         return [_sorted_buckets(program) for program in value]
     return value

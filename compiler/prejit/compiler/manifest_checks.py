@@ -21,18 +21,27 @@ Problems = Iterator[tuple[KeyPath, str]]
 """(key, what is wrong with it), in the order of the file where that is easy."""
 
 _SIZES = "a list of different positive integers such as [1, 8]"
+_SHAPE = "a batch and a length such as [8, 128]"
+_SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 _TARGET_TEXTS = (
     *("fingerprint", "jax", "tuning", "platform", "architecture", "cpu", "device_kind"),
     *("compute_capability", "driver", "generation", "topology"),
 )
+_MAX_DRAFT = 64
 _EXPECTED = {
     "bundle": "a [bundle] table with a name",
     "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
     "bundle.license": "the path of a file",
     "model": "a [model] table with a source",
     "model.source": 'a directory, or "hf://org/name@revision"',
-    "model.dtype": '"float32", the only dtype of this release',
+    "model.dtype": '"float32", "bfloat16" or "int8"',
+    "model.evaluation": "the path of a text file",
+    "generate.cache_dtype": '"float32" or "bfloat16"',
     "generate": "a [generate] table with batch, prompt and context",
+    "encode": "an [encode] table with shapes",
+    "encode.shapes": _SHAPES,
+    "encode.shapes[]": _SHAPE,
+    "encode.shapes[][]": SIZE,
     "program": "[[program]] tables",
     "program[]": "a [[program]] table",
     "program[].name": "letters, digits and . _ -, starting with a letter or digit",
@@ -56,7 +65,14 @@ _EXPECTED = {
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
     **{f"generate.{name}": _SIZES for name in ("batch", "prompt", "context")},
     **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context")},
+    "generate.draft_tokens": f"an integer of 0 to {_MAX_DRAFT}, below every context",
 }
+
+
+DTYPES = ("float32", "bfloat16", "int8")
+"""What matrices may be stored in."""
+CACHE_DTYPES = ("float32", "bfloat16")
+"""What a KV cache may be stored in."""
 
 
 def missing(data: dict[str, Any]) -> Problems:
@@ -64,11 +80,18 @@ def missing(data: dict[str, Any]) -> Problems:
     for name in ("bundle", "target"):
         if not data.get(name) and data.get(name) in (None, []):
             yield (name,), f"missing; expected {_EXPECTED[name]}"
-    for name, other in (("generate", "model"), ("model", "generate")):
-        if other in data and name not in data:
-            yield (name,), f"missing; [{other}] needs {_EXPECTED[name]}"
-    if "model" not in data and "generate" not in data and data.get("program") in (None, []):
-        yield (), "nothing to build; expected a [model] with [generate], or a [[program]]"
+    uses = [name for name in ("generate", "encode") if name in data]
+    if "model" in data and not uses:
+        wanted = f"{_EXPECTED['generate']} or {_EXPECTED['encode']}"
+        yield ("generate",), f"missing; [model] needs {wanted}"
+    if "model" not in data:
+        for name in uses:
+            yield ("model",), f"missing; [{name}] needs {_EXPECTED['model']}"
+        if not uses and data.get("program") in (None, []):
+            wanted = "a [model] with [generate] or [encode], or a [[program]]"
+            yield (), f"nothing to build; expected {wanted}"
+    if len(uses) > 1:
+        yield ("encode",), "expected no [generate] beside it: a model is a decoder or an encoder"
 
 
 def value_problems(data: dict[str, Any], directory: Path) -> Problems:
@@ -76,12 +99,13 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _bundle_problems(_table(data.get("bundle")), directory)
     yield from _model_problems(_table(data.get("model")), directory)
     yield from _generate_problems(_table(data.get("generate")))
+    yield from _encode_problems(_table(data.get("encode")))
     programs = data.get("program")
     for index, program in enumerate(programs if isinstance(programs, list) else ()):
         for where, problem in _program_problems(_table(program), directory):
             yield ("program", index, *where), problem
     yield from _repeated("program", programs)
-    yield from _mesh_problems(_table(data.get("mesh")), bool(programs))
+    yield from _mesh_problems(_table(data.get("mesh")), bool(programs), "encode" in data)
     yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
 
 
@@ -94,13 +118,35 @@ def _row_problems(mesh: dict[str, Any], generate: dict[str, Any]) -> Problems:
                 yield ("generate", "batch", index), problem
 
 
-def _mesh_problems(mesh: dict[str, Any], has_programs: bool) -> Problems:
+def _encode_problems(encode: dict[str, Any]) -> Problems:
+    shapes = encode.get("shapes")
+    if not isinstance(shapes, list):
+        return
+    if not shapes:
+        yield ("encode", "shapes"), f"expected {_SHAPES}; found []"
+    first: set[tuple[int, ...]] = set()
+    for index, shape in enumerate(shapes):
+        if not is_int_list(shape):
+            continue
+        where = ("encode", "shapes", index)
+        if len(shape) == 2:
+            for place, size in enumerate(shape):
+                if not 0 < size <= MAX_SIZE:
+                    yield (*where, place), f"expected {SIZE}; found {shown(size)}"
+        if tuple(shape) in first:
+            yield where, f"expected each shape once; found {shown(shape)} again"
+        first.add(tuple(shape))
+
+
+def _mesh_problems(mesh: dict[str, Any], has_programs: bool, encodes: bool) -> Problems:
     for name in ("data", "tensor"):
         size = mesh.get(name)
         if type(size) is int and size < 1:
             yield ("mesh", name), f"expected {_EXPECTED[f'mesh.{name}']}; found {shown(size)}"
     if mesh and has_programs:
         yield ("mesh",), "expected no [[program]] beside it: a mesh splits a [model] only"
+    if mesh and encodes:
+        yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
 
 
 def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
@@ -115,7 +161,7 @@ def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
 
 
 def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
-    source, dtype = model.get("source"), model.get("dtype")
+    source, dtype, text = (model.get(key) for key in ("source", "dtype", "evaluation"))
     if isinstance(source, str):
         if "://" in source:
             if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
@@ -123,8 +169,14 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
                 yield ("model", "source"), f"expected {wanted}; found {shown(source)}"
         elif not source or not os.path.isdir(directory / source):
             yield ("model", "source"), _no_such_path("directory", source, directory)
-    if isinstance(dtype, str) and dtype != "float32":
-        yield ("model", "dtype"), f"expected {_EXPECTED['model.dtype']}; found {shown(dtype)}"
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        guess = did_you_mean(dtype, DTYPES)
+        yield (
+            ("model", "dtype"),
+            f"expected {_EXPECTED['model.dtype']}; found {shown(dtype)}{guess}",
+        )
+    if isinstance(text, str) and not os.path.isfile(directory / text):
+        yield ("model", "evaluation"), _no_such_path("file", text, directory)
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
@@ -138,12 +190,26 @@ def _generate_problems(generate: dict[str, Any]) -> Problems:
             if prompt > longest:
                 problem = f"expected at most {longest}, the longest context; found {shown(prompt)}"
                 yield ("generate", "prompt", index), problem
+        shortest = min(contexts)  # a prompt enters the context that it fits, in chunks
+        if prompts and min(prompts) > shortest:
+            problem = f"expected one of at most {shortest}, the shortest context; found {prompts}"
+            yield ("generate", "prompt"), problem
+    dtype = generate.get("cache_dtype")
+    if isinstance(dtype, str) and dtype not in CACHE_DTYPES:
+        wanted, guess = _EXPECTED["generate.cache_dtype"], did_you_mean(dtype, CACHE_DTYPES)
+        yield ("generate", "cache_dtype"), f"expected {wanted}; found {shown(dtype)}{guess}"
+    draft = generate.get("draft_tokens")
+    if type(draft) is int:
+        least = min([_MAX_DRAFT + 1, *(contexts if is_int_list(contexts) else ())])
+        if not 0 <= draft < least:
+            problem = f"expected {_EXPECTED['generate.draft_tokens']}; found {shown(draft)}"
+            yield ("generate", "draft_tokens"), problem
 
 
 def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     name, function, params = (program.get(key) for key in ("name", "function", "params"))
     if isinstance(name, str):
-        if name in ("prefill", "decode"):
+        if name in ("prefill", "decode", "verify", "copy", "encode"):
             yield ("name",), f"{shown(name)} is the name of a program of [model]; expected another"
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             wanted = _EXPECTED["program[].name"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from prejit.compiler.cache import BlobWriter, Cache
+from prejit.compiler.kernel_library import KernelLibrary
 from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import Config, Descriptor, Manifest, Segment
 from prejit.runtime.errors import BuildError
@@ -63,6 +64,18 @@ class Layer:
 def layer(media_type: str, content: bytes, title: str) -> Layer:
     """A layer of bytes in memory."""
     return Layer(media_type, bundle.digest_of(content), len(content), content, title)
+
+
+def kernels_layer(library: KernelLibrary, cache: Cache) -> Layer:
+    """The layer of a library of kernels.
+
+    Raises:
+        BuildError: it is gone from the cache.
+    """
+    content = cache.read_blob(library.digest)
+    if content is None:
+        raise BuildError("the kernels are gone from the build cache", hint="build again")
+    return layer(bundle.KERNELS_MEDIA_TYPE, content, "kernels.so")
 
 
 def write_weights(tensors: Iterable[Tensor], out: BlobWriter) -> None:

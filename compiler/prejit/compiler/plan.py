@@ -3,7 +3,8 @@
 Two steps make an executable, and each is cached under a key of its own:
 
     lower    model or function, at a bucket      -> portable program        once for all targets
-    compile  portable program, for a target      -> executable              in a worker process
+             again, with calls of kernels        -> native program          once for all CPUs with kernels
+    compile  one of them, for a target           -> executable              in a worker process
 
 A decoder's lowering is found by what it is made from (config, our sources, versions), so a build that
 changes nothing imports neither jax nor flax. A user's function can read anything, so it is traced
@@ -15,9 +16,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -27,9 +28,26 @@ import zstandard
 from prejit.compiler import environments
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key, why
-from prejit.compiler.compilation import find_compiled
+from prejit.compiler.checkpoint import Checkpoint, open_checkpoint, open_encoder
+from prejit.compiler.compilation import Source, find_compiled
+from prejit.compiler.form_table import (
+    Choice,
+    Conditions,
+    FormTable,
+    KnownForms,
+    conditions_of,
+    own_path,
+    read_own,
+    read_recorded,
+    read_table,
+)
+from prejit.compiler.kernel_calls import called
+from prejit.compiler.kernel_library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.manifest import Manifest
+from prejit.compiler.packaging import Tensor
+from prejit.compiler.products import Product
 from prejit.compiler.progress import Progress
+from prejit.compiler.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.source import resolve_source
 from prejit.compiler.specs import ProgramSpec, program_specs
 from prejit.compiler.target import can_build, chosen
@@ -46,6 +64,8 @@ if TYPE_CHECKING:
 
     from prejit.compiler.lowering import LoweredProgram, UserFunction
 
+_WITHOUT_KERNELS = ("copy", "embed", "call")
+"""Kinds of programs that have no use for any."""
 _ZSTD_LEVEL = 10
 
 
@@ -61,6 +81,9 @@ class Lowered:
         arguments, results: the others, as `bundle.Array` prints them.
         decoder: fields of `bundle.Decoder` that the model decides; None for a user's function.
         weight_shardings: of those weights that a mesh splits, as `bundle.Array` spells them.
+        encoder: fields of `bundle.Encoder` that the model decides.
+        weight_sets: tensors that may come first among the arguments, set by set; empty: `weights` alone.
+        estimated_microseconds: of a run, where it cannot be measured.
     """
 
     portable: Segment
@@ -71,6 +94,9 @@ class Lowered:
     results: tuple[str, ...]
     decoder: dict[str, Any] | None = None
     weight_shardings: dict[str, str] = field(default_factory=dict)
+    encoder: dict[str, Any] | None = None
+    weight_sets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    estimated_microseconds: int = 0
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Lowered:
@@ -84,7 +110,29 @@ class Lowered:
             tuple(result["results"]),
             result["decoder"],
             result["weight_shardings"],
+            result.get("encoder"),
+            {name: tuple(tensors) for name, tensors in result.get("weight_sets", {}).items()},
+            result.get("estimated_microseconds", 0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A program with kernels in the cache.
+
+    Attributes:
+        program: digest of its StableHLO, a blob; kernels have no library's name yet.
+        products: all that it computes, each with the form that it has in it.
+    """
+
+    program: str
+    products: tuple[tuple[Product, str], ...]
+
+    @classmethod
+    def from_json(cls, result: Mapping[str, Any]) -> Native:
+        """The inverse of dataclasses.asdict, after JSON."""
+        products = ((Product(**product), form) for product, form in result["products"])
+        return cls(result["program"], tuple(products))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +173,7 @@ def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
                 reason = "its environment has still to be made"
                 planned.append(PlannedProgram(spec, target, False, reason))
                 continue
-            key = inputs.compile_key(spec, toolchain, lowered)
+            key = inputs.compile_key(toolchain, spec, inputs.source(spec, target, lowered))
             if find_compiled(inputs.cache, key) is not None:
                 planned.append(PlannedProgram(spec, target, True))
             else:
@@ -147,13 +195,21 @@ def why_not(target: Target) -> str | None:
 class Inputs:
     """Everything that a build of one manifest starts from, read when it is first wanted."""
 
-    def __init__(self, manifest: Manifest, cache: Cache, only: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        cache: Cache,
+        only: tuple[str, ...] = (),
+        *,
+        forms: Path | None = None,
+    ) -> None:
         """Binds a manifest to a cache.
 
         Args:
             manifest: what to build.
             cache: where results are kept.
             only: names of targets to build; empty: all of the manifest.
+            forms: a table of measured forms, beside that of the cache and the recorded one.
 
         Raises:
             BuildError: this machine cannot compile for a target.
@@ -162,7 +218,11 @@ class Inputs:
         self.cache = cache
         self.specs = program_specs(manifest)
         self.targets = chosen(manifest.targets, only, str(manifest.path))
+        self._forms = forms
+        self._choices: dict[tuple[str, Product], Choice] = {}
+        self._conditions: dict[str, Conditions] = {}
         self._toolchains: dict[str, Toolchain] = {}
+        self._kernels: dict[str, KernelLibrary | NoKernels] | None = None
         for target in self.targets:
             if reason := can_build(target):
                 raise BuildError(f"{manifest.path}: target {target.name}: {reason}")
@@ -228,27 +288,40 @@ class Inputs:
                 ("program", spec.kind),
                 ("bucket", sizes),
                 ("dtype", self.manifest.model.dtype),
+                ("cache_dtype", self.cache_dtype),
+                ("longest context", str(self._longest_context)),
                 ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
-                ("config.json", file_digest(self.directory / "config.json")),
+                ("matrices", self.matrices),
+                *self._configs(),
                 ("model code", source_digest()),
                 *versions("jax", "jaxlib", "flax", "transformers").items(),
             ),
         )
 
-    def compile_key(self, spec: ProgramSpec, toolchain: Toolchain, lowered: Lowered) -> Key:
+    def _configs(self) -> list[tuple[str, str]]:
+        """The files that say what the model is, with their digests."""
+        if self.manifest.encode is None:
+            return [("config.json", file_digest(self.directory / "config.json"))]
+        files = [*self.layout.files, self.layout.transformer / "config.json"]
+        named = {str(file.relative_to(self.directory)): file for file in files}
+        return [(name, file_digest(file)) for name, file in named.items()]
+
+    def compile_key(self, toolchain: Toolchain, spec: ProgramSpec, source: Source) -> Key:
         """The key of a compile: everything that decides the executable."""
+        kernels = () if source.kernels is None else (("kernels", source.kernels.digest),)
         return Key(
             "compile",
             f"{self.manifest.bundle.name}/{toolchain.target.name}/{spec.name}",
             (
-                ("stablehlo", lowered.portable.raw_digest),
+                ("stablehlo", source.program),
+                *kernels,
                 *toolchain.ingredients(os.environ),
                 ("format", str(bundle.FORMAT_VERSION)),
             ),
         )
 
     def cached(self, spec: ProgramSpec) -> Lowered | None:
-        """A decoder's lowered program, where it is in the cache."""
+        """A model's lowered program, where it is in the cache."""
         result = self.cache.lookup(self.lower_key(spec))
         return Lowered.from_json(result) if result is not None else None
 
@@ -260,42 +333,223 @@ class Inputs:
         """
         if spec.kind == "call":
             return self._store(self._lower_function(spec))
+        if self.manifest.encode is not None:
+            return self._lower_encoder(spec)
         from prejit.compiler.lowering import check_mesh, lower_decoder
 
-        longest = self._shape.max_positions
-        if spec.bucket["context"] > longest:
-            raise ManifestError(
-                f"{self.manifest.path}: generate.context: expected at most {longest}, "
-                f"the positions that {self.directory / 'config.json'} gives the model; "
-                f"found {spec.bucket['context']}"
-            )
+        self._check_size(spec)
         if (mesh := self.manifest.mesh) is not None:
             config = self.directory / "config.json"
-            check_mesh(mesh, self.model, self._shape, self.manifest.path, config)
-        program = lower_decoder(self.model, self._shape, spec, mesh)
-        lowered = self._store(program, asdict(self._shape))
+            check_mesh(mesh, self.model, self.shape, self.manifest.path, config)
+        program = lower_decoder(self.model, self.shape, spec, mesh)
+        lowered = self._store(program, asdict(self.shape))
+        blobs = [lowered.portable.digest, lowered.portable.raw_digest]
+        self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
+        return lowered
+
+    def _check_size(self, spec: ProgramSpec) -> None:
+        """Checks that a bucket is none that the model was not made for."""
+        from prejit.compiler.models import describe_encoder
+
+        if self.manifest.encode is not None:
+            section, found = "encode.shapes", spec.bucket["length"]
+            longest = describe_encoder(self.encoder).max_tokens
+            limit = f"{longest} tokens, which is what {self.directory} takes"
+        else:
+            section, found = "generate.context", spec.bucket["context"]
+            longest = self.shape.max_positions
+            config = self.directory / "config.json"
+            limit = f"{longest}, the positions that {config} gives the model"
+        if found > longest:
+            raise ManifestError(
+                f"{self.manifest.path}: {section}: expected at most {limit}; found {found}"
+            )
+
+    def kernels(self, progress: Progress | None = None) -> dict[str, KernelLibrary | NoKernels]:
+        """The library of each target whose environment is there, from the cache or compiled now.
+
+        Args:
+            progress: told of what is compiled.
+        """
+        if self._kernels is None:
+            self._kernels = {}
+            if self.manifest.model is not None and self.manifest.mesh is None:
+                toolchains = filter(None, map(self.toolchain, self.targets))
+                self._kernels = {
+                    each.target.name: build_kernels(each, self.cache, progress)
+                    for each in toolchains
+                }
+        return self._kernels
+
+    def source(self, spec: ProgramSpec, target: Target, lowered: Lowered) -> Source:
+        """What a program is compiled from for a target: with kernels, where it has a use for them."""
+        library = self.kernels().get(target.name)
+        if isinstance(library, KernelLibrary) and spec.kind not in _WITHOUT_KERNELS:
+            native = self.native(spec)
+            if native.products:
+                choices = (self.choice(product, target, library) for product, _ in native.products)
+                differing = {c.product: c.form for c in choices if c.form != c.product.forms[-1]}
+                native = self.native(spec, differing) if differing else native
+                return Source(native.program, ("cpu",), library)
+        return Source(lowered.portable.raw_digest, lowered.platforms)
+
+    def native(self, spec: ProgramSpec, chosen: Mapping[Product, str] | None = None) -> Native:
+        """A model's program with kernels, from the cache or lowered now.
+
+        Args:
+            spec: of the program.
+            chosen: forms of products; others have the kernel.
+        """
+        chosen = chosen or {}
+        lower = self.lower_key(spec)
+        differing = ((f"form of {each}", form) for each, form in sorted(chosen.items()))
+        key = Key("native", lower.name, (*lower.ingredients, *differing))
+        if (known := self.cache.lookup(key)) is not None:
+            return Native.from_json(known)
+        from prejit.compiler.lowering import lower_decoder, lower_encoder
+        from prejit.compiler.models.forms import Forms
+
+        self._check_size(spec)
+        forms = Forms(chosen)
+        if self.manifest.encode is not None:
+            program = lower_encoder(self.model, spec, forms)
+        else:
+            program = lower_decoder(self.model, self.shape, spec, None, forms)
+        digest = self.cache.put_blob(program.portable)
+        native = Native(digest, tuple((each, forms.form(each)) for each in sorted(forms.met)))
+        self.cache.store(key, asdict(native), blobs=[digest])
+        return native
+
+    def products(self) -> tuple[Product, ...]:
+        """All products of the programs that may call kernels, sorted."""
+        specs = (spec for spec in self.specs if spec.kind not in _WITHOUT_KERNELS)
+        return tuple(sorted({p for spec in specs for p, _ in self.native(spec).products}))
+
+    def choice(self, product: Product, target: Target, library: KernelLibrary) -> Choice:
+        """The form that a product has for a target."""
+        at = (target.name, product)
+        if at not in self._choices:
+            conditions = self.conditions(target, library)
+            self._choices[at] = self.known_forms.choice(product, conditions)
+        return self._choices[at]
+
+    def conditions(self, target: Target, library: KernelLibrary) -> Conditions:
+        """What a target's products would be measured with now."""
+        if target.name not in self._conditions:
+            toolchain = self.toolchain(target)
+            assert toolchain is not None
+            self._conditions[target.name] = conditions_of(toolchain, library)
+        return self._conditions[target.name]
+
+    def learn(self, own: FormTable) -> None:
+        """Goes on with another table of the build cache: more was measured."""
+        self.known_forms = replace(self.known_forms, own=own)
+        self._choices.clear()
+
+    @cached_property
+    def known_forms(self) -> KnownForms:
+        """What was measured of products, here and elsewhere.
+
+        Raises:
+            RejectError, StoreError: a table that the user gave cannot be read.
+        """
+        given = FormTable() if self._forms is None else read_table(self._forms)
+        own = own_path(self.cache.root)
+        return KnownForms(given, read_own(own), read_recorded())
+
+    def _lower_encoder(self, spec: ProgramSpec) -> Lowered:
+        from prejit.compiler.lowering import lower_encoder
+        from prejit.compiler.models import describe_encoder
+
+        shape = describe_encoder(self.encoder)
+        self._check_size(spec)
+        program = lower_encoder(self.model, spec)
+        lowered = replace(
+            self._store(program),
+            encoder=asdict(shape),
+            weight_sets=dict(program.weight_sets),
+            estimated_microseconds=program.estimated_microseconds,
+        )
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
         self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
         return lowered
 
     @cached_property
-    def _config(self) -> Any:
+    def layout(self) -> SentenceLayout:
+        """An encoder's modules.
+
+        Raises:
+            CheckpointError: a module or setting that is not built here.
+        """
+        return read_layout(self.directory)
+
+    @property
+    def transformer_directory(self) -> Path:
+        """With config.json and tokenizer.json: of an encoder it may be a part of `directory`."""
+        return self.directory if self.manifest.encode is None else self.layout.transformer
+
+    def checkpoint(self) -> Checkpoint:
+        """The model's weights as they are published.
+
+        Raises:
+            CheckpointError: files are missing.
+        """
+        opened = open_checkpoint if self.manifest.encode is None else open_encoder
+        return opened(self.directory, out_in=self.out_in)
+
+    @property
+    def out_in(self) -> bool:
+        """Whether all matrices are stored (out, in): a target has kernels."""
+        return any(isinstance(each, KernelLibrary) for each in self.kernels().values())
+
+    @property
+    def matrices(self) -> str:
+        """How they are stored, as an ingredient of keys."""
+        return "out, in" if self.out_in else "each as XLA wants it"
+
+    @cached_property
+    def encoder(self) -> Any:
+        """The encoder's configuration: a models.EncoderSource."""
+        from prejit.compiler import models
+
+        return models.load_encoder(self.directory)
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's configuration, read by transformers."""
         from prejit.compiler import models
 
         return models.load_config(self.directory)
 
     @cached_property
     def model(self) -> Any:
-        """The decoder as an abstract flax module: shapes, no values."""
+        """The decoder or encoder as an abstract flax module: shapes, no values."""
         from prejit.compiler import models
 
-        return models.decoder(self._config)
+        assert self.manifest.model is not None
+        if self.manifest.encode is not None:
+            return models.encoder(self.encoder, self.manifest.model.dtype, out_in=self.out_in)
+        return models.decoder(
+            self.config, self._longest_context, self.manifest.model.dtype, out_in=self.out_in
+        )
+
+    @property
+    def _longest_context(self) -> int | None:
+        """Of a decoder's programs; it chooses LongRoPE's factors for all of them."""
+        return None if self.manifest.generate is None else max(self.manifest.generate.context)
 
     @cached_property
-    def _shape(self) -> Any:
+    def shape(self) -> Any:
+        """What lowering and generation need to know of the decoder: a models.DecoderConfig."""
         from prejit.compiler import models
 
-        return models.describe(self._config)
+        return models.describe(self.config, self.cache_dtype)
+
+    @property
+    def cache_dtype(self) -> str:
+        """Of the KV cache."""
+        generate = self.manifest.generate
+        return "float32" if generate is None else generate.cache_dtype
 
     def _lower_function(self, spec: ProgramSpec) -> LoweredProgram:
         from prejit.compiler.lowering import lower_function
@@ -307,6 +561,11 @@ class Inputs:
 
     def _store(self, program: LoweredProgram, decoder: dict[str, Any] | None = None) -> Lowered:
         raw = program.portable
+        if called(raw):
+            raise BuildError(
+                "expected a portable program that calls no kernels, found one that does",
+                hint="no other machine could run it: report it to prejit's authors",
+            )
         frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(raw)
         # The frame goes into the bundle, the program itself to the workers.
         digest, raw_digest = self.cache.put_blob(frame), self.cache.put_blob(raw)
@@ -322,13 +581,21 @@ class Inputs:
             {name: ",".join(axes) for name, axes in program.weight_shardings.items()},
         )
 
-    def parameters(self) -> dict[str, Any]:
-        """Shapes and dtypes of the decoder's parameters, by name."""
+    def tensors(self, read: Callable[[str], np.ndarray[Any, Any]]) -> list[Tensor]:
+        """The model's parameters as they are packed: rounded or quantized when they are written.
+
+        Args:
+            read: gives the published values of a parameter, float32.
+        """
         from flax import nnx
 
         from prejit.compiler import models
 
-        return models.flat_parameters(nnx.state(self.model))
+        stored = models.precision.readers(self.model, read)
+        return [
+            Tensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
+            for name, leaf in models.flat_parameters(nnx.state(self.model)).items()
+        ]
 
     def user_weights(self) -> dict[str, Mapping[str, np.ndarray[Any, Any]]]:
         """The parameters of the user's functions, by section."""
@@ -348,7 +615,8 @@ def file_digest(path: Path) -> str:
 def source_digest() -> str:
     """Digest of our own sources that decide what a decoder's program is."""
     here = Path(__file__).parent
-    files = [here / "lowering.py", here / "sampling.py", *sorted((here / "models").glob("*.py"))]
+    names = ("lowering.py", "sampling.py", "sentence_layout.py")
+    files = [*(here / name for name in names), *sorted((here / "models").glob("*.py"))]
     hasher = hashlib.sha256()
     for file in files:
         hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prejit.runtime.batch import Batch
+    from prejit.runtime.encode import Encoded, EncodeStats
     from prejit.runtime.errors import (
         ContextError,
         FallbackWarning,
@@ -20,40 +22,60 @@ if TYPE_CHECKING:
         PrejitWarning,
         RejectError,
         StoreError,
+        TruncationWarning,
         UsageError,
     )
     from prejit.runtime.fingerprint import Axis, Fingerprint
-    from prejit.runtime.generate import Piece, Result, Sampling, Stats
-    from prejit.runtime.loaded import Bundle
+    from prejit.runtime.generate import Piece, Result, Stats
+    from prejit.runtime.kv_cache import Prefix
+    from prejit.runtime.loaded import Bundle, Options, Session
     from prejit.runtime.loader import fallback_counts, load
+    from prejit.runtime.request import Logprob, Request, Token, Usage
+    from prejit.runtime.sampling import Sampling
 
 _HOMES = {
+    "batch": ("Batch",),
+    "encode": ("EncodeStats", "Encoded"),
     "errors": (
         *("ContextError", "FallbackWarning", "MismatchError", "PrejitError"),
-        *("PrejitWarning", "RejectError", "StoreError", "UsageError"),
+        *("PrejitWarning", "RejectError", "StoreError", "TruncationWarning", "UsageError"),
     ),
     "fingerprint": ("Axis", "Fingerprint"),
-    "generate": ("Piece", "Result", "Sampling", "Stats"),
-    "loaded": ("Bundle",),
+    "generate": ("Piece", "Result", "Stats"),
+    "kv_cache": ("Prefix",),
+    "loaded": ("Bundle", "Options", "Session"),
     "loader": ("fallback_counts", "load"),
+    "request": ("Logprob", "Request", "Token", "Usage"),
+    "sampling": ("Sampling",),
 }
 
 __all__ = [
     "Axis",
+    "Batch",
     "Bundle",
     "ContextError",
+    "EncodeStats",
+    "Encoded",
     "FallbackWarning",
     "Fingerprint",
+    "Logprob",
     "MismatchError",
+    "Options",
     "Piece",
+    "Prefix",
     "PrejitError",
     "PrejitWarning",
     "RejectError",
+    "Request",
     "Result",
     "Sampling",
+    "Session",
     "Stats",
     "StoreError",
+    "Token",
+    "TruncationWarning",
     "UsageError",
+    "Usage",
     "fallback_counts",
     "load",
 ]

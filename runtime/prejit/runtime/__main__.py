@@ -35,10 +35,15 @@ _EXAMPLES = {
     "  prejit explain artifacts/demo --fleet fleet --page fleet.html --require-aot",
     "generate": "prejit generate artifacts/demo --prompt 'def main(' --max-new-tokens 64\n"
     "  prejit generate artifacts/demo --prompt-ids 1,5,9 --temperature 0.8 --top-p 0.9 --seed 7\n"
-    "  prejit generate artifacts/demo --prompt 'import' --require-aot --json",
+    "  prejit generate artifacts/demo --prompt 'import' --require-aot --json\n"
+    "  prejit generate artifacts/assistant --chat 'Why is the sky blue?'",
+    "encode": "prejit encode artifacts/encoder 'a sentence' 'another' --json > embeddings.json",
     "call": "prejit call artifacts/score score --arg x=x.npy -o results",
     "tune": "prejit tune artifacts/demo -o h200.json",
-    "bench": "prejit bench artifacts/demo\n  prejit bench artifacts/demo --runs 7 --json",
+    "bench": "prejit bench artifacts/demo --page demo.html\n"
+    "  prejit bench artifacts/demo -o baseline.json\n"
+    "  prejit bench artifacts/demo --baseline baseline.json --tolerance 15\n"
+    "  prejit bench artifacts/demo --against artifacts/demo-before",
 }
 
 
@@ -117,20 +122,44 @@ def parser() -> argparse.ArgumentParser:
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to go on from")
     prompt.add_argument("--prompt-ids", metavar="IDS", help="token ids, separated by commas")
+    prompt.add_argument(
+        "--chat", metavar="TEXT", help="a user's message, put into the model's chat template"
+    )
     command.add_argument("--max-new-tokens", type=int, metavar="N", help="stop after N tokens")
     command.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0: the most likely token (default)",
+        "--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated"
     )
+    for name, kind, text in (
+        ("temperature", float, "0: the most likely token (default)"),
+        ("top-k", int, "0: all tokens (default)"),
+        ("top-p", float, "1: all (default)"),
+        ("min-p", float, "0: all (default)"),
+        ("repetition-penalty", float, "1: none (default)"),
+        ("presence-penalty", float, "0: none (default)"),
+        ("frequency-penalty", float, "0: none (default)"),
+        ("seed", int, "of the sampling (default 0)"),
+        (
+            "logprobs",
+            int,
+            "with --json: that many of the most likely tokens at each place, 0 to 20",
+        ),
+    ):
+        command.add_argument(f"--{name}", type=kind, metavar=name[0].upper(), help=text)
     command.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="0: all tokens (default)"
+        "--prompt-lookup",
+        action="store_true",
+        help="draft tokens from the text so far; the same tokens, faster where it repeats itself",
     )
-    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: all (default)")
+    command.add_argument("--stats", action="store_true", help="say on stderr what it cost")
+    add_running(command)
+
+    command = add("encode", "print the embeddings of sentences")
+    command.add_argument("text", metavar="TEXT", nargs="+", help="a sentence")
     command.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of the sampling (default 0)"
+        "--on-too-long",
+        choices=("truncate", "error"),
+        default="truncate",
+        help="what becomes of a sentence that is longer than the model takes (default truncate)",
     )
     command.add_argument("--stats", action="store_true", help="say on stderr what it cost")
     add_running(command)
@@ -149,10 +178,37 @@ def parser() -> argparse.ArgumentParser:
     )
     add_running(command)
 
-    command = add("bench", "measure start-up, prefill, decode and calls of a bundle")
+    command = add("bench", "measure a bundle: start-up, latency, tokens a second, memory")
     command.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="fresh processes (default 5)"
+        "--runs", type=int, default=5, metavar="N", help="fresh processes for start-up (default 5)"
     )
+    command.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="for all that is measured in one process; more give more samples (default 20)",
+    )
+    which = command.add_mutually_exclusive_group()
+    which.add_argument(
+        "--baseline", metavar="FILE.json", help="compare with what an earlier run wrote with -o"
+    )
+    which.add_argument(
+        "--against",
+        metavar="OTHER",
+        help="compare with another bundle, measured in turns with this",
+    )
+    command.add_argument(
+        "--tolerance",
+        type=float,
+        default=25.0,
+        metavar="PERCENT",
+        help="exit 9 where a median is worse by more than this, and than the spread (default 25)",
+    )
+    command.add_argument(
+        "-o", "--output", metavar="FILE.json", help="write the JSON to a file, to keep"
+    )
+    command.add_argument("--page", metavar="FILE.html", help="write a page that shows all of it")
     add_running(command)
     return top
 
@@ -162,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 ok, 1 build failed, 2 usage, 3 fingerprint mismatch, 4 integrity,
-        6 store, 7 network.
+        6 store, 7 network, 9 regression (`bench`).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):

@@ -19,22 +19,29 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 from prejit.runtime.errors import RejectError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 4
 """Raised when a reader of the last version could no longer read what we write.
 
 1 (2026-11-20): the first.
 2 (2026-11-20): requirements of accelerators; portable programs for several platforms; meshes. A reader of
     2 reads 1 as it is: every new key may be missing.
+3 (2026-11-20): decode runs several steps; more sampling inputs; programs of the kinds `verify` and `copy`;
+    encoders (`embed`, `layer`, `pool`); chat templates. A reader of 3 reads 1 and 2: programs are called by
+    the names of their arguments, and what an older program does not take cannot be asked for.
+4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
+    reads 1 to 3 as they are: every new key may be missing.
 """
-READABLE_FORMATS = (1, 2)
+READABLE_FORMATS = (1, 2, 3, 4)
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -42,16 +49,22 @@ MANIFEST_MEDIA_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.prejit.bundle.v1"
 CONFIG_MEDIA_TYPE = "application/vnd.prejit.config.v1+json"
 EXECUTABLES_MEDIA_TYPE = "application/vnd.prejit.executables.v1+zstd"
+KERNELS_MEDIA_TYPE = "application/vnd.prejit.kernels.v1+elf"
+"""A shared library with the native kernels that executables of a CPU target call."""
 PORTABLE_MEDIA_TYPE = "application/vnd.prejit.stablehlo.v1+zstd"
 WEIGHTS_MEDIA_TYPE = "application/vnd.prejit.weights.v1.safetensors"
 TOKENIZER_MEDIA_TYPE = "application/vnd.prejit.tokenizer.v1+json"
+CHAT_MEDIA_TYPE = "application/vnd.prejit.chat.v1+json"
+"""A Chat: the model's template for conversations."""
 GENERATION_MEDIA_TYPE = "application/vnd.prejit.generation-config.v1+json"
 LICENSE_MEDIA_TYPE = "application/vnd.prejit.license.v1+text"
 LAYER_MEDIA_TYPES = (
     EXECUTABLES_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
+    CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
 )
@@ -69,8 +82,15 @@ MAX_MANIFEST_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 64 << 20
 MAX_PROGRAM_BYTES = 1 << 30
 """One executable or portable program, decompressed."""
+MAX_CHAT_BYTES = 4 << 20
+"""Published templates have some 10 kB."""
+MAX_KERNELS_BYTES = 64 << 20
+"""Libraries of kernels have some 600 kB, most of it libstdc++."""
 MAX_MESH_DEVICES = 1 << 12
 """XLA:CPU makes as many devices as it is told, each with threads of its own; of 2**14 it does not return."""
+MAX_SIZE = (1 << 31) - 1
+"""Of a model or a bucket: tokens and positions are int32."""
+CACHE_DTYPES = ("float32", "bfloat16")
 GAP_PREFIX = ".gap"
 """safetensors allows no holes: bytes between aligned tensors are tensors of this name."""
 WEIGHTS_ALIGNMENT_BYTES = 64
@@ -78,6 +98,9 @@ WEIGHTS_ALIGNMENT_BYTES = 64
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """What portable programs may be lowered for."""
+
+KERNEL_PREFIX = "prejit_"
+"""Of the names that a library exports its kernels by."""
 
 T = TypeVar("T")
 
@@ -281,8 +304,9 @@ class Program:
     """One function at one bucket of shapes, compiled for one target.
 
     Attributes:
-        name: unique in the bundle: `decode/b1-c128`, `prefill/b1-t16-c128`, `score/b8`.
-        kind: `prefill`, `decode` or `call`.
+        name: unique in the bundle: `decode/b1-c128`, `prefill/b1-t16-c128`, `encode/b1-t16/layer`, `score`.
+        kind: `prefill`, `decode`, `verify`, `copy` (of a decoder), `embed`, `layer`, `pool` (of an encoder),
+            `call`.
         bucket: the static sizes, by name.
         key: digest of everything the executable was made from (cache key).
         arguments: those that follow the weights, in order, each as `Array` prints itself.
@@ -293,6 +317,9 @@ class Program:
         weights: the tensors that come first among the arguments: a key of `Config.weight_sets`.
         platforms: that the portable program was lowered for, in the order of its platform index; None:
             for `cpu` alone, and there is no index.
+        cost_microseconds: of one run, as measured or estimated at build time; None: not known.
+        kernels: True where the executable calls native kernels, and wants their library registered before
+            it is loaded; else None.
     """
 
     name: str
@@ -306,6 +333,46 @@ class Program:
     memory: Memory
     weights: str | None = None
     platforms: tuple[str, ...] | None = None
+    cost_microseconds: int | None = None
+    kernels: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The library of native kernels that a target's executables call: a layer of its own.
+
+    Attributes:
+        digest: of the layer. The first 16 of its digits are part of the names that executables call by.
+        level: of the x86-64 instructions that it uses without asking the CPU: `x86-64-v3`.
+        compiler: that made it; for people.
+        handlers: what it exports, without `prejit_`; sorted.
+    """
+
+    digest: str
+    level: str
+    compiler: str
+    handlers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForm:
+    """How a target's executables compute a product with a matrix, and why; for people.
+
+    Attributes:
+        product: `int8 4 x 768 x 3072 (out,in)`: dtype of the matrix, rows x inputs x outputs, its storage.
+        form: that it has: `kernel`, or one of XLA's.
+        nanoseconds: of one product, by form, as measured.
+        measured_on: a CPU and what else mattered; None: nothing was measured.
+        date: of the measurement, YYYY-MM-DD.
+        like: the product that was measured in its place; None: it was measured itself.
+    """
+
+    product: str
+    form: str
+    nanoseconds: dict[str, int]
+    measured_on: str | None = None
+    date: str | None = None
+    like: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +380,7 @@ class Decoder:
     """What generation needs to know of a decoder.
 
     Attributes:
-        family: `gpt2`, `llama`.
+        family: the model_type that its config.json says: `gpt2`, `llama`, `gemma2`.
         vocab_size: logits a token.
         num_layers, num_kv_heads, head_size: the KV cache is num_layers x (keys, values), each
             [B, num_kv_heads, S, head_size].
@@ -333,6 +400,63 @@ class Decoder:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
 
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "num_layers", "num_kv_heads", "head_size", "max_positions")
+        _check_sizes(self, "decoder", *sizes)
+        if self.cache_dtype not in CACHE_DTYPES:
+            known = " or ".join(CACHE_DTYPES)
+            raise ValueError(
+                f"decoder: cache_dtype: expected {known}, found {self.cache_dtype!r:.80}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What encoding needs to know of an encoder.
+
+    Attributes:
+        family: the model_type that its config.json says: `bert`, `roberta`, `distilbert`.
+        vocab_size: tokens that it knows.
+        width: D, of an embedding.
+        max_tokens: of a sentence, special tokens included.
+        pooling: how tokens become one vector: `mean`, `cls`, `max`, ...
+        normalized: whether embeddings have length 1.
+        layers: weight sets of the layers, in order: a program of the kind `layer` is run with each in turn.
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    max_tokens: int
+    pooling: str
+    normalized: bool
+    layers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "encoder", "vocab_size", "width", "max_tokens")
+        if not self.layers:
+            raise ValueError("encoder: layers: expected at least one weight set, found none")
+
+
+def _check_sizes(value: Decoder | Encoder, where: str, *names: str) -> None:
+    for name in names:
+        if not 0 < (found := getattr(value, name)) <= MAX_SIZE:
+            raise ValueError(f"{where}: {name}: expected 1 to {MAX_SIZE}, found {found!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The chat layer: how messages become a prompt.
+
+    Attributes:
+        templates: Jinja sources by name, as transformers reads them; that of `default` is taken where none is
+            named.
+        special_tokens: what templates know under the names `bos_token`, `eos_token` and so on.
+    """
+
+    templates: dict[str, str]
+    special_tokens: dict[str, str]
+
 
 _VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
 _AXIS_FORMS = {
@@ -351,6 +475,7 @@ _AXIS_FORMS = {
     "device_memory_bytes": (r"\d+", "16000000000"),
     "xla_flags": (r"--\S+", "--xla_cpu_enable_fast_math=true"),
     "environment": (r"[A-Z][A-Z0-9_]*=.*", "NVIDIA_TF32_OVERRIDE=0"),
+    "glibc": (r"\d+(?:\.\d+)+", "2.34"),
 }
 
 
@@ -388,6 +513,7 @@ class Requirement:
         device_memory_bytes: what the largest program needs of one device.
         xla_flags: of the build, those that change results or speed; sorted.
         environment: NAME=value likewise; sorted.
+        glibc: the lowest that native kernels can be loaded with, where that is above jaxlib's own.
     """
 
     platform: str
@@ -404,6 +530,7 @@ class Requirement:
     device_memory_bytes: int | None = None
     xla_flags: tuple[str, ...] | None = None
     environment: tuple[str, ...] | None = None
+    glibc: str | None = None
 
     def __post_init__(self) -> None:
         check_axes(self)
@@ -425,6 +552,50 @@ class Portable:
 
 
 @dataclass(frozen=True, slots=True)
+class Accuracy:
+    """What it costs that weights or KV cache are not float32, measured when the bundle was built.
+
+    Both models read the same tokens, on a CPU. Fractions are in millionths.
+
+    Attributes:
+        weights: the dtype that matrices are stored in.
+        text: what they read: the name of a file, `sampled`: what the float32 decoder wrote itself, or
+            `random`: tokens at random, for an encoder.
+        tokens: how many were scored, or read by an encoder.
+        float32_perplexity_millionths, perplexity_millionths: of a decoder in float32, and as it is stored.
+        logit_difference_millionths: the largest, of a decoder.
+        top1_agreement_millionths: share of tokens after which both decoders think the same one the likeliest.
+        cosine_millionths: of an encoder: the least similarity of an embedding to that of float32.
+    """
+
+    weights: str
+    text: str
+    tokens: int
+    float32_perplexity_millionths: int | None = None
+    perplexity_millionths: int | None = None
+    logit_difference_millionths: int | None = None
+    top1_agreement_millionths: int | None = None
+    cosine_millionths: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens: expected 1 or more, found {self.tokens}")
+        one = 1_000_000
+        ranges = {
+            "float32_perplexity_millionths": (one, None),
+            "perplexity_millionths": (one, None),
+            "logit_difference_millionths": (0, None),
+            "top1_agreement_millionths": (0, one),
+            "cosine_millionths": (-one, one),
+        }
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and (value < least or (most is not None and value > most)):
+                limit = "or more" if most is None else f"to {most}"
+                raise ValueError(f"{name}: expected {least} {limit}, found {value}")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The config blob of a target's manifest: the program table.
 
@@ -437,10 +608,14 @@ class Config:
         programs: the program table.
         weight_sets: ordered names of tensors of the weights layer, by name of the set.
         decoder: None where the bundle holds no decoder.
+        encoder: None where it holds no encoder.
         mesh: the devices that its programs run on; None: one.
         weight_shardings: how tensors are split over the mesh, spelled as in `Array`; those that are not
             here are on every device.
         portable: what wrote the portable programs, and how long they can be read.
+        accuracy: what the dtypes cost; None: everything is float32, or nothing is known.
+        kernels: the native kernels that executables call; None: they call none.
+        forms: of the products in programs with kernels; None: there are none.
     """
 
     format: int
@@ -451,14 +626,28 @@ class Config:
     programs: tuple[Program, ...]
     weight_sets: dict[str, tuple[str, ...]]
     decoder: Decoder | None = None
+    encoder: Encoder | None = None
     mesh: Mesh | None = None
     weight_shardings: dict[str, str] | None = None
     portable: Portable | None = None
+    accuracy: Accuracy | None = None
+    kernels: Kernels | None = None
+    forms: tuple[ProductForm, ...] | None = None
 
 
 def digest_of(content: bytes | bytearray | memoryview) -> str:
     """The OCI digest of bytes: `sha256:` and 64 hexadecimal digits."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def kernel_target(kernel: str, library: str) -> str:
+    """The name of a custom call that a kernel answers: `prejit_linear.0123456789abcdef`.
+
+    Args:
+        kernel: its name, such as `linear`.
+        library: digest of the library that holds it.
+    """
+    return f"{KERNEL_PREFIX}{kernel}.{library.removeprefix('sha256:')[:16]}"
 
 
 def is_digest(text: str) -> bool:
@@ -488,7 +677,7 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
     except (ValueError, RecursionError) as error:
         raise RejectError(path, f"expected JSON: {error}") from error
     try:
-        value: T = _typed(cls, plain, "$")
+        value: T = _reader(typing.cast(Any, cls))(plain, (None, "$"))
     except (TypeError, ValueError) as error:
         raise RejectError(path, str(error)) from error
     if _dumps(plain) != content:
@@ -516,44 +705,99 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_Where = tuple["_Where | None", object]
+"""Where in a JSON value: the place of what holds it, and the key or index there. Errors alone spell it."""
+
+
+def _spell(where: _Where) -> str:
+    parts = []
+    at: _Where | None = where
+    while at is not None:
+        at, key = at
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    return "".join(reversed(parts)).removeprefix(".")
+
+
 @cache
-def _field_types(cls: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _annotation(text: str, module: str) -> Any:
+    """A type annotation of a module, as `typing.get_type_hints` reads it, but each text once."""
+    return eval(text, vars(sys.modules[module]))  # noqa: S307  it stands in our own source
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """Checks a JSON value against a type annotation of this module and builds it."""
+@cache
+def _reader(kind: Any) -> Callable[[Any, _Where], Any]:
+    """What checks a JSON value against a type annotation of this module and builds it.
+
+    Made once for each type: a program table has thousands of values of a dozen types.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        if value is None:
-            raise TypeError(f"{where}: expected a value, found null")
-        for option in args:
-            if option is type(None):
-                continue
-            if not isinstance(option, type) or is_dataclass(option) or type(value) is option:
-                return _typed(option, value, where)
-        raise TypeError(f"{where}: expected {kind}, found {value!r:.80}")
+        return _union_reader(kind, [option for option in args if option is not type(None)])
     if origin is tuple:
-        if type(value) is not list:
-            raise TypeError(f"{where}: expected a list, found {value!r:.80}")
-        if args[0] is str and all(type(item) is str for item in value):
-            return tuple(value)
-        return tuple(_typed(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return _list_reader(args[0])
     if origin is dict:
-        if type(value) is not dict:
-            raise TypeError(f"{where}: expected an object, found {value!r:.80}")
-        return {key: _typed(args[1], item, f"{where}.{key}") for key, item in value.items()}
+        return _object_reader(args[1])
     if is_dataclass(kind):
+        return _dataclass_reader(typing.cast(Any, kind))
+
+    def read(value: Any, where: _Where) -> Any:
+        if type(value) is not kind:  # `type is`, not isinstance: True is no integer here
+            raise TypeError(f"{_spell(where)}: expected {kind.__name__}, found {value!r:.80}")
+        return value
+
+    return read
+
+
+def _union_reader(kind: Any, options: list[Any]) -> Callable[[Any, _Where], Any]:
+    def read(value: Any, where: _Where) -> Any:
+        if value is None:
+            raise TypeError(f"{_spell(where)}: expected a value, found null")
+        for option in options:
+            if not isinstance(option, type) or is_dataclass(option) or type(value) is option:
+                return _reader(typing.cast(Any, option))(value, where)
+        raise TypeError(f"{_spell(where)}: expected {kind}, found {value!r:.80}")
+
+    return read
+
+
+def _list_reader(item: Any) -> Callable[[Any, _Where], Any]:
+    read_item = _reader(item)
+
+    def read(value: Any, where: _Where) -> Any:
+        if type(value) is not list:
+            raise TypeError(f"{_spell(where)}: expected a list, found {value!r:.80}")
+        if item is str and all(type(one) is str for one in value):
+            return tuple(value)
+        return tuple(read_item(one, (where, i)) for i, one in enumerate(value))
+
+    return read
+
+
+def _object_reader(item: Any) -> Callable[[Any, _Where], Any]:
+    read_item = _reader(item)
+
+    def read(value: Any, where: _Where) -> Any:
         if type(value) is not dict:
-            raise TypeError(f"{where}: expected an object, found {value!r:.80}")
-        hints = _field_types(typing.cast(Any, kind))
-        if unknown := value.keys() - hints.keys():
-            raise TypeError(f"{where}: unknown key {min(unknown)!r}")
-        built = {key: _typed(hints[key], item, f"{where}.{key}") for key, item in value.items()}
-        return typing.cast(Any, kind)(**built)
-    if type(value) is not kind:  # `type is`, not isinstance: True is no integer here
-        raise TypeError(f"{where}: expected {kind.__name__}, found {value!r:.80}")
-    return value
+            raise TypeError(f"{_spell(where)}: expected an object, found {value!r:.80}")
+        return {key: read_item(one, (where, key)) for key, one in value.items()}
+
+    return read
+
+
+def _dataclass_reader(kind: Any) -> Callable[[Any, _Where], Any]:
+    readers = {
+        field.name: _reader(_annotation(typing.cast(str, field.type), kind.__module__))
+        for field in fields(kind)
+    }
+
+    def read(value: Any, where: _Where) -> Any:
+        if type(value) is not dict:
+            raise TypeError(f"{_spell(where)}: expected an object, found {value!r:.80}")
+        if unknown := value.keys() - readers.keys():
+            raise TypeError(f"{_spell(where)}: unknown key {min(unknown)!r}")
+        return kind(**{key: readers[key](one, (where, key)) for key, one in value.items()})
+
+    return read
 
 
 def encode_index(name: str, manifests: tuple[Descriptor, ...]) -> bytes:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
-import statistics
-import subprocess
 import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,16 @@ from prejit.runtime import verify as checks
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
-from prejit.runtime.loader import check_blobs, load, match, open_index, read_contents
-from prejit.runtime.tables import size, table
+from prejit.runtime.loader import (
+    check_blobs,
+    load,
+    match,
+    open_index,
+    read_contents,
+    read_kernels,
+)
+from prejit.runtime.process import seconds_since_exec
+from prejit.runtime.tables import accuracy_table, forms_table, size, table
 
 if TYPE_CHECKING:
     from prejit.runtime.fleet import Report
@@ -51,6 +57,8 @@ def inspect(options: Namespace) -> int:
     if (portable := first.portable) is not None:
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
         print(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
+    if first.accuracy is not None:
+        print(accuracy_table(first.accuracy))
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
     print(
         table(
@@ -60,6 +68,10 @@ def inspect(options: Namespace) -> int:
     for target, content in zip(targets, contents, strict=True):
         fits = "fits this machine" if target.verdict.matches else target.verdict.reason()
         print(f"\n{target.name}: {fits}")
+        if (kernels := content.config.kernels) is not None:
+            held = content.manifest.layer(format.KERNELS_MEDIA_TYPE).size
+            names = ", ".join(kernels.handlers)
+            print(f"kernels {kernels.level}, {kernels.compiler}, {size(held)}: {names}")
         print(
             table(
                 ["program", "kind", "executable", "StableHLO", "temporary memory"],
@@ -75,6 +87,8 @@ def inspect(options: Namespace) -> int:
                 ],
             )
         )
+        if content.config.forms:
+            print(forms_table(content.config.forms))
     return 0
 
 
@@ -102,6 +116,7 @@ def verify(options: Namespace) -> int:
                     at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
                     checks.check_array(text, config.mesh, at)
             programs += len(config.programs)
+            read_kernels(layout, config, manifest)
             shapes: dict[str, tuple[int, ...]] = {}
             weights = manifest.config
             if manifest.has_layer(format.WEIGHTS_MEDIA_TYPE):
@@ -110,6 +125,10 @@ def verify(options: Namespace) -> int:
                 tensors = checks.check_weights(memoryview(mapped), layout.blob_path(weights.digest))
                 shapes = {name: tensor.shape for name, tensor in tensors.items()}
             checks.check_weight_sets(config, shapes, layout.blob_path(weights.digest))
+            if manifest.has_layer(format.CHAT_MEDIA_TYPE):
+                chat = manifest.layer(format.CHAT_MEDIA_TYPE)
+                templates = layout.read_blob(chat.digest, chat.size)
+                checks.check_chat(templates, layout.blob_path(chat.digest))
     seconds = time.perf_counter() - started
     if options.json:
         found = {"digest": digest, "targets": len(targets), "programs": programs, "bytes": hashed}
@@ -249,23 +268,24 @@ def tune(options: Namespace) -> int:
     return 0
 
 
+_GENERATE_OPTIONS = (
+    *("max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "logprobs", "prompt_lookup"),
+)
+
+
 def generate(options: Namespace) -> int:
     """Generates and prints text as it comes."""
     bundle = _load(options)
-    prompt = options.prompt if options.prompt is not None else _token_ids(options.prompt_ids)
+    prompt = _prompt(bundle, options)
     pieces: list[Piece] = []
     first_seconds = 0.0
     started = time.perf_counter()
-    for piece in bundle.stream(
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    ):
+    asked = {name: getattr(options, name) for name in _GENERATE_OPTIONS}
+    given = {name: value for name, value in asked.items() if value not in (None, False)}
+    for piece in bundle.stream(prompt, **given):
         if not pieces:
-            first_seconds, started = _seconds_since_exec(), time.perf_counter()
+            first_seconds, started = seconds_since_exec(), time.perf_counter()
         pieces.append(piece)
         if not options.json:
             text = (
@@ -277,12 +297,16 @@ def generate(options: Namespace) -> int:
     seconds = time.perf_counter() - started
     tokens = [piece.token_id for piece in pieces if piece.token_id is not None]
     rate = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
+    stats = pieces[-1].stats
+    assert stats is not None
     if options.json:
         return _print_json(
             {
                 "text": "".join(piece.text for piece in pieces),
                 "token_ids": tokens,
                 "finish_reason": pieces[-1].finish_reason,
+                "logprobs": [asdict(p.logprob) for p in pieces if p.logprob is not None],
+                "stats": asdict(stats),
                 "first_token_seconds_since_exec": round(first_seconds, 4),
                 "load_seconds": round(bundle.load_seconds, 4),
                 "tokens_per_second": round(rate, 2),
@@ -300,8 +324,39 @@ def generate(options: Namespace) -> int:
         print(
             f"\n{bundle.name} for {bundle.target}, {bundle.digest[:19]}\n"
             f"first token {first_seconds:.2f} s after the start of the process, "
-            f"then {rate:.0f} tokens a second\n"
+            f"then {rate:.0f} tokens a second; {stats.new_tokens} tokens in {stats.passes} passes, "
+            f"{stats.padding:.0%} padding\n"
             f"compiled: {', '.join(compiled) or 'nothing'}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def encode(options: Namespace) -> int:
+    """Prints the embeddings of sentences: a line of numbers each, or JSON with the accounting."""
+    bundle = _load(options)
+    with _warnings_on_stderr():
+        encoded = bundle.encode_batch(options.text, on_too_long=options.on_too_long)
+    rows = encoded.embeddings.tolist()
+    stats = asdict(encoded.stats)
+    if options.json:
+        return _print_json(
+            {
+                "embeddings": rows,
+                "stats": stats,
+                "load_seconds": round(bundle.load_seconds, 4),
+                "first_embedding_seconds_since_exec": round(seconds_since_exec(), 4),
+                "target": bundle.target,
+                "matched": bundle.matched,
+            }
+        )
+    for row in rows:
+        print(" ".join(f"{value:.6g}" for value in row))
+    if options.stats:
+        used = ", ".join(f"{runs} x {bucket}" for bucket, runs in encoded.stats.buckets.items())
+        print(
+            f"{encoded.stats.tokens} tokens of {len(rows)} sentences in {used}; "
+            f"{encoded.stats.padding:.0%} padding; {encoded.stats.run_seconds * 1e3:.1f} ms",
             file=sys.stderr,
         )
     return 0
@@ -375,103 +430,87 @@ def _name_extended_dtypes(
 
 
 def bench(options: Namespace) -> int:
-    """Measures a bundle: fresh processes for start-up, one warm process for the rest."""
-    from prejit.runtime.generate import Sampling, Session
+    """Measures a bundle; compares it with another or with a saved baseline."""
+    from prejit.runtime import bench as measuring
+    from prejit.runtime import bench_report as reports
+    from prejit.runtime.bench_page import page
 
-    bundle = _load(options)
-    rows: list[dict[str, Any]] = []
-    if bundle.config.decoder is not None:
-        rows.append({"what": "exec to first token", **_start_up(options)})
-        decoder = bundle.decoder
-        for batch in decoder.batches:
-            for context in decoder.contexts:
-                for program in decoder.prefills(batch, context):
-                    length = program.bucket["prompt"]
-
-                    def prefill(
-                        batch: int = batch, context: int = context, length: int = length
-                    ) -> None:
-                        Session(decoder, [Sampling()] * batch, context).prefill(
-                            [[0] * length] * batch
-                        )
-
-                    rows.append({"what": program.name, **_time(prefill, tokens=batch * length)})
-                session = Session(decoder, [Sampling()] * batch, context)
-                session.prefill([[0]] * batch)
-                name = decoder.decode_for(batch, context).name
-                steps = min(32, context - 2)
-                rows.append({"what": name, **_time(session.step, tokens=batch, runs=steps)})
-    for program in bundle.config.programs:
-        if program.kind == "call":
-            run = bundle.runner_with_zeros(program)
-            rows.append({"what": program.name, **_time(run)})
+    for name, least in (("runs", 1), ("seconds", 0), ("tolerance", 0)):
+        value = getattr(options, name)
+        if not least <= value < float("inf"):
+            raise UsageError(f"--{name}: expected {least} or more, found {value}")
+    baseline = reports.read(options.baseline) if options.baseline else None
+    paths = [options.bundle, *([options.against] if options.against else [])]
+    with _progress() as say:
+        report, comparison = measuring.judge(
+            [measuring.Setup(path, options.require_aot, options.fingerprint) for path in paths],
+            [_load(options, path) for path in paths],
+            baseline,
+            other=options.against or options.baseline,
+            runs=options.runs,
+            seconds=options.seconds,
+            tolerance=options.tolerance / 100,
+            say=say,
+        )
+    described = {**report.described(), "comparison": asdict(comparison) if comparison else None}
+    if options.output is not None:
+        _write_text(options.output, json.dumps(described, indent=1) + "\n")
+    if options.page is not None:
+        _write_text(options.page, page(report, comparison))
     if options.json:
-        return _print_json(
-            {
-                "bundle": bundle.digest,
-                "target": bundle.target,
-                "matched": bundle.matched,
-                "rows": rows,
-            }
-        )
-    cells = [
-        (
-            row["what"],
-            f"{row['p50_ms']:.2f}",
-            f"{row['p95_ms']:.2f}",
-            f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else "",
-            str(row["runs"]),
-        )
-        for row in rows
-    ]
-    print(table(["", "p50 ms", "p95 ms", "tokens/s", "runs"], cells))
+        _print_json(described)
+        for note in reports.notes(comparison) if comparison is not None else ():
+            print(f"note: {note}", file=sys.stderr)
+    else:
+        print(reports.text(report, comparison))
+    if comparison is not None and comparison.regressions:
+        raise reports.regression(comparison)
     return 0
 
 
-def _time(
-    function: Callable[[], object], tokens: int = 0, runs: int = 10
-) -> dict[str, float | int]:
-    function()
-    seconds = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return _summary(seconds, tokens)
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Gives what shows a line on stderr: over the last one, or now and then where that is a file."""
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    shown = float("-inf")
+
+    def say(line: str) -> None:
+        nonlocal shown
+        if terminal:
+            print(f"\r\x1b[K{line[:79]}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - shown > 5:
+            shown = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+    try:
+        yield say
+    finally:
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _summary(seconds: Sequence[float], tokens: int = 0) -> dict[str, float | int]:
-    ordered = sorted(seconds)
-    median = statistics.median(ordered)
-    row: dict[str, float | int] = {
-        "p50_ms": round(median * 1e3, 3),
-        "p95_ms": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] * 1e3, 3),
-        "runs": len(ordered),
-    }
-    return {**row, "tokens_per_second": round(tokens / median, 1)} if tokens else row
+def _write_text(path: str, text: str) -> None:
+    try:
+        Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write: {error.strerror}") from error
 
 
-def _start_up(options: Namespace) -> dict[str, float | int]:
-    """Fresh processes that load the bundle and give one token, after one that warms the page cache."""
-    command = [sys.executable, "-m", "prejit.runtime", "generate", options.bundle]
-    command += ["--prompt-ids", "0", "--max-new-tokens", "1", "--json"]
-    seconds = []
-    for _ in range(options.runs + 1):
-        done = subprocess.run(command, capture_output=True, check=False)
-        if done.returncode:
-            raise UsageError(f"a fresh process failed: {done.stderr.decode()[-500:]}")
-        seconds.append(json.loads(done.stdout)["first_token_seconds_since_exec"])
-    return _summary(seconds[1:])
-
-
-def _load(options: Namespace) -> Bundle:
+@contextlib.contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Our warnings as a command prints them."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", PrejitWarning)  # whatever PYTHONWARNINGS says
         warnings.showwarning = lambda message, *_, **__: print(
             f"warning: {message}", file=sys.stderr
         )
+        yield
+
+
+def _load(options: Namespace, path: str | None = None) -> Bundle:
+    with _warnings_on_stderr():
         return load(
-            options.bundle,
+            path or options.bundle,
             on_mismatch="error" if options.require_aot else "jit",
             fingerprint=_machine(options),
         )
@@ -481,6 +520,13 @@ def _machine(options: Namespace) -> Fingerprint | None:
     return Fingerprint.read(options.fingerprint) if options.fingerprint else None
 
 
+def _prompt(bundle: Bundle, options: Namespace) -> str | list[int]:
+    if options.chat is not None:
+        return bundle.apply_chat_template([{"role": "user", "content": options.chat}])
+    prompt: str | None = options.prompt
+    return _token_ids(options.prompt_ids) if prompt is None else prompt
+
+
 def _token_ids(text: str) -> list[int]:
     try:
         return [int(item) for item in text.split(",")]
@@ -488,13 +534,6 @@ def _token_ids(text: str) -> list[int]:
         raise UsageError(
             f"--prompt-ids: expected integers separated by commas, found {text!r}"
         ) from error
-
-
-def _seconds_since_exec() -> float:
-    """Seconds since this process was started, as the kernel counts them (in steps of 10 ms)."""
-    with open("/proc/self/stat", encoding="ascii") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _print_json(value: Any) -> int:

@@ -1,21 +1,23 @@
 """jax without `jax/__init__.py`, until somebody wants it.
 
-Importing all of jax costs more than loading a program, and a loader needs 44 of its modules only: those
-that jaxlib asks for when it makes an array. So a placeholder package takes jax's place and turns into the
-real one when anybody else, in any thread, wants anything of it. `PREJIT_EAGER_JAX=1` turns this off.
+Importing all of jax costs more than loading a program. One CPU device needs nothing of it (executable.py);
+arrays on a mesh, and to read those of a dtype that is not Python's, need the 44 modules that jaxlib asks
+for. For them a placeholder package takes jax's place, and turns into the real one when anybody else, in any
+thread, wants anything of it. `PREJIT_PLAIN_START=1` turns this off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, final
+
+from prejit.runtime.process import is_plain_start
 
 
 @final
@@ -101,8 +103,8 @@ class _Deferral:
 
 
 def defer_jax() -> None:
-    """Puts a placeholder in jax's place, unless jax is imported already or `PREJIT_EAGER_JAX` is set."""
-    if "jax" in sys.modules or os.environ.get("PREJIT_EAGER_JAX"):
+    """Puts a placeholder in jax's place, unless jax is imported already or the start is to be plain."""
+    if "jax" in sys.modules or is_plain_start():
         return
     spec = importlib.util.find_spec("jax")
     if spec is None:

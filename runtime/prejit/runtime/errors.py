@@ -100,6 +100,13 @@ class RejectError(PrejitError):
         self.path = path
 
 
+class KernelError(PrejitError):
+    """A bundle's library of native kernels cannot be loaded on this machine."""
+
+    code = "kernels"
+    exit_code = 3
+
+
 class StoreError(PrejitError):
     """A file or directory cannot be read or written: missing, not permitted, disk full."""
 
@@ -114,8 +121,19 @@ class NetworkError(PrejitError):
     exit_code = 7
 
 
+class RegressionError(PrejitError):
+    """A measured bundle is slower or larger than what it was compared with."""
+
+    code = "regression"
+    exit_code = 9
+
+
 class PrejitWarning(UserWarning):
     """Something works, but not as built: most often a fallback to compiling."""
+
+
+class TruncationWarning(PrejitWarning):
+    """Sentences were longer than an encoder takes, and were cut off."""
 
 
 class FallbackWarning(PrejitWarning):

@@ -2,40 +2,40 @@
 
 It is small on purpose: put arrays on a device, load or compile a program, run it, read a result. It
 works on jaxlib's client (PJRT) directly, below `jax.jit`, so nothing is traced and nothing is dispatched
-in Python; jax itself is deferred, see deferred_jax.py. tests/unit/runtime/test_executable.py runs on
-every jax version that we support.
+in Python. One CPU device needs no module of jax; others do, and there jax is deferred, see
+deferred_jax.py. tests/unit/runtime/test_executable.py runs on every jax version that we support.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import importlib
 import math
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.bundle import MESH_AXES, Array, Memory, Mesh
+from prejit.runtime import kernels
+from prejit.runtime.bundle import MESH_AXES, Array, Memory, Mesh, digest_of, kernel_target
 from prejit.runtime.deferred_jax import defer_jax, imports_of_ours
-from prejit.runtime.errors import BuildError, PrejitError, RejectError, UsageError
+from prejit.runtime.errors import BuildError, KernelError, PrejitError, RejectError, UsageError
+from prejit.runtime.process import is_plain_start
+from prejit.runtime.start import set_log_level
 
 DeviceArray = Any
-"""A `jaxlib._jax.ArrayImpl`: what `isinstance(x, jax.Array)` accepts, without its Python methods while
-jax is deferred."""
+"""A `jaxlib._jax.ArrayImpl`: what `isinstance(x, jax.Array)` accepts, for `run`, `to_numpy` and `to_jax`.
+It lacks what jax's Python would give it: on one CPU device it is made without any module of jax."""
 
 
 @functools.cache
 def _jaxlib() -> tuple[Any, Any]:
-    """jaxlib's client module and its C++ core, imported without running `jax/__init__.py`."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as jax does: no INFO lines on stderr
-    defer_jax()
+    """jaxlib's client module and its C++ core, which need no jax."""
+    set_log_level()
     from jaxlib import _jax, xla_client
 
     return xla_client, _jax
@@ -51,8 +51,46 @@ def _imports() -> Iterator[None]:
     A program may be compiled in one thread while another makes the first array. Both want
     `jaxlib.mlir._mlir_libs` and its `_mlir`, which import each other: Python ends that as a deadlock.
     """
-    with _import_lock, imports_of_ours():
-        yield
+    with _import_lock:
+        defer_jax()
+        if "jax" in sys.modules and "_prejit_deferral" not in vars(sys.modules["jax"]):
+            importlib.import_module(
+                "jax"
+            )  # another thread may be in the middle of it: waits for that
+        with imports_of_ours():
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Aval:
+    """What jaxlib reads of an array's abstract value, in place of `jax._src.core.ShapedArray`."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    weak_type: bool = False
+
+
+@functools.cache
+def _only_device() -> type[Any]:
+    """A sharding on one device that needs none of jax's Python, unlike jaxlib's own before 0.12."""
+    xla_client, _jax = _jaxlib()
+
+    class OnlyDevice(_jax.SingleDeviceSharding):  # type: ignore[misc, name-defined]
+        memory_kind = None
+
+        def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
+            return xla_client.HloSharding.replicate()
+
+    return OnlyDevice
+
+
+def _result_handler(aval: _Aval, sharding: Any) -> Any:
+    """What makes an array of a result."""
+    _, _jax = _jaxlib()
+    try:
+        return _jax.array_result_handler(aval, sharding, True, _skip_checks=True)
+    except TypeError:  # jaxlib 0.12: there are no checks to skip
+        return _jax.array_result_handler(aval, sharding, True)
 
 
 @final
@@ -63,14 +101,14 @@ class Executable:
         self._loaded = loaded
         self._assemble = assemble
         self.run: Callable[[list[DeviceArray]], list[DeviceArray]] = (
-            loaded.execute if assemble is None else self._run_sharded
+            loaded.execute if assemble is None else self._run_assembled
         )
         """Runs the program: `run(list of DeviceArray) -> list of DeviceArray`, asynchronously.
 
         Donated arguments are deleted. The compiled program itself checks number and sizes.
         """
 
-    def _run_sharded(self, arguments: list[DeviceArray]) -> list[DeviceArray]:
+    def _run_assembled(self, arguments: list[DeviceArray]) -> list[DeviceArray]:
         assert self._assemble is not None
         return self._assemble(self._loaded.execute_sharded(arguments))
 
@@ -124,6 +162,10 @@ class Device:
                 hint="start as many processes as the mesh needs, or build with a larger [mesh]",
             )
         self._devices = _jax.DeviceList(tuple(self._all))
+        # One CPU device can do without jax's Python, whose import costs as much as all of ours.
+        without_jax = platform == "cpu" and mesh is None and not self.in_cluster
+        without_jax = without_jax and not is_plain_start()
+        self._only_device = _only_device()(self._all[0]) if without_jax else None
         self._shardings: dict[tuple[str, ...], Any] = {}
         self._shaped_array: Any = None
         self._enable_x64: Any = None
@@ -146,8 +188,14 @@ class Device:
             array: the whole of it.
             sharding: the mesh axis that splits each dimension, `""` for none; empty: every device has it all.
         """
+        if self._only_device is not None:
+            _, _jax = _jaxlib()
+            aval = _Aval(array.shape, array.dtype)
+            return _jax.batched_device_put(
+                aval, self._only_device, [array], self._local, enable_x64=True
+            )
         if self._shaped_array is None:
-            self._begin()
+            _uninterrupted(self._begin)
         shards = [array]
         placed = self._sharding(sharding)
         if self.mesh is not None:
@@ -199,7 +247,8 @@ class Device:
         Args:
             serialized: as `Executable.serialize` gave them.
             path: the file that they came from, for errors.
-            results: what it gives; a mesh wants to know.
+            results: what it gives; a mesh wants to know. On one CPU device a program that says so runs
+                without any of jax's Python.
 
         Raises:
             RejectError: XLA does not accept the bytes.
@@ -223,7 +272,7 @@ class Device:
         Args:
             portable: StableHLO, a versioned portable artifact.
             platforms: that it was lowered for, in order; empty: for this one alone.
-            results: what it gives; a mesh wants to know.
+            results: as of `load`.
 
         Raises:
             BuildError: XLA does not compile it, or it was not lowered for this platform.
@@ -244,14 +293,23 @@ class Device:
         _, _jax = _jaxlib()
         return bytes(_jax.get_topology_for_devices(self._all[:1]).serialize())
 
+    def memory_bytes(self) -> int | None:
+        """The most memory of one of its devices that was ever in use; None where nobody counts it."""
+        stats = [device.memory_stats() or {} for device in self._local]
+        return max((one.get("peak_bytes_in_use", 0) for one in stats), default=0) or None
+
     def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
-        if self.mesh is None:
-            return Executable(loaded, None)
-        if self._shaped_array is None:
-            self._begin()
         _, _jax = _jaxlib()
         from prejit.runtime.weights import dtype_of
 
+        if self._only_device is not None and results:
+            avals = [_Aval(array.shape, dtype_of(array.dtype)) for array in results]
+            handlers = [_result_handler(aval, self._only_device) for aval in avals]
+            return Executable(loaded, lambda ran: ran.consume_with_handlers(handlers))
+        if self._shaped_array is None:
+            _uninterrupted(self._begin)
+        if self.mesh is None:
+            return Executable(loaded, None)
         outputs = [
             (self._shaped_array(array.shape, dtype_of(array.dtype)), self._sharding(array.sharding))
             for array in results
@@ -267,10 +325,34 @@ class Device:
         return Executable(loaded, assemble)
 
 
+def _uninterrupted(work: Callable[[], None]) -> None:
+    """Does work that ctrl-C must not cut off: a native module whose import was cannot be imported again.
+
+    The main thread alone is interrupted, so another one does it; who comes next finds it done or waits.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="prejit-first-array")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
 def _in_cluster() -> bool:
     """Whether the host program called `jax.distributed.initialize`."""
-    state = sys.modules.get("jax._src.distributed")
-    return state is not None and state.global_state.client is not None
+    module = sys.modules.get("jax._src.distributed")
+    state = getattr(module, "global_state", None)  # None: another thread is importing it just now
+    return state is not None and state.client is not None
 
 
 def _backend_of_jax(platform: str) -> Any:
@@ -309,10 +391,29 @@ def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
 
     Of an array on a mesh every device must have the whole.
     """
-    if (shards := array._arrays) is not None and len(shards) > 1:
+    if isinstance(array._sharding, _only_device()):
+        try:
+            return np.asarray(memoryview(array))
+        except BufferError:  # no dtype of Python's; or the program failed, which is told below
+            array.block_until_ready()
+        if not _reads_by_jax.is_set():
+            _uninterrupted(lambda: _read_by_jax(array))
+    elif (shards := array._arrays) is not None and len(shards) > 1:
         array = shards[0]
     value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
     return value
+
+
+_reads_by_jax = threading.Event()
+
+
+def _read_by_jax(array: DeviceArray) -> None:
+    """Lets jaxlib import those of jax's modules that it reads an array with, and no others."""
+    with _imports():
+        from jax._src import config, core  # noqa: F401  in this order: they import each other
+
+        array._single_device_array_to_np_array_did_copy()
+        _reads_by_jax.set()
 
 
 def is_jax_array(value: Any) -> bool:
@@ -321,15 +422,27 @@ def is_jax_array(value: Any) -> bool:
     return core is not None and isinstance(value, core.ArrayImpl)
 
 
+@dataclass(frozen=True, slots=True)
+class _OnCpu:
+    """An array as DLPack's protocol wants it, without jax's Python."""
+
+    array: DeviceArray
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return _jaxlib()[1].buffer_to_dlpack_managed_tensor(self.array)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # kDLCPU of dlpack.h
+
+
 def to_jax(array: DeviceArray) -> Any:
     """The array as one of the host program's own jax client (ours is another), without a copy."""
     import jax
 
-    return (
-        jax.dlpack.from_dlpack(array)
-        if array.dtype.kind != "V"
-        else jax.device_put(to_numpy(array))
-    )
+    if array.dtype.kind == "V":
+        return jax.device_put(to_numpy(array))
+    ours = isinstance(array._sharding, _only_device())
+    return jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
 
 
 def _register_library_calls(program: bytes) -> None:
@@ -340,6 +453,66 @@ def _register_library_calls(program: bytes) -> None:
     for library, mark in (("lapack", b"lapack_"), ("cpu_sparse", b"cpu_csr_")):
         if mark in program:
             _register_library(library)
+
+
+def register_kernels(library: bytes) -> None:
+    """Makes the kernels of a library known to XLA; `register_library` of what `kernels.load` gives.
+
+    Args:
+        library: a shared library with FFI handlers `prejit_*`, verified.
+
+    Raises:
+        KernelError: this machine does not load it, or this jaxlib does not take its handlers.
+    """
+    register_library(kernels.load(library))
+
+
+def register_library(library: kernels.Library) -> None:
+    """Makes kernels known to XLA, which looks them up when it compiles or loads a program that calls them.
+
+    Nothing is done again of a library that was registered in this process.
+
+    Raises:
+        KernelError: this jaxlib does not take its handlers.
+    """
+    _register_handlers(library.handlers)
+
+
+def stand_in_for_kernels(library: bytes) -> None:
+    """Makes the names of a library's kernels known to XLA, so that it compiles programs that call them.
+
+    Nothing of the library is run, whose instructions this machine may lack. What is compiled is the same;
+    calls fail in this process.
+
+    Raises:
+        KernelError: it is no library of kernels.
+    """
+    _jaxlib()
+    from jaxlib.cpu import _sparse  # any handler does; this one needs no other library
+
+    handler = next(iter(_sparse.registrations().values()))
+    digest = digest_of(library)
+    names = (kernel_target(name, digest) for name in kernels.kernels_of(library))
+    _register_handlers(dict.fromkeys(names, handler))
+
+
+_registered: set[str] = set()
+_registering = threading.Lock()
+
+
+def _register_handlers(handlers: Mapping[str, Any]) -> None:
+    xla_client, _jax = _jaxlib()
+    # As making a client does: without it jaxlib puts registrations off, and their errors with them.
+    xla_client.register_custom_call_handler("cpu", _jax.register_custom_call_target)
+    with _registering:
+        for name, handler in handlers.items():
+            if name in _registered:
+                continue
+            try:
+                xla_client.register_custom_call_target(name, handler, "cpu", api_version=1)
+            except Exception as error:
+                raise KernelError(f"XLA does not take the kernel {name}: {error}") from error
+            _registered.add(name)
 
 
 @functools.cache
@@ -539,6 +712,8 @@ def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
                 platform="cuda", target_config=machine.gpu, topology=shape
             )
             if machine.described is not None and machine.device_count == 1 and read is not None:
+                import base64
+
                 found = read(base64.b64decode(machine.described))  # the plugin is initialized now
         else:
             found = topologies.get_topology_desc(

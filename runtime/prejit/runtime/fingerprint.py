@@ -163,6 +163,7 @@ class Fingerprint:
         topology: of a TPU slice.
         device_memory_bytes: of the smallest accelerator.
         xla_flags, environment: those in force that change results or speed; sorted.
+        glibc: its version; None: another C library, or nobody looked.
     """
 
     platform: str
@@ -182,6 +183,7 @@ class Fingerprint:
     device_memory_bytes: int | None = None
     xla_flags: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
+    glibc: str | None = None
 
     def __post_init__(self) -> None:
         bundle.check_axes(self)
@@ -213,6 +215,7 @@ class Fingerprint:
                 memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
                 xla_flags=effective_xla_flags(read_xla_flags(os.environ)),
                 environment=effective_environment(platform_name, os.environ),
+                glibc=_glibc(),
                 **described,
             )
         except ValueError as error:
@@ -316,6 +319,8 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
     - topology: equal; collectives are routed at compile time (xla/pjrt/pjrt_compiler.h: an executable is
       compiled for one PjRtTopologyDescription).
     - device_memory: at least; beyond it the first call ends in RESOURCE_EXHAUSTED.
+    - glibc: at least; the dynamic linker refuses a library that wants symbols of a later one (LSB, "Symbol
+      Versioning").
     - xla_flags, environment: equal. They are baked into an executable (xla/xla.proto, DebugOptions; the
       cuBLAS and libtpu documentation), so that what an operator sets on a server would be ignored
       without a word.
@@ -354,6 +359,8 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
         rows.append(
             _at_least_bytes("device_memory", needs.device_memory_bytes, machine.device_memory_bytes)
         )
+    if needs.glibc is not None:
+        rows.append(_at_least_version("glibc", needs.glibc, machine.glibc))
     if needs.xla_flags is not None:
         rows.append(_same("xla_flags", needs.xla_flags, machine.xla_flags))
     if needs.environment is not None:
@@ -440,6 +447,14 @@ def _linux_cpu() -> tuple[frozenset[str], str]:
     except OSError:
         pass
     return flags, model
+
+
+def _glibc() -> str | None:
+    try:
+        found = os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):  # another C library does not know the name
+        return None
+    return (found or "").removeprefix("glibc ") or None
 
 
 def read_xla_flags(environ: Mapping[str, str]) -> str:

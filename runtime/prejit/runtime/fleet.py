@@ -256,6 +256,7 @@ class _Build:
             target really needs the compiler alone can say.
         xla_flags: those that all targets have: of the environment in which the bundle was built.
         environment: variables, by platform, likewise.
+        glibc: the lowest that a CPU target asks for: of the build host's compiler of kernels.
     """
 
     names: frozenset[str]
@@ -263,6 +264,7 @@ class _Build:
     need_bytes: dict[str, int]
     xla_flags: tuple[str, ...]
     environment: dict[str, tuple[str, ...]]
+    glibc: str | None
 
     @classmethod
     def of(cls, targets: Sequence[tuple[str, Requirement]]) -> _Build:
@@ -277,6 +279,11 @@ class _Build:
             need_bytes={platform: min(known) for platform, known in sizes.items()},
             xla_flags=tuple(sorted(set.intersection(*(set(n.xla_flags or ()) for n in needs)))),
             environment={need.platform: need.environment or () for need in reversed(needs)},
+            glibc=min(
+                (need.glibc for need in needs if need.glibc is not None),
+                key=lambda version: tuple(map(int, version.split("."))),
+                default=None,
+            ),
         )
 
     def has_mesh_of(self, target: Target) -> bool:
@@ -370,6 +377,8 @@ def _candidates(classes: Sequence[tuple[Machine, ...]], build: _Build) -> list[_
             xla_flags=effective_xla_flags(" ".join((*build.xla_flags, *flags))),
             environment=build.environment.get(platform, ()),
         )
+        if platform == "cpu":
+            requirement = replace(requirement, glibc=build.glibc)
         return _Candidate(target, {**keys, **table}, note, requirement)
 
     found = [

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -219,7 +218,7 @@ def write_file(path: Path, content: bytes | Path) -> None:
     Raises:
         StoreError: the disk is full, or writing is not permitted.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as out:
             if isinstance(content, Path):

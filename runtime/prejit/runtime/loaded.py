@@ -2,32 +2,95 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
-from prejit.runtime import bundle, pytree, verify
+from prejit.runtime import bundle, pytree, start, verify
+from prejit.runtime.batch import Batch
 from prejit.runtime.bundle import Array, Config, Program
+from prejit.runtime.decoder_programs import DecoderPrograms
 from prejit.runtime.errors import UsageError
-from prejit.runtime.executable import Device, aligned_zeros, is_jax_array, to_jax, to_numpy
-from prejit.runtime.fingerprint import Verdict
-from prejit.runtime.generate import (
-    DecoderPrograms,
-    Piece,
-    Result,
-    Sampling,
-    Timer,
-    run_rows,
-    stream_text,
+from prejit.runtime.executable import (
+    Device,
+    aligned_zeros,
+    is_jax_array,
+    register_library,
+    to_jax,
+    to_numpy,
 )
+from prejit.runtime.fingerprint import Verdict
+from prejit.runtime.generate import Generation, Piece, Result, run
+from prejit.runtime.kv_cache import Prefix
+from prejit.runtime.prefill import compute_prefix
+from prejit.runtime.process import is_plain_start
 from prejit.runtime.programs import Layer, ProgramReport, Programs
+from prejit.runtime.request import Request, TokenMask, admit
+from prejit.runtime.sampling import Sampling
 from prejit.runtime.weights import dtype_of, tensors
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from prejit.runtime.chat import ChatTemplates
+    from prejit.runtime.encode import Encoded, EncoderPrograms, OnTooLong
+    from prejit.runtime.kernels import Library
     from prejit.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+class Options(TypedDict, total=False):
+    """What a generation may be asked for. Everything that is not given is off.
+
+    Attributes:
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+            logit_bias, seed: see `Sampling`.
+        max_new_tokens: stop after so many; None: when a stop token comes or the longest context is full.
+        stop_token_ids: stop at any of these; None: those of the model's generation config.
+        stop: stop before any of these strings.
+        logprobs: how many of the most likely tokens at each place to give with their log-probabilities, 0 to
+            20, beside that of the chosen one.
+        token_mask: called with the token ids generated so far, before every token; gives bool [V], which may
+            come next, or None. It takes one step a call.
+        prompt_lookup: draft tokens by prompt lookup and verify several in a pass, where the bundle has
+            `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
+        prefix: from `Bundle.prefix`.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_new_tokens: int | None
+    stop_token_ids: Collection[int] | None
+    stop: str | Sequence[str]
+    logprobs: int | None
+    token_mask: TokenMask | None
+    prompt_lookup: bool
+    prefix: Prefix | None
+
+
+_SAMPLING = frozenset(field.name for field in fields(Sampling))
+
+
+def _sampling(options: Options) -> tuple[Sampling, dict[str, Any]]:
+    """The part of the options that is a Sampling, and the others."""
+    given: dict[str, Any] = {**options}
+    if unknown := given.keys() - Options.__annotations__.keys():
+        raise UsageError(
+            f"expected options of {', '.join(Options.__annotations__)}; found {min(unknown)!r}"
+        )
+    sampling = Sampling(**{name: value for name, value in given.items() if name in _SAMPLING})
+    return sampling, {name: value for name, value in given.items() if name not in _SAMPLING}
 
 
 @final
@@ -55,6 +118,7 @@ class Bundle:
         matched: bool,
         started: float,
         serve_smaller: bool = False,
+        kernels: Library | None = None,
     ) -> None:
         """Binds verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -65,6 +129,8 @@ class Bundle:
         self.config = config
         self._layers = layers
         self._device = Device(platform, config.mesh)
+        if kernels is not None:  # before any executable is loaded that calls them
+            register_library(kernels)
         weights = layers.get(bundle.WEIGHTS_MEDIA_TYPE)
         values = tensors(weights) if weights is not None else {}
         portable = layers[bundle.PORTABLE_MEDIA_TYPE]
@@ -78,106 +144,210 @@ class Bundle:
             values,
             serve_smaller=serve_smaller,
         )
+        if config.decoder is not None and matched and not is_plain_start():
+            self._programs.expect(
+                start.first_programs(digest),
+                lambda names: start.remember_first_programs(digest, names),
+            )
+        if config.encoder is not None and matched:
+            self.encoder.start_loading(lambda: self._tokenizer)
         self.load_seconds = time.perf_counter() - started
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop_token_ids: Sequence[int] | None = None,
-    ) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """Generates text from one prompt.
 
         Args:
-            prompt: text, or token ids as they are.
-            max_new_tokens: stop after so many; None: when a stop token comes or the context is full.
-            temperature: 0 takes the most likely token; otherwise logits are divided by it.
-            top_k: only the k most likely tokens; 0: all.
-            top_p: only the smallest set of tokens that has this much probability.
-            seed: of the sampling, 0 to 2**64 - 1.
-            stop_token_ids: stop at any of these; None: those of the model's generation config.
+            prompt: text, or token ids as they are (`apply_chat_template` gives those of a conversation).
+            **options: see `Options`.
 
         Raises:
-            UsageError: an argument is out of range, or the bundle holds no decoder.
+            UsageError: an option is out of its range, or the bundle holds no decoder.
             ContextError: the prompt is longer than the longest context.
             RejectError: a program is damaged.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        return self.generate_batch(
-            [prompt],
-            max_new_tokens=max_new_tokens,
-            sampling=[sampling],
-            stop_token_ids=stop_token_ids,
-        )[0]
+        return self.generate_batch([prompt], **options)[0]
+
+    def generate_n(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> list[Result]:
+        """Generates n continuations of one prompt, which is computed once.
+
+        The first is what `generate` gives; each further one has the next seed. Arguments and errors as
+        `generate`.
+        """
+        if n < 1:
+            raise UsageError(f"n: expected 1 or more, found {n}")
+        first, common = _sampling(options)
+        each = [replace(first, seed=(first.seed + index) % 2**64) for index in range(n)]
+        return self._generate([prompt] * n, each, common)
 
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
         *,
-        max_new_tokens: int | None = None,
         sampling: Sequence[Sampling] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
     ) -> list[Result]:
-        """Generates from several prompts in one batch, each with its own sampling.
+        """Generates from several prompts side by side; those that find no slot wait for one.
+
+        Args:
+            prompts: any number; a beginning that all share is computed once.
+            sampling: of each prompt, where they differ; None: as the options say.
+            **options: of all of them, as `generate`.
 
         Raises:
-            UsageError, ContextError, RejectError: as `generate`; more prompts than the largest batch.
+            UsageError, ContextError, RejectError: as `generate`.
         """
-        ids = [self._encode(prompt) for prompt in prompts]
-        timers = [Timer(len(prompt)) for prompt in ids]
-        tokens: list[list[int]] = [[] for _ in ids]
-        reasons = [""] * len(ids)
-        rows = run_rows(
-            self.decoder,
-            ids,
-            list(sampling) if sampling is not None else [Sampling()] * len(ids),
-            max_new_tokens,
-            self._stop_tokens(stop_token_ids),
-        )
-        for step in rows:
-            for row, (token, reason) in enumerate(step):
-                if token is not None:
-                    tokens[row].append(token)
-                    timers[row].token()
-                if reason is not None:
-                    reasons[row] = reason
-        return [
-            Result(
-                self._text(ids[row], tokens[row]), tuple(tokens[row]), reasons[row], timer.stats()
-            )
-            for row, timer in enumerate(timers)
-        ]
+        common_sampling, common = _sampling(options)
+        each = [common_sampling] * len(prompts) if sampling is None else list(sampling)
+        if len(each) != len(prompts):
+            raise UsageError(f"sampling: expected {len(prompts)}, one a prompt; found {len(each)}")
+        return self._generate(prompts, each, common)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop_token_ids: Sequence[int] | None = None,
-    ) -> Iterator[Piece]:
-        """Generates from one prompt and gives each token as it comes. Arguments as `generate`.
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
+        """Generates from one prompt and gives each token as it comes.
+
+        Closing the iterator, or ctrl-C, frees what it holds. Arguments as `generate`.
 
         Raises:
             UsageError, ContextError, RejectError: as `generate`, at the first piece.
         """
-        ids = self._encode(prompt)
-        rows = run_rows(
-            self.decoder,
-            [ids],
-            [Sampling(temperature, top_k, top_p, seed)],
-            max_new_tokens,
-            self._stop_tokens(stop_token_ids),
-        )
-        return stream_text(rows, ids, self._tokenizer)
+        sampling, common = _sampling(options)
+        return self._stream(prompt, sampling, common)
+
+    def session(self) -> Session:
+        """A session: its generations share a KV cache, so that a conversation computes only what is new.
+
+        Raises:
+            UsageError: the bundle holds no decoder.
+        """
+        return Session(self)
+
+    def prefix(self, prompt: Prompt) -> Prefix:
+        """Computes what many prompts begin with, such as a system prompt, once: `generate(..., prefix=...)`.
+
+        Args:
+            prompt: as of `generate`. Only whole tokens are shared: a text should end where a token does.
+
+        Raises:
+            UsageError, ContextError, RejectError: as `generate`.
+        """
+        row = admit(Request(self._encode(prompt)), self.decoder)
+        context = self.decoder.context_for(len(row.token_ids))
+        return compute_prefix(self.decoder, row.token_ids, context, row.usage)
+
+    def batch(self, slots: int) -> Batch:
+        """Slots for continuous batching: `insert` requests of `request`, `step`, `evict`.
+
+        Args:
+            slots: how many requests may run at a time; rounded up to one of the bundle's batches.
+
+        Raises:
+            UsageError: the bundle holds no decoder, or no batch so large.
+        """
+        return Batch(self.decoder, slots)
+
+    def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
+        """A request for `Batch.insert`. Arguments as `generate`; `stop` is the caller's, as text is."""
+        sampling, common = _sampling(options)
+        if "stop" in common:
+            raise UsageError(
+                "stop: expected none, since a batch knows tokens and no text",
+                hint="push text through prejit.runtime.stop.StopStrings and evict the slot",
+            )
+        return Request(self._encode(prompt), sampling, **common)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], common: dict[str, Any]
+    ) -> list[Result]:
+        decoder = self.decoder
+        generations = [
+            self._generation(prompt, one, common)
+            for prompt, one in zip(prompts, sampling, strict=True)
+        ]
+        for _ in run(decoder, generations):
+            pass
+        return [generation.result() for generation in generations]
+
+    def _stream(
+        self, prompt: Prompt, sampling: Sampling, common: dict[str, Any]
+    ) -> Iterator[Piece]:
+        generation = self._generation(prompt, sampling, common)
+        for _, piece in run(self.decoder, [generation]):
+            yield piece
+
+    def _generation(self, prompt: Prompt, sampling: Sampling, common: dict[str, Any]) -> Generation:
+        options = {name: value for name, value in common.items() if name != "stop"}
+        stop = common.get("stop", ())
+        if stop and self._tokenizer is None:
+            raise UsageError(
+                f"{self.name}: this bundle has no tokenizer, so nothing can stop at a string",
+                hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
+            )
+        request = Request(self._encode(prompt), sampling, **options)
+        return Generation(self.decoder, request, self._tokenizer, stop)
+
+    def encode(
+        self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Embeddings of sentences, float32 [N, D] in their order.
+
+        Args:
+            sentences: texts, or token ids as they are; any number, of any lengths.
+            on_too_long: of a sentence with more tokens than the model or the longest shape of the manifest
+                takes: `truncate` cuts it off before its last special tokens, with one TruncationWarning
+                a call; `error` raises.
+
+        Raises:
+            UsageError: the bundle holds no encoder, or no tokenizer for a text; a token does not exist.
+            ContextError: a sentence is too long, and on_too_long is `error`.
+            RejectError: a program is damaged.
+        """
+        return self._encode_sentences(sentences, on_too_long).embeddings
+
+    def encode_batch(
+        self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
+    ) -> Encoded:
+        """As `encode`, with the accounting: tokens, padding, buckets, times, programs."""
+        return self._encode_sentences(sentences, on_too_long)
+
+    def _encode_sentences(self, sentences: Sequence[Prompt], on_too_long: OnTooLong) -> Encoded:
+        encoder = self.encoder
+        from prejit.runtime.encode import Encoded, check_ids, shortened
+
+        if isinstance(sentences, str):
+            raise UsageError("sentences: expected a list of texts, found one text")
+        if on_too_long not in ("truncate", "error"):
+            raise UsageError(f"on_too_long: expected 'truncate' or 'error', found {on_too_long!r}")
+        started = time.perf_counter()
+        texts = [sentence for sentence in sentences if isinstance(sentence, str)]
+        encoded = iter(self._need_tokenizer().encode_batch(texts) if texts else ())
+        ids = [
+            next(encoded) if isinstance(s, str) else [int(token) for token in s] for s in sentences
+        ]
+        tokenized = time.perf_counter()
+        check_ids(ids, encoder.encoder.vocab_size)
+        limit = encoder.max_tokens
+        of_model = limit == encoder.encoder.max_tokens
+        why = "which the model takes" if of_model else "the longest shape of the manifest"
+        truncated = shortened(ids, limit, lambda: self._tokenizer, on_too_long, why)
+        embeddings, stats = encoder.encode(ids)
+        seconds = tokenized - started
+        return Encoded(embeddings, replace(stats, truncated=truncated, tokenize_seconds=seconds))
+
+    @cached_property
+    def encoder(self) -> EncoderPrograms:
+        """The programs of an encoder.
+
+        Raises:
+            UsageError: the bundle holds no encoder.
+        """
+        if self.config.encoder is None:
+            raise UsageError(
+                f"{self.name}: this bundle holds no encoder",
+                hint="build it from a manifest with [encode]",
+            )
+        from prejit.runtime.encode import EncoderPrograms  # no decoder needs it
+
+        return EncoderPrograms(self.config.encoder, self._programs, self._device)
 
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Runs a program of the manifest's `[[program]]` sections.
@@ -224,6 +394,10 @@ class Bundle:
         """How each program was obtained: loaded, compiled here, cached here, compiling, or unused so far."""
         return self._programs.report()
 
+    def device_memory_bytes(self) -> int | None:
+        """The most memory of an accelerator that was ever in use; None on a CPU."""
+        return self._device.memory_bytes()
+
     def prepare(self) -> None:
         """Makes every program ready now, rather than when it is first wanted.
 
@@ -252,6 +426,96 @@ class Bundle:
             )
         return DecoderPrograms(self.config.decoder, self._programs, self._device)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` has a template to apply."""
+        return bundle.CHAT_MEDIA_TYPE in self._layers
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's own template: a prompt for `generate` and `stream`.
+
+        The ids of transformers' method of the same name, whose arguments these are; but the header of the
+        answer is added where nothing else is said, since the ids are for generating.
+
+        Args:
+            messages: each an object such as `{"role": "user", "content": "Hello"}`.
+            template: its name, of a model with several; None: `tool_use` where there are tools and the
+                model has it, else `default`.
+            add_generation_prompt: whether the header of the model's answer follows; None: unless
+                continue_final_message.
+            continue_final_message: leave the last message open, for the model to go on with it.
+            tools: JSON schemas of the functions that the model may call.
+            documents: that the model may cite, where its template knows them.
+            **variables: others that the template reads, such as `enable_thinking`.
+
+        Raises:
+            UsageError: the bundle has no such template; the messages have not the form that it takes,
+                or it refuses them; it would use more than is allowed (`chat.MAX_STEPS`).
+            RejectError: the template is damaged.
+        """
+        text = self.render_chat_template(
+            messages,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            **variables,
+        )
+        return self._need_tokenizer().encode(text, add_special_tokens=False)
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text that `apply_chat_template` encodes. It spells its special tokens, a BOS among them.
+
+        Arguments and errors as `apply_chat_template`.
+        """
+        if self._chat is None:
+            raise UsageError(
+                f"{self.name}: this bundle has no chat template",
+                hint="give the prompt as text, or build from a model directory whose "
+                "tokenizer_config.json has a chat_template",
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        return self._chat.render(
+            messages,
+            template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            variables=variables,
+        )
+
+    @cached_property
+    def _chat(self) -> ChatTemplates | None:
+        layer = self._layers.get(bundle.CHAT_MEDIA_TYPE)
+        if layer is None:
+            return None
+        from prejit.runtime.chat import ChatTemplates  # Jinja costs 40 ms, and only chats need it
+
+        return ChatTemplates(verify.check_chat(bytes(layer.content), layer.path), layer.path)
+
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         layer = self._layers.get(bundle.TOKENIZER_MEDIA_TYPE)
@@ -264,21 +528,15 @@ class Bundle:
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
+        return self._need_tokenizer().encode(prompt)
+
+    def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise UsageError(
                 f"{self.name}: this bundle has no tokenizer, so a prompt cannot be text",
                 hint="give token ids, or build from a model directory with a tokenizer.json",
             )
-        return self._tokenizer.encode(prompt)
-
-    def _text(self, prompt_ids: list[int], token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        text = self._tokenizer.stream(prompt_ids)
-        return "".join(map(text.push, token_ids)) + text.finish()
-
-    def _stop_tokens(self, token_ids: Sequence[int] | None) -> frozenset[int]:
-        return frozenset(self.decoder.decoder.eos_token_ids if token_ids is None else token_ids)
+        return self._tokenizer
 
     def _bucket_for(self, name: str, values: dict[pytree.Path, Any]) -> Program:
         buckets = [p for p in self._programs.table.values() if p.name.partition("/")[0] == name]
@@ -301,6 +559,63 @@ class Bundle:
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
             hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
         )
+
+
+@final
+class Session:
+    """Generations one after another that share a KV cache. From `Bundle.session`.
+
+    Each prompt is the whole text. What of its beginning is still in the cache is not computed again, so
+    that a conversation that goes on costs its new tokens alone; the result is that of `Bundle.generate`.
+
+    A session does one generation at a time: until a stream of it is finished or closed, all others raise
+    UsageError. Threads that share a bundle have a session each.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Makes an empty cache when it is first needed."""
+        self._bundle = bundle
+        self._batch = bundle.batch(1)
+        self._turn = threading.Lock()
+        self._busy = False
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
+        """As `Bundle.generate`."""
+        sampling, common = _sampling(options)
+        generation = self._bundle._generation(prompt, sampling, common)
+        for _ in self._run(generation):
+            pass
+        return generation.result()
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
+        """As `Bundle.stream`."""
+        sampling, common = _sampling(options)
+        return self._stream(prompt, sampling, common)
+
+    def _stream(
+        self, prompt: Prompt, sampling: Sampling, common: dict[str, Any]
+    ) -> Iterator[Piece]:
+        yield from self._run(self._bundle._generation(prompt, sampling, common))
+
+    def _run(self, generation: Generation) -> Iterator[Piece]:
+        mine = False
+        try:
+            with self._turn:
+                if self._busy:
+                    raise UsageError(
+                        "expected a session that does nothing, found one that is generating",
+                        hint="finish or close its stream, or make a session for each thread",
+                    )
+                self._busy = mine = True
+            for _, piece in run(self._bundle.decoder, [generation], self._batch):
+                yield piece
+        finally:
+            if mine:
+                self._busy = False
+
+    def close(self) -> None:
+        """Frees the memory of the cache; what is generating fails. The session can be used again."""
+        self._batch.close()
 
 
 def _complaint(wanted: Sequence[Array], values: dict[pytree.Path, Any]) -> str | None:

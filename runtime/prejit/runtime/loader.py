@@ -1,6 +1,6 @@
 """`load`: from the directory of a bundle to programs that run, in a fixed order.
 
-    open -> layout -> index -> fingerprint -> manifest -> config -> digests of all blobs -> map -> run
+    open -> index -> fingerprint -> manifests -> digests of all blobs -> config -> kernels -> map -> run
 
 Two families of failure are never mixed. MISMATCH (this machine is none of the targets) falls back to
 compiling the portable programs, with a warning that names the axis, or is an error where the caller wants
@@ -15,14 +15,15 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Literal
 
-from prejit.runtime import bundle, verify
+from prejit.runtime import bundle, start, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Portable
 from prejit.runtime.errors import (
     FallbackWarning,
+    KernelError,
     MismatchError,
     PrejitWarning,
     RejectError,
@@ -33,11 +34,15 @@ from prejit.runtime.layout import Layout, digest_file
 from prejit.runtime.receipt import Receipts
 
 if TYPE_CHECKING:  # NumPy comes with them: what only reads a bundle does without
+    from prejit.runtime.kernels import Library
     from prejit.runtime.loaded import Bundle
     from prejit.runtime.programs import Layer
 
 NOTICE = timedelta(days=30)
 """How long before portable programs expire somebody is told."""
+
+_CALLER = 3
+"""Of a warning in `load`: behind the frame of its decorator."""
 
 _fallbacks: Counter[str] = Counter()
 _fallbacks_lock = threading.Lock()
@@ -133,7 +138,23 @@ def _read_config(layout: Layout, target: Target, manifest: Manifest) -> Config:
     verify.check_digest(content, at.digest, layout.blob_path(at.digest))
     name, needs = verify.target_of(target.descriptor, str(layout.path / "index.json"))
     path = layout.blob_path(at.digest)
-    return verify.check_config(content, target.format, name, needs, path)
+    config = verify.check_config(content, target.format, name, needs, path)
+    verify.check_kernels_layer(config, manifest, layout.blob_path(target.descriptor.digest))
+    return config
+
+
+def read_kernels(layout: Layout, config: Config, manifest: Manifest) -> bytes | None:
+    """Reads and checks the library of kernels of a target; None: it has none.
+
+    Raises:
+        RejectError: it is missing or damaged.
+    """
+    if config.kernels is None:
+        return None
+    at = manifest.layer(bundle.KERNELS_MEDIA_TYPE)
+    content = layout.read_blob(at.digest, at.size)
+    verify.check_kernels(content, config.kernels, layout.blob_path(at.digest))
+    return content
 
 
 def check_blobs(layout: Layout, manifests: Sequence[Manifest], receipts: Receipts | None) -> int:
@@ -193,6 +214,7 @@ def map_layers(layout: Layout, manifest: Manifest) -> dict[str, Layer]:
     }
 
 
+@start.quickly()
 def load(
     path: str | os.PathLike[str],
     *,
@@ -244,25 +266,34 @@ def load(
             here = {target.name: target for target in targets}
             declared = match(layout, index, fingerprint)
             targets = tuple(t if not t.verdict.matches else here[t.name] for t in declared)
-        chosen = next((target for target in targets if target.verdict.matches), None)
-        if chosen is None and on_mismatch == "error":
+        if on_mismatch == "error" and not any(target.verdict.matches for target in targets):
             raise _mismatch(layout, targets)
         # Every byte of every target is checked; the program table is read of the one that is served.
         manifests = {target.name: read_manifest(layout, target) for target in targets}
         check_blobs(layout, tuple(manifests.values()), Receipts(layout.path))
+        library: Library | None = None
+        while chosen := next((target for target in targets if target.verdict.matches), None):
+            config = _read_config(layout, chosen, manifests[chosen.name])
+            try:
+                library = _load_kernels(layout, config, manifests[chosen.name])
+                break
+            except KernelError as error:
+                targets = _without(targets, chosen, config, error)
+        if chosen is None and on_mismatch == "error":
+            raise _mismatch(layout, targets)
         served = chosen or _closest(targets)
         manifest = manifests[served.name]
-        config = _read_config(layout, served, manifest)
         if chosen is None:
+            config = _read_config(layout, served, manifest)
             for axis in served.verdict.mismatches:
                 with _fallbacks_lock:
                     _fallbacks[axis.name] += 1
                 if on_fallback is not None:
                     on_fallback(axis)
-            warnings.warn(_fallback_warning(layout, served), FallbackWarning, stacklevel=2)
+            warnings.warn(_fallback_warning(layout, served), FallbackWarning, stacklevel=_CALLER)
             notice = expiry_notice(config.portable, machine.jaxlib, date.today())
             if notice is not None:
-                warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=2)
+                warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
         return Bundle(
             digest,
             config,
@@ -272,7 +303,33 @@ def load(
             matched=chosen is not None,
             started=started,
             serve_smaller=while_compiling == "smaller",
+            kernels=library,
         )
+
+
+def _load_kernels(layout: Layout, config: Config, manifest: Manifest) -> Library | None:
+    """The kernels of a target, in this process; None: it has none.
+
+    Raises:
+        RejectError: the library is missing or damaged.
+        KernelError: this machine does not load it.
+    """
+    if (content := read_kernels(layout, config, manifest)) is None:
+        return None
+    from prejit.runtime import kernels
+
+    return kernels.load(content)
+
+
+def _without(
+    targets: Sequence[Target], refused: Target, config: Config, error: KernelError
+) -> tuple[Target, ...]:
+    """The targets, one of which does not fit after all: its kernels cannot be loaded here."""
+    assert config.kernels is not None
+    needed = f"a library for {config.kernels.level} by {config.kernels.compiler}"
+    axis = Axis("kernels", "can be loaded", needed, str(error), False)
+    verdict = replace(refused.verdict, axes=(*refused.verdict.axes, axis))
+    return tuple(replace(t, verdict=verdict) if t is refused else t for t in targets)
 
 
 def fallback_counts() -> dict[str, int]:

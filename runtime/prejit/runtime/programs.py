@@ -8,6 +8,7 @@ import math
 import mmap
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -102,6 +103,8 @@ class Programs:
         self._queue: list[tuple[bool, int, str]] = []
         self._queue_lock = threading.Lock()
         self._working = False
+        self._expected: tuple[str, ...] = ()
+        self._remember: Callable[[tuple[str, ...]], object] | None = None
 
     def __getitem__(self, name: str) -> Executable:
         """The executable of a program.
@@ -126,7 +129,7 @@ class Programs:
             return self._ready[name]
 
     def _obtain(self, program: Program) -> tuple[Executable, str]:
-        results = self.results(program.name) if self._device.mesh else ()
+        results = self.results(program.name)
         if self._executables is not None:
             serialized = self._executables.unpack(program.executable)
             return self._device.load(serialized, self._executables.path, results), "loaded"
@@ -165,6 +168,11 @@ class Programs:
     def _machine(self) -> Fingerprint:
         return Fingerprint.current()
 
+    @property
+    def are_loaded(self) -> bool:
+        """Whether programs come out of the bundle; else they are compiled here."""
+        return self._executables is not None
+
     def ready(self, name: str) -> bool:
         """Whether a request should take this program rather than another that could serve it.
 
@@ -175,8 +183,23 @@ class Programs:
         digest = self.table[name].portable.raw_digest
         return compile_cache.is_kept(digest, self._machine, self._device.platform)
 
+    def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
+        """Begins to make ready what the first request will likely run first, before there is one.
+
+        Args:
+            names: as they were remembered; those that this bundle has not are ignored.
+            remember: is told, in a thread, what the first request prepares, if that is anything else.
+        """
+        # The first alone: the others would compete with the imports for what the first token needs.
+        self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
+        self._expected, self._remember = tuple(names), remember
+
     def prepare(self, *names: str) -> None:
         """Begins to make programs ready, in this order, in a thread; errors show when they are wanted."""
+        remember, self._remember = self._remember, None
+        if remember is not None and names != self._expected:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                threading.Thread(target=remember, args=(names,)).start()
         self._enqueue([(False, place, name) for place, name in enumerate(names)])
 
     def wish(self, *names: str) -> None:
@@ -255,6 +278,10 @@ class Programs:
             at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
             known[name] = tuple(verify.check_array(text, self._config.mesh, at) for text in texts)
         return known[name]
+
+    def obtained(self) -> dict[str, ProgramReport]:
+        """How each program was obtained that is ready, by name."""
+        return dict(self._reports)
 
     def report(self) -> tuple[ProgramReport, ...]:
         """How each program was obtained, in the order of the table."""

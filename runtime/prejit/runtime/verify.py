@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
+from itertools import pairwise
 from typing import Any
 
 import zstandard
@@ -20,21 +21,39 @@ from prejit.runtime import bundle
 from prejit.runtime.bundle import (
     MESH_AXES,
     Array,
+    Chat,
     Config,
     Descriptor,
+    Encoder,
     Index,
+    Kernels,
     Manifest,
     Mesh,
     Requirement,
     Segment,
 )
+from prejit.runtime.elf import read_shared_library
 from prejit.runtime.errors import RejectError
+from prejit.runtime.signatures import (
+    BUCKETS,
+    DECODER_KINDS,
+    ENCODER_KINDS,
+    WITHOUT_WEIGHTS,
+    Signatures,
+    difference,
+    kinds_of,
+)
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
 MAX_WEIGHTS_HEADER_BYTES = 100 << 20
 """As the safetensors library caps it."""
 MAX_DIMENSIONS = 64
 """As NumPy caps them."""
+_LAYER_CAPS = {
+    bundle.CHAT_MEDIA_TYPE: bundle.MAX_CHAT_BYTES,
+    bundle.KERNELS_MEDIA_TYPE: bundle.MAX_KERNELS_BYTES,
+}
+"""Of those that are read whole."""
 
 
 def check_layout_file(content: bytes, path: str) -> None:
@@ -48,7 +67,8 @@ def check_index(content: bytes, path: str) -> Index:
     written = _format_of(content)
     if written is not None and written not in map(str, bundle.READABLE_FORMATS):
         newer = re.fullmatch("[1-9][0-9]{0,8}", written) and int(written) > bundle.FORMAT_VERSION
-        formats = " or ".join(map(str, bundle.READABLE_FORMATS))
+        *others, last = map(str, bundle.READABLE_FORMATS)
+        formats = f"{', '.join(others)} or {last}"
         raise RejectError(
             path,
             f"expected bundle format {formats}, found {written!r:.80}",
@@ -133,7 +153,8 @@ def check_manifest(content: bytes, path: str) -> Manifest:
             or media_types.count(layer.mediaType) > 1
         ):
             raise RejectError(path, f"unexpected layer {layer.mediaType}")
-        check_descriptor(layer, layer.mediaType, 1 << 50, path)
+        cap = _LAYER_CAPS.get(layer.mediaType, 1 << 50)
+        check_descriptor(layer, layer.mediaType, cap, path)
     for media_type in (bundle.EXECUTABLES_MEDIA_TYPE, bundle.PORTABLE_MEDIA_TYPE):
         if media_type not in media_types:
             raise RejectError(path, f"expected a layer {media_type}, found none")
@@ -175,10 +196,75 @@ def check_config(
                 f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
             )
     _check_mesh(config, path)
+    _check_programs(config, path)
+    _check_kernels(config, path)
+    if config.decoder is not None:
+        _check_decoder(config, path)
+    if config.encoder is not None:
+        _check_encoder(config, config.encoder, path)
     until = None if config.portable is None else config.portable.readable_until
     if until is not None and not _is_date(until):
         raise RejectError(path, f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
     return config
+
+
+def _check_kernels(config: Config, path: str) -> None:
+    """Programs that call kernels have a library, of a CPU, whose level the requirement covers."""
+    kernels = config.kernels
+    calling = [program for program in config.programs if program.kernels is not None]
+    if not all(program.kernels for program in calling):
+        raise RejectError(path, "expected 'kernels' of a program to be true or absent, found false")
+    if kernels is None:
+        if calling:
+            raise RejectError(
+                path, f"{calling[0].name}: it calls kernels, and the config names no library"
+            )
+        return
+    if config.format < 4:
+        raise RejectError(path, f"expected kernels since format 4, found them in {config.format}")
+    if not calling:
+        raise RejectError(path, "expected a program that calls the library's kernels, found none")
+    if config.requirement.platform != "cpu":
+        raise RejectError(path, f"expected kernels for cpu, found {config.requirement.platform!r}")
+    if not bundle.is_digest(kernels.digest):
+        raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
+    names = kernels.handlers
+    if not names or list(names) != sorted(set(names)):
+        raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
+
+
+def check_kernels_layer(config: Config, manifest: Manifest, path: str) -> None:
+    """7. The library of kernels that a config names is a layer of its manifest, and no other one is.
+
+    Args:
+        config: of a target.
+        manifest: of the same target.
+        path: the manifest's file, for errors.
+    """
+    named = None if config.kernels is None else config.kernels.digest
+    layers = [at for at in manifest.layers if at.mediaType == bundle.KERNELS_MEDIA_TYPE]
+    found = next((at.digest for at in layers), None)
+    if named != found:
+        raise RejectError(
+            path, f"expected kernels {named or 'none'}, as the config; found {found or 'no layer'}"
+        )
+
+
+def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
+    """9. A library of kernels: the bytes that its digest names, which export what the config says.
+
+    The dynamic linker runs code of a library before anybody calls it; nothing unverified may reach it.
+    """
+    check_digest(content, kernels.digest, path)
+    try:
+        exported = read_shared_library(content).exported
+    except ValueError as error:
+        raise RejectError(path, f"expected a shared library: {error}") from error
+    expected = tuple(sorted(bundle.KERNEL_PREFIX + name for name in kernels.handlers))
+    if exported != expected:
+        raise RejectError(
+            path, f"expected exports {', '.join(expected)}, found {', '.join(exported) or 'none'}"
+        )
 
 
 def _is_date(text: str) -> bool:
@@ -204,6 +290,115 @@ def _check_mesh(config: Config, path: str) -> None:
         )
     if config.weight_shardings is not None and mesh is None:
         raise RejectError(path, "expected a mesh for weight_shardings, found none")
+
+
+def _check_programs(config: Config, path: str) -> None:
+    """Each program is of a kind that its format knows, and has the sizes and the signature of that kind."""
+    kinds, signatures = kinds_of(config.format), Signatures(config)
+    seen = set[tuple[str, ...]]()
+    for program in config.programs:
+        name, kind, bucket = program.name, program.kind, program.bucket
+        if kind not in kinds:
+            raise RejectError(
+                path, f"{name}: kind: expected {', '.join(kinds)}; found {kind!r:.80}"
+            )
+        if (cost := program.cost_microseconds) is not None and cost < 0:
+            raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
+        if kind == "call":
+            continue
+        model = "decoder" if kind in DECODER_KINDS else "encoder"
+        if getattr(config, model) is None:
+            raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
+        if bucket.keys() != set(BUCKETS[kind]):
+            expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
+            raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
+        for size, value in bucket.items():
+            if not 0 < value <= bundle.MAX_SIZE:
+                raise RejectError(
+                    path, f"{name}: {size}: expected 1 to {bundle.MAX_SIZE}, found {value!r:.80}"
+                )
+        key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
+        if key in seen:
+            raise RejectError(path, f"{name}: expected one {kind} program of its bucket")
+        seen.add(key)
+        if program.weights is None and kind not in WITHOUT_WEIGHTS:
+            raise RejectError(path, f"{name}: expected 'weights' for a {kind} program, found none")
+        arguments, results = signatures.of(program)
+        if program.arguments != arguments:
+            differing = difference(program.arguments, arguments)
+            raise RejectError(path, f"{name}: arguments{differing}")
+        if program.results != results:
+            raise RejectError(path, f"{name}: results{difference(program.results, results)}")
+
+
+def _check_decoder(config: Config, path: str) -> None:
+    """Each batch has a program of each kind for each context, and what a cache needs to grow."""
+    buckets: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in DECODER_KINDS}
+    drafts = set[int]()
+    for program in config.programs:
+        if program.kind in DECODER_KINDS:
+            sizes = tuple(program.bucket[name] for name in BUCKETS[program.kind])
+            buckets[program.kind].add(sizes if program.kind == "copy" else sizes[:2])
+        if program.kind == "prefill" and program.bucket["prompt"] > program.bucket["context"]:
+            raise RejectError(path, f"{program.name}: prompt: expected at most its context")
+        if program.kind == "verify":
+            drafts.add(program.bucket["draft"])
+    if not buckets["decode"]:
+        raise RejectError(path, "expected a decode program for the decoder, found none")
+    batches = sorted({batch for batch, _ in buckets["decode"]})
+    contexts = sorted({context for _, context in buckets["decode"]})
+    grid = {(batch, context) for batch in batches for context in contexts}
+    for kind in ("decode", "prefill", "verify"):
+        if kind == "verify" and not buckets[kind]:
+            continue
+        for batch, context in sorted(grid ^ buckets[kind]):
+            wanted = "one" if (batch, context) in grid else "none without a decode program"
+            raise RejectError(
+                path, f"{kind} of batch {batch} and context {context}: expected {wanted}"
+            )
+    if len(drafts) > 1:
+        raise RejectError(path, "expected one draft of all verify programs, found several")
+    if config.format < 3:
+        return
+    copies = {(batch, context, batches[0], context) for batch, context in grid}
+    copies |= {
+        (batch, longer, batch, shorter)
+        for batch in batches
+        for shorter, longer in pairwise(contexts)
+    }
+    for batch, context, source_batch, source_context in sorted(copies - buckets["copy"]):
+        raise RejectError(
+            path,
+            f"expected a program that copies caches of {source_batch} x {source_context} to "
+            f"{batch} x {context}, found none",
+        )
+
+
+def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
+    """Each bucket has three programs, called by their names; layers are alike but for their weights."""
+    buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
+    for program in config.programs:
+        if program.kind not in ENCODER_KINDS:
+            continue
+        batch, length = program.bucket["batch"], program.bucket["length"]
+        expected = f"encode/b{batch}-t{length}/{program.kind}"
+        if program.name != expected:
+            raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
+        buckets[program.kind].add((batch, length))
+        if program.kind == "layer" and program.weights not in encoder.layers:
+            raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
+    every = set[tuple[int, int]]().union(*buckets.values())
+    if not every:
+        raise RejectError(path, "expected programs for the encoder, found none")
+    for kind in ENCODER_KINDS:
+        for batch, length in sorted(every - buckets[kind]):
+            raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
+    for name in encoder.layers:
+        if name not in config.weight_sets:
+            raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
+    counts = {len(config.weight_sets[name]) for name in encoder.layers}
+    if len(counts) > 1:
+        raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
 
 
 def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
@@ -321,6 +516,15 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
     for name, members in config.weight_sets.items():
         if missing := [tensor for tensor in members if tensor not in shapes]:
             raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
+    layers = () if config.encoder is None else config.encoder.layers
+    for name in layers:
+        for first, other in zip(
+            config.weight_sets[layers[0]], config.weight_sets[name], strict=True
+        ):
+            if shapes[first] != shapes[other]:
+                raise RejectError(
+                    path, f"{other}: expected the shape of {first}, found {list(shapes[other])}"
+                )
     for name, text in (config.weight_shardings or {}).items():
         if name not in shapes:
             raise RejectError(path, f"weight_shardings: no tensor {name!r}")
@@ -331,6 +535,27 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
             raise RejectError(path, f"weight_shardings: {name}: {error}") from error
         if not sharding:
             raise RejectError(path, f"weight_shardings: {name}: expected a mesh axis, found none")
+
+
+def check_chat(content: bytes, path: str) -> Chat:
+    """11. A chat layer is canonical and holds at least one template, all of it Unicode.
+
+    Whether a template parses is seen when it is first wanted: Jinja is no part of the format.
+    """
+    chat = bundle.from_json(Chat, content, path)
+    if not chat.templates:
+        raise RejectError(path, "expected at least one chat template, found none")
+    for table in (chat.templates, chat.special_tokens):
+        for name, text in table.items():
+            try:
+                f"{name}{text}".encode()
+            except UnicodeEncodeError as error:
+                raise RejectError(
+                    path, f"{name!r:.80}: expected Unicode: {error.reason}"
+                ) from error
+            if not name:
+                raise RejectError(path, "expected a name for each template and token, found none")
+    return chat
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from prejit.compiler.compilation import (
     Compiled,
     CompileJob,
     CompilePool,
+    Source,
     compile_all,
     find_compiled,
 )
@@ -127,7 +128,7 @@ def job(
     toolchain = Toolchain(on, command, VERSIONS)
     if not command:
         toolchain = host_toolchain(on, {"jaxlib": jaxlib_version()})
-    return CompileJob(program, toolchain, digest, (), key)
+    return CompileJob(program, toolchain, Source(digest, ()), key)
 
 
 def run(
@@ -289,10 +290,10 @@ def test_real_xla_tells_of_a_flag_that_it_does_not_know(
 
 def test_a_portable_program_that_is_damaged_is_told(cache: Cache, fake: tuple[str, str]) -> None:
     one = job(cache, "a", "ok:")
-    path = cache.blob_path(one.portable_digest)
+    path = cache.blob_path(one.source.program)
     assert path is not None
     path.write_bytes(b"damaged")
-    with pytest.raises(BuildError, match="expected the portable program sha256:"):
+    with pytest.raises(BuildError, match="expected sha256:"):
         run(cache, fake, one)
 
 
@@ -357,7 +358,7 @@ import sys
 from pathlib import Path
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import CompileJob, CompilePool
+from prejit.compiler.compilation import CompileJob, CompilePool, Source
 from prejit.compiler.target import jaxlib_version, target
 from prejit.compiler.toolchain import Toolchain
 
@@ -369,7 +370,7 @@ with CompilePool(cache, workers=len(portables)) as pool:
     for number, portable in enumerate(portables):
         digest = cache.put_blob(portable.encode())
         key = Key("compile", f"{number}", (("portable", digest),))
-        pool.submit(CompileJob(f"{number}", toolchain, digest, (), key))
+        pool.submit(CompileJob(f"{number}", toolchain, Source(digest, ()), key))
     pool.results()
 """
 

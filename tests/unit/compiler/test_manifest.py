@@ -118,8 +118,9 @@ MISTAKES = {
     "misspelt section": (
         ("[generate]", "[genrate]"),
         'm.toml:8: genrate: unknown key (did you mean "generate"?); allowed: bundle, model,'
-        " generate, mesh, program, target",
-        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context",
+        " generate, encode, mesh, program, target",
+        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
+        "or an [encode] table with shapes",
     ),
     "name with capitals": (
         ('"demo"', '"Demo"'),
@@ -136,10 +137,19 @@ MISTAKES = {
         'm.toml:5: model.source: expected a directory, or "hf://org/name@revision";'
         ' found "hf://gpt2"',
     ),
-    "dtype of a later release": (
-        ('"float32"\n', '"bfloat16"\n'),
-        'm.toml:6: model.dtype: expected "float32", the only dtype of this release;'
-        ' found "bfloat16"',
+    "dtype that weights are not stored in": (
+        ('"float32"\n', '"float16"\n'),
+        'm.toml:6: model.dtype: expected "float32", "bfloat16" or "int8"; found "float16"'
+        ' (did you mean "bfloat16"?)',
+    ),
+    "dtype that a cache is not stored in": (
+        ("context = [128]", 'context = [128]\ncache_dtype = "int8"'),
+        'm.toml:12: generate.cache_dtype: expected "float32" or "bfloat16"; found "int8"',
+    ),
+    "missing text": (
+        ('"float32"\n', '"int8"\nevaluation = "LICENCE"\n'),
+        'm.toml:7: model.evaluation: expected a file at "LICENCE", relative to the manifest;'
+        ' found none (did you mean "LICENSE"?)',
     ),
     "size of zero": (
         ("[4, 1]", "[4, 0]"),
@@ -171,9 +181,26 @@ MISTAKES = {
         ("[64, 16]", "[64, 256]"),
         "m.toml:10: generate.prompt[1]: expected at most 128, the longest context; found 256",
     ),
+    "a draft longer than a context": (
+        ("context = [128]", "context = [128]\ndraft_tokens = 128"),
+        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 128",
+    ),
+    "a draft of a context": (
+        ("context = [128]", "context = [128, 16]\ndraft_tokens = 16"),
+        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 16",
+    ),
+    "a context shorter than every prompt": (
+        ("context = [128]", "context = [128, 8]"),
+        "m.toml:10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]",
+    ),
+    "a draft that is no number": (
+        ("context = [128]", "context = [128]\ndraft_tokens = true"),
+        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found true",
+    ),
     "model without generate": (
         ("[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n", ""),
-        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context",
+        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
+        "or an [encode] table with shapes",
     ),
     "generate without model": (
         ('[model]\nsource = "demo-model"\ndtype = "float32"\n', ""),
@@ -243,11 +270,66 @@ def test_a_mistake_is_told_with_its_place(directory: Path, mistake: str) -> None
     assert problems(directory, GOOD.replace(old, new)) == expected
 
 
+ENCODER = """\
+[bundle]
+name = "encoder"
+
+[model]
+source = "demo-model"
+
+[encode]
+shapes = [[8, 32], [1, 16], [1, 128]]
+
+[[target]]
+name = "cpu-x86-64-v3"
+"""
+
+
+def test_shapes_of_an_encoder_come_back_ascending(directory: Path) -> None:
+    found = read(directory, ENCODER)
+    assert found.encode is not None
+    assert found.encode.shapes == ((1, 16), (1, 128), (8, 32))
+    assert found.generate is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("[1, 16]", "[1, 0]", "m.toml:8: encode.shapes[1][1]: expected "),
+        (
+            "[1, 16]",
+            "[1, 128]",
+            "m.toml:8: encode.shapes[2]: expected each shape once; found [1, 128]",
+        ),
+        ("[1, 16]", "[1]", "m.toml:8: encode.shapes"),
+        ("[1, 16]", "[1, true]", "m.toml:8: encode.shapes"),
+        ("[[8, 32], [1, 16], [1, 128]]", "[]", "m.toml:8: encode.shapes: expected a list of"),
+        ("shapes =", "shape =", 'm.toml:8: encode.shape: unknown key (did you mean "shapes"?)'),
+        ("[encode]", "[mesh]\ntensor = 2\n[encode]", "m.toml:7: mesh: expected no [encode] beside"),
+        (
+            "[encode]",
+            "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]",
+            "m.toml:11: encode: expected no [generate] beside it",
+        ),
+        (
+            '[model]\nsource = "demo-model"\n',
+            "",
+            "m.toml: model: missing; [encode] needs a [model]",
+        ),
+    ],
+)
+def test_a_mistake_in_an_encoders_shapes_is_told(
+    directory: Path, old: str, new: str, told: str
+) -> None:
+    assert ENCODER.count(old) == 1
+    assert any(line.startswith(told) for line in problems(directory, ENCODER.replace(old, new)))
+
+
 def test_an_empty_manifest_is_told_what_it_lacks(directory: Path) -> None:
     assert problems(directory, "") == [
         "m.toml: bundle: missing; expected a [bundle] table with a name",
         "m.toml: target: missing; expected at least one [[target]] table with a name",
-        "m.toml: nothing to build; expected a [model] with [generate], or a [[program]]",
+        "m.toml: nothing to build; expected a [model] with [generate] or [encode], or a [[program]]",
     ]
 
 
@@ -414,7 +496,9 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
         source = st.sampled_from(["demo-model", "hf://org/name", "hf://org/name@v1.0"])
         data["model"] = {"source": draw(source)}
         generate = {name: draw(SIZES) for name in ("batch", "prompt", "context")}
-        generate["context"] = sorted({*generate["context"], max(generate["prompt"])})
+        shortest = min(generate["prompt"])
+        contexts = {size for size in generate["context"] if size >= shortest}
+        generate["context"] = sorted({*contexts, max(generate["prompt"])})
         data["generate"] = generate
     if found:
         data["program"] = found

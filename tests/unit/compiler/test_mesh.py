@@ -41,7 +41,26 @@ LLAMA = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": False,
 }
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
+PHI3 = {
+    "model_type": "phi3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": CONTEXT,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+}
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,
+    "mlp_bias": False,
+}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "phi3": PHI3, "gemma3_text": GEMMA3}
 SPECS = {
     "decode": ProgramSpec("decode", "decode", {"batch": BATCH, "context": CONTEXT}),
     "prefill": ProgramSpec(
@@ -123,8 +142,14 @@ def test_devices_send_activations_and_never_weights_or_the_cache(
     sums = [hidden] * 4 + [last]  # after the table, and two for each block
     if kind == "prefill":  # whose last block goes on with the last token of each row alone
         sums = [hidden] * 3 + [last] * 2
-    gathered = [f"{rows},{VOCABULARY}"]
-    gathered += [f"{rows},{count},{3 * WIDTH}"] * 2 if family == "gpt2" else []
+    gathered = [f"{rows},{VOCABULARY}"] + [f"{BATCH},{VOCABULARY}"] * (mesh.data > 1)
+    if family == "gpt2":
+        gathered += [f"{rows},{count},{3 * WIDTH}"] * 2
+    if (
+        family == "phi3"
+    ):  # queries, keys and values; gate and up, in the last block of wanted tokens
+        gathered += [f"{rows},{count},{2 * WIDTH}"] * 2
+        gathered += [f"{rows},{count},{2 * 160}", f"{rows},1,{2 * 160}"]
     tokens = f"{BATCH}"  # and positions: each row of the mesh made its own
     assert sorted(shape for shape, how in sent if how == "all-reduce") == sorted(sums)
     others = [shape for shape, how in sent if how != "all-reduce" and shape != tokens]
@@ -138,7 +163,8 @@ def test_the_program_table_says_what_is_split(tmp_path: Path) -> None:
     assert {a.sharding for a in lowered.arguments if a not in cache} == {()}
     assert [str(r) for r in lowered.results[:2]] == ['["token"] int32[4]', '["position"] int32[4]']
     assert [Array.parse(str(r)) for r in lowered.results] == list(lowered.results)
-    assert {r.sharding for r in lowered.results[2:]} == {("data", "tensor", "", "")}
+    assert {r.sharding for r in lowered.results[: -len(cache)]} == {()}
+    assert {r.sharding for r in lowered.results[-len(cache) :]} == {("data", "tensor", "", "")}
 
 
 def test_one_device_is_lowered_without_a_mesh(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.compiler import models
+from prejit.compiler.models import rope
+from prejit.compiler.models.decoder import attention
 from prejit.runtime.errors import CheckpointError
 
 Arrays = np.ndarray[Any, Any]
@@ -45,8 +47,31 @@ LLAMA = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
 }
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5}
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 6,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+}
+PHI3 = {**LLAMA, "model_type": "phi3", "hidden_size": 24, "sliding_window": 9, "pad_token_id": 0}
+CONFIGS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "gemma3_text": GEMMA3,
+    "phi3": PHI3,
+}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [3.0, 5.0, 7.0],
+    "original_max_position_embeddings": 10,
+}
 
 families = pytest.mark.parametrize("family", CONFIGS)
 quick = partial(settings, deadline=None, derandomize=True, max_examples=25)
@@ -266,6 +291,37 @@ def test_parameters_of_any_module_are_replaced_by_name() -> None:
     assert (module.layers[10].kernel[...] == place).all()
 
 
+def test_padding_beyond_the_end_of_a_cache_has_a_window_and_stays_a_number() -> None:
+    """Its own would be empty, and what comes of it no number."""
+    query, layer = jnp.ones((1, 3, 2, 4)), (jnp.ones((1, 1, 8, 4)),) * 2
+    positions = jnp.array([[7, 8, 30]])
+    assert jnp.isfinite(attention(query, layer, positions, 0.5, window=2)).all()
+
+
+@pytest.mark.parametrize(("context", "factors"), [(10, "short"), (11, "long"), (None, "long")])
+def test_the_longest_context_of_a_bundle_chooses_longropes_factors(
+    context: int | None, factors: str
+) -> None:
+    long = config({**LLAMA, "rope_scaling": LONGROPE})
+    expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
+        LONGROPE[f"{factors}_factor"]
+    )
+    found = models.decoder(long, context).model.layers[0].self_attn.heads.rotary
+    assert np.allclose(found.frequencies, expected, rtol=1e-6)
+
+
+def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> None:
+    both = {"model_type": "gemma3", "text_config": GEMMA3, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(both))
+    loaded = models.load_config(tmp_path)
+    assert models.describe(loaded) == model("gemma3_text").shape
+    assert {"lm_head.weight"} == models.parameters(loaded).keys() - model("gemma3_text").weights
+    refused = {**both, "text_config": {**GEMMA3, "use_bidirectional_attention": True}}
+    (tmp_path / "config.json").write_text(json.dumps(refused))
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "config.json"))):
+        models.describe(models.load_config(tmp_path))
+
+
 # --- What is told of a model, and refused ----------------------------------------------------------
 
 
@@ -295,6 +351,25 @@ def test_the_description_holds_what_the_runtime_needs() -> None:
             {"rope_scaling": {"rope_type": "lama3", "factor": 2.0}},
             'found "lama3" (did you mean "llama3"?)',
         ),
+        ("mistral", {"sliding_window": 0}, "sliding_window: expected null or at least 1, found 0"),
+        (
+            "gemma3_text",
+            {"sliding_window": None},
+            "sliding_window: expected a number, as layer_types",
+        ),
+        (
+            "gemma3_text",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            'layer_types: expected "full_attention" or "sliding_attention", found "chunked_attention"',
+        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "expected an even number, found 3"),
+        (
+            "llama",
+            {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}},
+            "expected 3 factors, one for each pair",
+        ),
         (
             "llama",
             {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}},
@@ -320,6 +395,7 @@ def test_a_setting_that_is_not_built_is_named(
         ("[]", "model_type: expected one of"),
         ('{"model_type": []}', "model_type: expected one of"),
         ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
+        ('{"model_type": "mixtral"}', 'found "mixtral" (did you mean "mistral"?)'),
         ('{"model_type": "gpt2", "n_head": "x"}', "n_head"),
         ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),
         (

@@ -12,12 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import bundle, verify
-from prejit.runtime.bundle import Array, Config, Descriptor, Index, Manifest, Mesh, Requirement
+from prejit.runtime.bundle import (
+    Accuracy,
+    Array,
+    Chat,
+    Config,
+    Decoder,
+    Descriptor,
+    Encoder,
+    Index,
+    Manifest,
+    Mesh,
+    Requirement,
+)
 from prejit.runtime.errors import RejectError
 from prejit.runtime.fingerprint import Fingerprint
 
 PATH = "somewhere/index.json"
-FORMAT_CLASSES = [Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
+FORMAT_CLASSES = [Chat, Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
 
 # Axes have forms of their own; a mesh has at least one device.
 AXES = {
@@ -45,7 +57,42 @@ st.register_type_strategy(
         memory_bytes=st.integers(),
     ),
 )
+SIZES = st.integers(1, bundle.MAX_SIZE)
+st.register_type_strategy(
+    Decoder,
+    st.builds(
+        Decoder,
+        **dict.fromkeys(("vocab_size", "num_layers", "num_kv_heads", "head_size"), SIZES),
+        max_positions=SIZES,
+        cache_dtype=st.sampled_from(bundle.CACHE_DTYPES),
+        bos_token_id=st.none() | st.integers(),
+    ),
+)
+st.register_type_strategy(
+    Encoder,
+    st.builds(
+        Encoder,
+        **dict.fromkeys(("vocab_size", "width", "max_tokens"), SIZES),
+        layers=st.lists(st.text(), min_size=1, max_size=3).map(tuple),
+    ),
+)
 st.register_type_strategy(Mesh, st.builds(Mesh, st.integers(1, 2**20), st.integers(1, 2**20)))
+SHARE = st.none() | st.integers(0, 10**6)
+PERPLEXITY = st.none() | st.integers(10**6)
+st.register_type_strategy(
+    Accuracy,
+    st.builds(
+        Accuracy,
+        st.text(),
+        st.text(),
+        st.integers(1),
+        float32_perplexity_millionths=PERPLEXITY,
+        perplexity_millionths=PERPLEXITY,
+        logit_difference_millionths=SHARE,
+        top1_agreement_millionths=SHARE,
+        cosine_millionths=SHARE,
+    ),
+)
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -290,3 +337,18 @@ def test_the_digest_of_an_index_covers_everything_but_itself(index: bytes) -> No
     assert bundle.index_digest(read) == bundle.digest_of(bundle.to_json(plain))
     assert bundle.encode_index("other", read.manifests) != index
     assert bundle.encode_index("demo", read.manifests[:1]) != index
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        '{"text":"a.txt","tokens":0,"weights":"int8"}',
+        '{"perplexity_millionths":999999,"text":"a.txt","tokens":9,"weights":"int8"}',
+        '{"text":"a.txt","tokens":9,"top1_agreement_millionths":1000001,"weights":"int8"}',
+        '{"cosine_millionths":-1000001,"text":"a.txt","tokens":9,"weights":"int8"}',
+        '{"perplexity_millionths":1.5,"text":"a.txt","tokens":9,"weights":"int8"}',
+    ],
+)
+def test_an_accuracy_that_nothing_could_have_is_read(found: str) -> None:
+    with pytest.raises(RejectError, match="expected"):
+        bundle.from_json(Accuracy, found.encode(), "config")

@@ -211,7 +211,7 @@ def test_a_bundle_of_functions_says_that_it_cannot_generate(example: Bundle) -> 
     with pytest.raises(UsageError, match="this bundle holds no decoder") as caught:
         example.generate([1, 2, 3])
     assert "score/b2" in (caught.value.hint or "")
-    with pytest.raises(UsageError, match="no tokenizer"):
+    with pytest.raises(UsageError, match="this bundle holds no decoder"):
         example.generate("text")
     assert not example.has_tokenizer
 

@@ -90,6 +90,7 @@ def test_another_machine_never_takes_a_kept_executable(change: dict[str, Any]) -
         {"driver": "999.1"},
         {"cuda": "12.9"},
         {"device_memory_bytes": 1 << 30},
+        {"glibc": "2.28"},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import pytest
 from prejit.runtime import bundle, loader
 from prejit.runtime.errors import RejectError
 from prejit.runtime.executable import Device
+from prejit.runtime.fingerprint import Fingerprint
 
 
 def files_of(path: Path) -> list[Path]:
@@ -86,6 +89,37 @@ def test_500_changed_bytes_in_every_file_are_all_rejected(
         loader.load(bundle_dir)
 
 
+GOLDEN = Path(__file__).parents[2] / "format"
+
+
+@pytest.mark.parametrize("name", ["v3/decoder", "v4/kernels"])
+def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
+    name: str, tmp_path: Path, nothing_runs: None
+) -> None:
+    """Tokenizer, chat templates, generation config and kernels among them, which are read long after load."""
+    path = tmp_path / "bundle"
+    shutil.copytree(GOLDEN / name, path)
+    left_out = set(bundle.LAYER_MEDIA_TYPES) - {
+        media_type
+        for golden in ("v3/decoder", "v4/kernels")
+        for _, media_type in files_by_role(GOLDEN / golden)
+    }
+    assert left_out == {bundle.LICENSE_MEDIA_TYPE}
+    generator = random.Random(3)
+    machine = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
+    for number in range(20):
+        for file in files_of(path):
+            damage = (corrupt, truncated, appended, block_lost)[number % 4]
+            before = file.read_bytes()
+            damaged = damage(before, generator)
+            if damaged == before:  # of a block that was zeros
+                continue
+            with changed(file, damaged):
+                with pytest.raises(RejectError) as caught:
+                    loader.load(path, fingerprint=machine)
+            assert names_the_file(caught.value, file)
+
+
 def test_changed_bytes_are_found_behind_receipts(
     bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +137,6 @@ def test_changed_bytes_are_found_behind_receipts(
 
 def hashed_by_load(path: Path) -> int:
     """How many bytes a load would hash now."""
-    from prejit.runtime.fingerprint import Fingerprint
     from prejit.runtime.layout import Layout
     from prejit.runtime.receipt import Receipts
 

@@ -364,6 +364,10 @@ from prejit.runtime.executable import Device, to_numpy
 device = Device()
 array = device.put(np.arange(6, dtype=np.float32))
 assert to_numpy(array).sum() == 15
+assert "jax" not in sys.modules or "numpy" in vars(sys.modules["jax"])
+import ml_dtypes
+array_bf16 = device.put(np.ones(6, ml_dtypes.bfloat16))
+assert (to_numpy(array_bf16) == 1).all()  # no dtype of Python's: jaxlib wants parts of jax
 def deferred():
     return "numpy" not in vars(sys.modules["jax"])
 """
@@ -375,6 +379,19 @@ assert isinstance(array, jax.Array) and array.shape == (6,)
 assert to_numpy(device.put(np.ones(3, np.float32))).sum() == 3
 assert not deferred() and type(jax) is type(sys)
 """
+
+
+def test_one_cpu_device_needs_no_module_of_jax(settled_dir: Path, run_python: Any) -> None:
+    run_python(
+        "import sys\n"
+        "import numpy as np\n"
+        "from prejit.runtime import load\n"
+        f"bundle = load({str(settled_dir)!r})\n"
+        "assert bundle.call('score', x=np.ones((2, 16), np.float32)).shape == (2, 4)\n"
+        "bundle.prepare()\n"
+        "found = [m for m in sys.modules if m.partition('.')[0] == 'jax' or m.startswith('jaxlib.mlir')]\n"
+        "assert not found, found"
+    )
 
 
 def test_loading_and_running_leaves_jax_deferred(settled_dir: Path, run_python: Any) -> None:
@@ -415,7 +432,7 @@ def test_a_host_that_uses_jax_after_loading_gets_all_of_it(statement: str, run_p
     [
         "import jax",
         "import jax; jax.config.update('jax_platforms', 'cpu')",
-        "import os; os.environ['PREJIT_EAGER_JAX'] = '1'",
+        "import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax",
     ],
 )
 def test_a_jax_that_is_there_already_is_left_alone(before: str, run_python: Any) -> None:
@@ -498,14 +515,15 @@ def test_importing_the_module_starts_nothing() -> None:
 
 
 def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python: Any, tmp_path: Path) -> None:
-    """A first array and a first compile import it from two ends, which Python may end as a deadlock."""
+    """A first read by jax and a first compile import it from two ends: Python may end that as a deadlock."""
     (tmp_path / "program").write_bytes(export(lambda x: x + 1, np.float32(1)))
     run_python(
         """
 import importlib.abc, sys, threading, time
+import ml_dtypes
 import numpy as np
 from pathlib import Path
-from prejit.runtime.executable import Device
+from prejit.runtime.executable import Device, to_numpy
 
 class Watch(importlib.abc.MetaPathFinder):
     importing, threads = threading.Event(), []
@@ -529,10 +547,10 @@ def compile():
 sys.meta_path.insert(0, Watch())
 thread = threading.Thread(target=compile)
 thread.start()
-device.put(np.zeros(4, np.float32))
+to_numpy(device.put(np.zeros(4, ml_dtypes.bfloat16)))
 meanwhile = set(Watch.threads)
 thread.join()
 assert not errors, errors
-assert meanwhile == {"MainThread"}, meanwhile
+assert meanwhile == {"prejit-first-array"}, meanwhile
 """
     )

@@ -217,8 +217,9 @@ CPU = (
         device_count=2,
         xla_flags=("--xla_a=1",),
         environment=(),
+        glibc="2.34",
     ),
-    dataclasses.replace(MACHINE, xla_flags=("--xla_a=1",)),
+    dataclasses.replace(MACHINE, xla_flags=("--xla_a=1",), glibc="2.36"),
 )
 CUDA = (
     Requirement(
@@ -303,6 +304,7 @@ CASES = {
         "device_memory_bytes": Case((SAME, 1), NOT_ASKED),
         "xla_flags": Case(((), ()), (SAME, ())),
         "environment": Case((("A=1",), ("A=1",)), (SAME, ("A=1",))),
+        "glibc": Case((SAME, "2.100"), (SAME, "2.31")),
     },
     "cuda": {
         "platform": Case((SAME, SAME), (SAME, "tpu")),
@@ -319,6 +321,7 @@ CASES = {
         "device_memory_bytes": Case((SAME, 10_000_000_001), (SAME, 9_999_999_999)),
         "xla_flags": Case((("--xla_a=1",), ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
         "environment": Case(((), ()), (SAME, ())),
+        "glibc": Case((SAME, "2.17"), NOT_ASKED),
     },
     "tpu": {
         "platform": Case((SAME, SAME), (SAME, "cpu")),
@@ -335,6 +338,7 @@ CASES = {
         "device_memory_bytes": Case((None, None), (SAME, None)),
         "xla_flags": Case((None, ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
         "environment": Case((None, ("A=1",)), (SAME, ("LIBTPU_INIT_ARGS=--a --b",))),
+        "glibc": Case((SAME, "2.17"), NOT_ASKED),
     },
 }
 REFUSED = {
@@ -353,6 +357,7 @@ REFUSED = {
     "device_memory_bytes": [-1, "16 GB", 1.5],
     "xla_flags": [["xla_a"], ["-xla_a"], ["--xla a"], ["--"], "--xla_a"],
     "environment": [["a=1"], ["A"], ["=1"], ["A=1\nB=2"]],
+    "glibc": ["2", "", "glibc 2.36", "2.36 ", 2],
 }
 AXES = [field.name for field in dataclasses.fields(Requirement)]
 

@@ -6,8 +6,10 @@ What is forged here has right digests everywhere, as whoever builds bundles coul
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +23,16 @@ from hypothesis import strategies as st
 
 from prejit.runtime import __main__, bundle, loader, verify
 from prejit.runtime.bundle import Descriptor, Index, Mesh, Portable, Segment
+from prejit.runtime.decoder_programs import DecoderPrograms
+from prejit.runtime.encode import EncoderPrograms
 from prejit.runtime.errors import RejectError
+from prejit.runtime.executable import Device
 from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.layout import Layout
+from prejit.runtime.programs import Layer, Programs
+from prejit.runtime.signatures import BUCKETS
 
+WRITTEN = str(bundle.FORMAT_VERSION)
 PATH = "somewhere/blob"
 
 
@@ -90,7 +99,7 @@ def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) 
 @pytest.mark.parametrize(
     ("written", "newer"),
     [
-        *(("3", True), ("10", True), ("999999999", True)),
+        *(("5", True), ("10", True), ("999999999", True)),
         *(("0", False), ("", False), ("-2", False), ("one", False), ("01", False), ("1.0", False)),
         *(("²", False), ("٢", False), ("9" * 5000, False)),
     ],
@@ -101,16 +110,16 @@ def test_2_another_format_says_which_side_is_older(
     path = with_index(
         recipe, tmp_path / "b", lambda i: i["annotations"].update({bundle.BUNDLE_FORMAT: written})
     )
-    error = reject(path, "expected bundle format 1 or 2, found")
+    error = reject(path, "expected bundle format 1, 2, 3 or 4, found")
     assert (error.hint == verify.NEWER_FORMAT_HINT) == newer
 
 
 def test_2_a_newer_format_is_named_even_where_it_has_new_keys(recipe: Any, tmp_path: Path) -> None:
     def change(index: dict[str, Any]) -> None:
-        index["annotations"][bundle.BUNDLE_FORMAT] = "3"
+        index["annotations"][bundle.BUNDLE_FORMAT] = "5"
         index["subject"] = {"new": 1.5}
 
-    error = reject(with_index(recipe, tmp_path / "b", change), "found '3'")
+    error = reject(with_index(recipe, tmp_path / "b", change), "found '5'")
     assert error.hint == verify.NEWER_FORMAT_HINT
 
 
@@ -307,6 +316,12 @@ def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
         ),
         (lambda m: m["layers"][1].update(digest="sha256:x"), "expected a sha256 digest"),
         (lambda m: m["layers"][1].update(size=-5), "expected at most"),
+        (
+            lambda m: m["layers"][0].update(
+                mediaType=bundle.CHAT_MEDIA_TYPE, size=bundle.MAX_CHAT_BYTES + 1
+            ),
+            "expected at most 4194304 bytes, found 4194305",
+        ),
     ],
 )
 def test_6_a_manifest_with_other_layers_is_rejected(
@@ -336,8 +351,8 @@ def one_program(config: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda c: dataclasses.replace(c, format=3), "format 2, as the index, found 3"),
-        (lambda c: dataclasses.replace(c, format=1), "format 2, as the index, found 1"),
+        (lambda c: dataclasses.replace(c, format=5), "format 4, as the index, found 5"),
+        (lambda c: dataclasses.replace(c, format=3), "format 4, as the index, found 3"),
         (
             lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
             "each program once",
@@ -395,10 +410,10 @@ def test_7_a_requirement_counts_the_devices_of_the_mesh(
     config = dataclasses.replace(config, requirement=needs, mesh=mesh)
     content = bundle.to_json(config)
     if complaint is None:
-        assert verify.check_config(content, "2", config.target, needs, PATH) == config
+        assert verify.check_config(content, WRITTEN, config.target, needs, PATH) == config
     else:
         with pytest.raises(RejectError, match=complaint) as caught:
-            verify.check_config(content, "2", config.target, needs, PATH)
+            verify.check_config(content, WRITTEN, config.target, needs, PATH)
         assert caught.value.path == PATH
 
 
@@ -416,7 +431,7 @@ def test_7_a_window_that_ends_on_no_date_is_rejected(
     """Or the loader, which compares it with today, would end in a ValueError."""
     config = recipe.targets[0].config
     config = dataclasses.replace(config, portable=Portable("0.12.0.1", "1.17.0", until))
-    arguments = (bundle.to_json(config), "2", config.target, config.requirement, PATH)
+    arguments = (bundle.to_json(config), WRITTEN, config.target, config.requirement, PATH)
     if is_date:
         assert verify.check_config(*arguments) == config
     else:
@@ -483,6 +498,398 @@ def test_7_and_10_prejit_verify_reads_what_load_puts_off(
     assert __main__.main(["verify", str(recipe.only(kept).write(tmp_path / "good"))]) == 0
 
 
+# 7. programs of a model
+
+
+GOLDEN = Path(__file__).parents[2] / "format"
+
+
+def golden_config(name: str) -> Any:
+    """Of a small bundle of today's format that lies in the repository, or of an earlier one."""
+    with Layout(GOLDEN / name) as layout:
+        index, _ = loader.open_index(layout)
+        [target] = loader.match(layout, index, Fingerprint.current())
+        return loader.read_contents(layout, target).config
+
+
+def check(config: Any) -> Any:
+    written, content = str(config.format), bundle.to_json(config)
+    return verify.check_config(content, written, config.target, config.requirement, PATH)
+
+
+def changed(config: Any, name: str, /, **changes: Any) -> Any:
+    """With another program of that name."""
+    assert name in {program.name for program in config.programs}
+    programs = (
+        dataclasses.replace(program, **changes) if program.name == name else program
+        for program in config.programs
+    )
+    return dataclasses.replace(config, programs=tuple(programs))
+
+
+def without(config: Any, *names: str) -> Any:
+    assert set(names) <= {program.name for program in config.programs}
+    kept = tuple(program for program in config.programs if program.name not in names)
+    return dataclasses.replace(config, programs=kept)
+
+
+def program_of(config: Any, name: str) -> Any:
+    return next(program for program in config.programs if program.name == name)
+
+
+def without_argument(config: Any, name: str, argument: str) -> Any:
+    """Of a program that lacks one argument."""
+    arguments = program_of(config, name).arguments
+    kept = tuple(text for text in arguments if not text.startswith(f'["{argument}"]'))
+    assert len(kept) == len(arguments) - 1
+    return changed(config, name, arguments=kept)
+
+
+def doubled(config: Any, name: str) -> Any:
+    """With a second program for the same bucket."""
+    copy = dataclasses.replace(program_of(config, name), name="another")
+    return dataclasses.replace(config, programs=(*config.programs, copy))
+
+
+DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("v1/decoder", "v2/decoder", "v2/mesh"),
+        *("v3/decoder", "v3/stored", "v3/mesh", "v3/encoder"),
+    ],
+)
+def test_7_the_programs_of_every_format_are_right(name: str) -> None:
+    config = golden_config(name)
+    assert check(config) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: changed(c, DECODE, kind="sing"), f"{DECODE}: kind: expected .*'sing'"),
+        (
+            lambda c: changed(c, DECODE, kind="call"),
+            "decode of batch 2 and context 32: expected one",
+        ),
+        (lambda c: dataclasses.replace(c, decoder=None), "expected 'decoder' in the config"),
+        (lambda c: changed(c, DECODE, kind="layer"), "expected 'encoder' in the config"),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 2}),
+            f"{DECODE}: bucket: expected batch, context; found batch",
+        ),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 2, "context": 32, "prompt": 1}),
+            f"{DECODE}: bucket: expected batch, context; found batch, context, prompt",
+        ),
+        (lambda c: changed(c, DECODE, bucket={}), "found nothing"),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 0, "context": 32}),
+            f"{DECODE}: batch: expected 1 to 2147483647, found 0",
+        ),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 2, "context": 1 << 31}),
+            f"{DECODE}: context: expected 1 to 2147483647, found 2147483648",
+        ),
+        (lambda c: changed(c, DECODE, cost_microseconds=-1), "cost_microseconds: expected 0 or"),
+        (lambda c: changed(c, DECODE, weights=None), f"{DECODE}: expected 'weights'"),
+        (lambda c: doubled(c, DECODE), "another: expected one decode program of its bucket"),
+        (
+            lambda c: without_argument(c, DECODE, "steps"),
+            rf"""{DECODE}: arguments\[3\]: expected '\["steps"\] int32\[\]', found""",
+        ),
+        (lambda c: without_argument(c, DECODE, "min_p"), rf"{DECODE}: arguments\[.*min_p"),
+        (lambda c: without_argument(c, PREFILL, "start"), rf"{PREFILL}: arguments\[1\].*start"),
+        (lambda c: without_argument(c, VERIFY, "history"), rf"{VERIFY}: arguments.*history"),
+        (
+            lambda c: changed(c, DECODE, arguments=(*program_of(c, DECODE).arguments, "[] bool[]")),
+            "expected nothing, found",
+        ),
+        (lambda c: changed(c, DECODE, results=()), rf"{DECODE}: results\[0\].* found nothing"),
+        (
+            lambda c: changed(
+                c,
+                DECODE,
+                results=tuple(
+                    text.replace('["tokens"] int32[16,', '["tokens"] int32[0,')
+                    for text in program_of(c, DECODE).results
+                ),
+            ),
+            rf"{DECODE}: results\[2\]: expected .* found",
+        ),
+        (
+            lambda c: dataclasses.replace(
+                c, decoder=dataclasses.replace(c.decoder, num_layers=(1 << 31) - 1)
+            ),
+            "arguments.*expected .*cache",
+        ),
+        (
+            lambda c: dataclasses.replace(
+                c, decoder=dataclasses.replace(c.decoder, cache_dtype="bfloat16")
+            ),
+            "expected .*bfloat16",
+        ),
+        (lambda c: dataclasses.replace(c, mesh=Mesh(1, 2)), "expected .*@data,tensor,,"),
+        (lambda c: without(c, DECODE), "decode of batch 2 and context 32: expected one"),
+        (
+            lambda c: without(c, *(p.name for p in c.programs if p.kind == "decode")),
+            "expected a decode program for the decoder, found none",
+        ),
+        (lambda c: dataclasses.replace(c, programs=()), "expected a decode program"),
+        (
+            lambda c: without(c, PREFILL, "prefill/b2-t4-c32"),
+            "prefill of batch 2 and context 32: expected one",
+        ),
+        (
+            lambda c: changed(
+                c,
+                PREFILL,
+                bucket={"batch": 2, "context": 32, "prompt": 33},
+                arguments=tuple(
+                    text.replace("int32[2,8]", "int32[2,33]")
+                    for text in program_of(c, PREFILL).arguments
+                ),
+            ),
+            f"{PREFILL}: prompt: expected at most its context",
+        ),
+        (lambda c: without(c, VERIFY), "verify of batch 2 and context 32: expected one"),
+        (
+            lambda c: without(c, "copy/b1-c16-to-b2-c16"),
+            "copies caches of 1 x 16 to 2 x 16, found none",
+        ),
+        (
+            lambda c: without(c, "copy/b2-c16-to-b2-c32"),
+            "copies caches of 2 x 16 to 2 x 32, found none",
+        ),
+        (
+            lambda c: without(c, *(p.name for p in c.programs if p.kind == "copy")),
+            "copies caches of 1 x 16 to 1 x 16, found none",
+        ),
+    ],
+)
+def test_7_a_decoder_that_the_engine_would_trip_over_is_rejected(
+    change: Any, complaint: str
+) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check(change(golden_config("v3/decoder")))
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    "kept", [lambda p: p.kind != "verify", lambda p: p.bucket.get("prompt") != 4]
+)
+def test_7_what_a_decoder_may_do_without_it_may_do_without(kept: Any) -> None:
+    config = golden_config("v3/decoder")
+    fewer = dataclasses.replace(config, programs=tuple(filter(kept, config.programs)))
+    assert len(fewer.programs) < len(config.programs)
+    assert check(fewer) == fewer
+
+
+def test_7_an_encoder_may_pool_without_weights() -> None:
+    """As those do that have no dense layer; the other programs may not."""
+    config = changed(golden_config("v3/encoder"), "encode/b1-t8/pool", weights=None)
+    assert check(config) == config
+
+
+def test_7_drafts_of_two_lengths_are_rejected() -> None:
+    """The engine drafts as many tokens as the longest verifies, whatever the bucket."""
+    config = golden_config("v3/decoder")
+    longer = {**program_of(config, VERIFY).bucket, "draft": 3}
+
+    def resized(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(
+            text.replace("int32[2,3]", "int32[2,4]").replace("32[3,2", "32[4,2") for text in texts
+        )
+
+    verified = program_of(config, VERIFY)
+    arguments, results = resized(verified.arguments), resized(verified.results)
+    config = changed(config, VERIFY, bucket=longer, arguments=arguments, results=results)
+    with pytest.raises(RejectError, match="one draft of all verify programs"):
+        check(config)
+
+
+@pytest.mark.parametrize("kind", ["verify", "copy", "embed", "layer", "pool"])
+def test_7_a_kind_that_came_later_is_none_of_an_earlier_format(kind: str) -> None:
+    config = golden_config("v2/decoder")
+    with pytest.raises(RejectError, match=f"kind: expected prefill, decode, call; found '{kind}'"):
+        check(changed(config, "decode/b1-c16", kind=kind))
+    steps = (*program_of(config, "decode/b1-c16").arguments, '["steps"] int32[]')
+    with pytest.raises(RejectError, match="expected nothing, found"):
+        check(changed(config, "decode/b1-c16", arguments=steps))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, value) for name in ("vocab_size", "num_layers") for value in (0, -1, 1 << 31)),
+        *((name, 0) for name in ("num_kv_heads", "head_size", "max_positions")),
+        *(("cache_dtype", value) for value in ("", "float64", "int8", "no such dtype")),
+    ],
+)
+def test_7_a_decoder_of_no_possible_size_is_rejected(field: str, value: Any) -> None:
+    plain = json.loads(bundle.to_json(golden_config("v3/decoder")))
+    plain["decoder"][field] = value
+    with pytest.raises(RejectError, match=f"decoder: {field}: expected .*, found {value!r}"):
+        bundle.from_json(bundle.Config, bundle.to_json(plain), PATH)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"vocab_size": 0}, "encoder: vocab_size: expected 1 to"),
+        ({"width": -5}, "encoder: width: expected 1 to"),
+        ({"max_tokens": 1 << 40}, "encoder: max_tokens: expected 1 to"),
+        ({"layers": []}, "encoder: layers: expected at least one weight set"),
+        ({"layers": ["model:layer0", "model:nothing"]}, "unknown weight set 'model:nothing'"),
+        ({"layers": ["model:layer0", "model:pool"]}, "weight sets of as many tensors each"),
+        ({"layers": ["model:pool"]}, "layer: expected a weight set of encoder.layers"),
+        ({"width": 7}, r"pool: results\[0\]: expected .*float32\[1,7\]"),
+        (None, "embed: expected 'encoder' in the config, found none"),
+    ],
+)
+def test_7_an_encoder_that_could_not_run_is_rejected(change: Any, complaint: str) -> None:
+    plain = json.loads(bundle.to_json(golden_config("v3/encoder")))
+    if change is None:
+        del plain["encoder"]
+    else:
+        plain["encoder"].update(change)
+    target, needs = plain["target"], golden_config("v3/encoder").requirement
+    with pytest.raises(RejectError, match=complaint):
+        verify.check_config(bundle.to_json(plain), "3", target, needs, PATH)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: without(c, "encode/b1-t8/pool"), "expected encode/b1-t8/pool, found none"),
+        (lambda c: without(c, "encode/b1-t8/embed"), "expected encode/b1-t8/embed, found none"),
+        (lambda c: without(c, "encode/b2-t16/layer"), "expected encode/b2-t16/layer, found none"),
+        (lambda c: dataclasses.replace(c, programs=()), "expected programs for the encoder"),
+        (lambda c: changed(c, "encode/b1-t8/pool", name="p"), "'p': expected the name 'encode/b1"),
+        (lambda c: changed(c, "encode/b1-t8/embed", weights=None), "embed: expected 'weights'"),
+        (lambda c: without_argument(c, "encode/b1-t8/layer", "length"), r"arguments\[0\]"),
+        (
+            lambda c: changed(c, "encode/b1-t8/embed", results=('["hidden"] float32[1,8,9]',)),
+            "expected .*float32.*, found",
+        ),
+        (lambda c: changed(c, "encode/b1-t8/embed", results=()), "found nothing"),
+    ],
+)
+def test_7_an_encoder_whose_programs_do_not_fit_together_is_rejected(
+    change: Any, complaint: str
+) -> None:
+    config = golden_config("v3/encoder")
+    assert check(config) == config
+    with pytest.raises(RejectError, match=complaint):
+        check(change(config))
+
+
+def forged(draw: Callable[[Any], Any], name: str) -> Any:
+    """A program table with some of its programs lost, doubled, or saying something else."""
+    config = golden_config(name)
+    programs = list(config.programs)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, len(programs) - 1))
+        program = programs[place]
+        kind = draw(st.sampled_from(["lose", "kind", "bucket", "texts", "weights", "double"]))
+        if kind == "lose" and len(programs) > 1:
+            del programs[place]
+        elif kind == "double":
+            programs.append(dataclasses.replace(program, name=f"{program.name}-again"))
+        elif kind == "weights":
+            sets = st.none() | st.sampled_from(sorted(config.weight_sets))
+            programs[place] = dataclasses.replace(program, weights=draw(sets))
+        elif kind == "kind":
+            kinds = st.sampled_from([*BUCKETS, "call", "", "sing"])
+            programs[place] = dataclasses.replace(program, kind=draw(kinds))
+        elif kind == "bucket":
+            sizes = st.integers(-1, 40) | st.integers()
+            keys = st.sampled_from(
+                ["batch", "context", "prompt", "draft", "length", "source_batch"]
+            )
+            bucket = {**program.bucket, **draw(st.dictionaries(keys, sizes, max_size=2))}
+            lost = draw(st.sets(st.sampled_from(sorted(bucket)), max_size=1))
+            kept = {size: value for size, value in bucket.items() if size not in lost}
+            programs[place] = dataclasses.replace(program, bucket=kept)
+        else:
+            which = draw(st.sampled_from(["arguments", "results"]))
+            texts = list(getattr(program, which))
+            if texts:
+                at = draw(st.integers(0, len(texts) - 1))
+                texts[at : at + 1] = draw(st.lists(st.sampled_from(texts) | st.text(), max_size=2))
+            programs[place] = dataclasses.replace(program, **{which: tuple(texts)})
+    return dataclasses.replace(config, programs=tuple(programs))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["v3/decoder", "v2/decoder"])
+def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
+    name: str, data: st.DataObject
+) -> None:
+    """Either it is rejected, or every program that the engine indexes is there, with its arguments."""
+    config = forged(data.draw, name)
+    try:
+        check(config)
+    except RejectError:
+        return
+    device = Device("cpu")
+    programs = Programs(config, device, None, Layer(b"", PATH), {})  # type: ignore[arg-type]
+    decoder = DecoderPrograms(config.decoder, programs, device)
+    smallest = decoder.batches[0]
+    for batch, context in itertools.product(decoder.batches, decoder.contexts):
+        assert decoder.bucket_for(batch, context) == (batch, context)
+        found = [decoder.decode_for(batch, context), *decoder.prefills(batch, context)]
+        if decoder.draft_tokens:
+            verifying = decoder.verify_for(batch, context)
+            assert verifying is not None
+            assert verifying.bucket["draft"] == decoder.draft_tokens
+            found.append(verifying)
+        if config.format > 2:
+            found.append(decoder.copy_for(smallest, context, batch, context))
+            assert decoder.takes(decoder.decode_for(batch, context), "steps")
+        for program in found:
+            programs.arguments(program.name)
+            programs.results(program.name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
+    data: st.DataObject,
+) -> None:
+    config = forged(data.draw, "v3/encoder")
+    try:
+        check(config)
+    except RejectError:
+        return
+    device = Device("cpu")
+    programs = Programs(config, device, None, Layer(b"", PATH), {})  # type: ignore[arg-type]
+    encoder = EncoderPrograms(config.encoder, programs, device)
+    for name in (name for bucket in encoder.buckets for name in bucket.programs):
+        assert programs.arguments(name)
+
+
+def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
+    """With right digests everywhere, before anything is compiled."""
+    from prejit.compiler.packaging import PackedTarget, assemble, layer
+
+    with Layout(GOLDEN / "v3" / "decoder") as layout:
+        index, _ = loader.open_index(layout)
+        [target] = loader.match(layout, index, Fingerprint.current())
+        contents = loader.read_contents(layout, target)
+        layers = tuple(
+            layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
+            for kept in contents.manifest.layers
+        )
+    config = without_argument(contents.config, DECODE, "steps")
+    config = dataclasses.replace(config, format=bundle.FORMAT_VERSION)  # as `assemble` writes
+    path = write(tmp_path / "b", assemble("decoder", [PackedTarget(config, layers)]))
+    assert "blobs/sha256/" in reject(path, rf"{DECODE}: arguments\[3\].*steps").path
+
+
 def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:
     """Or a registry that shows the index would choose a machine on which the code dies."""
     index, blobs = recipe.only("cpu-host").assemble()
@@ -514,12 +921,19 @@ def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
 # 8. layers
 
 
+OF_MODELS = (bundle.TOKENIZER_MEDIA_TYPE, bundle.CHAT_MEDIA_TYPE, bundle.GENERATION_MEDIA_TYPE)
+
+
 @pytest.mark.parametrize("media_type", bundle.LAYER_MEDIA_TYPES)
 def test_8_every_layer_of_every_target_is_hashed(
     media_type: str, recipe: Any, tmp_path: Path
 ) -> None:
     """Also those that are only used later, or by another machine."""
     path = recipe.write(tmp_path / "b")
+    if media_type in (*OF_MODELS, bundle.KERNELS_MEDIA_TYPE):
+        path = tmp_path / "golden"
+        name = "v3/decoder" if media_type in OF_MODELS else "v4/kernels"
+        shutil.copytree(GOLDEN / name, path)
     index = json.loads((path / "index.json").read_bytes())
     blobs = path / "blobs" / "sha256"
     seen = 0
@@ -534,7 +948,7 @@ def test_8_every_layer_of_every_target_is_hashed(
                 with pytest.raises(RejectError, match=file.name):
                     loader.load(path)
                 file.write_bytes(content)
-    assert seen or media_type in (bundle.TOKENIZER_MEDIA_TYPE, bundle.GENERATION_MEDIA_TYPE)
+    assert seen
 
 
 # 9. frames
@@ -888,11 +1302,45 @@ def test_10_weights_that_the_mesh_splits_evenly_are_right(recipe: Any) -> None:
     verify.check_weight_sets(config, shapes, PATH)
 
 
+def test_10_layers_of_several_shapes_are_rejected() -> None:
+    """They run through one program: it would read beyond a tensor that is smaller."""
+    config = golden_config("v3/encoder")
+    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
+    verify.check_weight_sets(config, shapes, PATH)
+    first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
+    shapes[second] = (4, 2)
+    with pytest.raises(RejectError, match=rf"{second}: expected the shape of {first}, found"):
+        verify.check_weight_sets(config, shapes, PATH)
+
+
 def test_10_a_weight_set_without_any_weights_is_rejected(recipe: Any, tmp_path: Path) -> None:
     path = recipe.layered(
         lambda layers: tuple(x for x in layers if x.media_type != bundle.WEIGHTS_MEDIA_TYPE)
     ).write(tmp_path / "b")
     reject(path, "weight set 'score': no tensor 'score:bias'")
+
+
+# 11. chat templates
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'{"special_tokens":{},"templates":{}}', "expected at least one chat template"),
+        (b'{"special_tokens":{},"templates":{"":"a"}}', "expected a name for each template"),
+        (b'{"special_tokens":{"":"a"},"templates":{"default":"a"}}', "expected a name for each"),
+        (b'{"special_tokens":{},"templates":{"default":"\\ud800"}}', "expected Unicode"),
+        (b'{"special_tokens":{},"templates":{"default": "a"}}', "expected canonical JSON"),
+        (b'{"templates":{"default":"a"}}', "missing"),
+        (b'{"code":"a","special_tokens":{},"templates":{"default":"a"}}', "unknown key 'code'"),
+        (b'{"special_tokens":{},"templates":{"default":["a"]}}', "expected str"),
+        (b"", "expected JSON"),
+    ],
+)
+def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint: str) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        verify.check_chat(content, PATH)
+    assert caught.value.path == PATH
 
 
 # The order

@@ -1,7 +1,8 @@
-"""Decoder families as flax nnx modules, for Hugging Face directories as they are published.
+"""Model families as flax nnx modules, for Hugging Face directories as they are published.
 
-A family is a module with `describe`, `NAMING`, `SPLIT` and a class; it is added to `_FAMILIES` here. Its
-parameters have the names of the published tensors, one array each, nothing stacked.
+A decoder family is a module with `describe`, `build` and `NAMING`, added to `_FAMILIES` here; an encoder
+family one with `check`, `max_tokens`, `build` and `NAMING`, added to `_ENCODERS`. Parameters have the names
+of the published tensors, one array each, nothing stacked.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,24 @@ from typing import Any
 import jax
 from flax import nnx
 
-from prejit.compiler.models import gpt2, llama
+from prejit.compiler.models import (
+    bert,
+    blocks,
+    distilbert,
+    forms,
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    phi3,
+    precision,
+    qwen2,
+    qwen3,
+    roberta,
+)
 from prejit.compiler.models.decoder import (
+    BRING_YOUR_OWN,
     Decoder,
     DecoderConfig,
     Embedding,
@@ -29,6 +46,8 @@ from prejit.compiler.models.decoder import (
     split,
     unsupported,
 )
+from prejit.compiler.models.encoder import EncoderConfig, EncoderSource, SentenceEncoder
+from prejit.compiler.sentence_layout import read_layout
 from prejit.compiler.wording import did_you_mean, shown
 from prejit.runtime.bundle import Mesh
 from prejit.runtime.errors import CheckpointError
@@ -36,13 +55,21 @@ from prejit.runtime.errors import CheckpointError
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "EncoderConfig",
+    "EncoderSource",
     "KVCache",
     "Naming",
     "Parameter",
+    "SentenceEncoder",
     "decoder",
     "describe",
+    "describe_encoder",
+    "encoder",
+    "encoder_naming",
+    "encoder_parameters",
     "flat_parameters",
     "load_config",
+    "load_encoder",
     "naming",
     "parameters",
     "shardings",
@@ -51,16 +78,33 @@ __all__ = [
     "with_parameters",
 ]
 
-_FAMILIES: dict[str, tuple[ModuleType, type[nnx.Module]]] = {
-    "gpt2": (gpt2, gpt2.GPT2),
-    "llama": (llama, llama.Llama),
+_FAMILIES: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
 }
-"""By model_type."""
+"""Decoders, by model_type."""
+
+_ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
+"""Encoders, by model_type."""
+
+_AROUND = ("gemma3",)
+"""Model types around a text model of a family here; that is taken, the rest is left."""
+
+_SPLITS: dict[type[nnx.Module], Split] = {
+    gpt2.GPT2: gpt2.SPLIT,
+    blocks.RotaryDecoder: blocks.SPLIT,
+}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a decoder.
+    """A parameter of a model.
 
     Attributes:
         shape: of the array.
@@ -72,7 +116,7 @@ class Parameter:
 
 
 def load_config(directory: Path) -> Any:
-    """The configuration of a checkpoint, read by transformers.
+    """The configuration of a decoder's checkpoint, read by transformers.
 
     Args:
         directory: holds config.json.
@@ -80,6 +124,30 @@ def load_config(directory: Path) -> Any:
     Raises:
         CheckpointError: no config.json, not one that transformers accepts, or of no family here.
     """
+    config = _load_config(directory, sorted([*_FAMILIES, *_AROUND]), "[generate]")
+    if config.model_type in _AROUND:
+        text = config.get_text_config(decoder=True)
+        text.name_or_path = config.name_or_path
+        text.tie_word_embeddings = config.tie_word_embeddings
+        return text
+    return config
+
+
+def load_encoder(directory: Path) -> EncoderSource:
+    """An encoder's configuration: of its transformer, and of the modules that follow it.
+
+    Args:
+        directory: in the layout of sentence-transformers, or a plain one with config.json.
+
+    Raises:
+        CheckpointError: as load_config; or a module or setting that is not built here.
+    """
+    layout = read_layout(directory)
+    return EncoderSource(_load_config(layout.transformer, sorted(_ENCODERS), "[encode]"), layout)
+
+
+def _load_config(directory: Path, known: list[str], section: str) -> Any:
+    """The configuration, of a model type that is known to what the manifest's section needs."""
     file = directory / "config.json"
     try:
         said = json.loads(file.read_bytes())
@@ -89,12 +157,14 @@ def load_config(directory: Path) -> Any:
             hint="expected a directory in the Hugging Face layout, with config.json in it",
         ) from error
     family = said.get("model_type") if isinstance(said, dict) else None
-    known = ", ".join(map(shown, _FAMILIES))
-    if not isinstance(family, str) or family not in _FAMILIES:
+    if not isinstance(family, str) or family not in known:
+        other = {"[encode]": _FAMILIES, "[generate]": _ENCODERS}[section]
         raise CheckpointError(
-            f"{file}: model_type: expected one of {known}, found {shown(family)}"
-            f"{did_you_mean(str(family), _FAMILIES)}",
-            hint="write the model as a JAX function or flax module and compile it as a [[program]]",
+            f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {section}, found "
+            f"{shown(family)}{did_you_mean(str(family), known)}",
+            hint=f"give the manifest [{'encode' if other is _ENCODERS else 'generate'}] instead of {section}"
+            if str(family) in other
+            else BRING_YOUR_OWN,
         )
     if said.get("quantization_config"):
         raise CheckpointError(
@@ -112,39 +182,128 @@ def load_config(directory: Path) -> Any:
         raise CheckpointError(f"{file}: transformers refuses it: {reason}") from error
 
 
-def describe(config: Any) -> DecoderConfig:
+def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
     """What lowering and generation need to know of a model.
 
     Args:
         config: from load_config.
+        cache_dtype: of the KV cache: `float32` or `bfloat16`.
 
     Raises:
         CheckpointError: a setting that is not supported; names file, key, value and what is allowed.
     """
-    described: DecoderConfig = _family(config)[0].describe(config)
-    return described
+    described: DecoderConfig = _family(config).describe(config)
+    return replace(described, cache_dtype=cache_dtype)
 
 
-def decoder(config: Any) -> nnx.Module:
+def decoder(
+    config: Any, context: int | None = None, dtype: str = "float32", *, out_in: bool = False
+) -> nnx.Module:
     """The model, abstract: its parameters are shapes without values.
 
     It is called as Decoder says.
+
+    Args:
+        config: from load_config.
+        context: the longest that programs of a bundle are built for, which decides LongRoPE's factors for all
+            of them (rope.py says why); None: as long as the model was made for.
+        dtype: that its matrices are stored in (precision.py).
+        out_in: whether all are stored (out, in), as kernels read them; else as XLA:CPU wants each.
 
     Raises:
         CheckpointError: as describe.
     """
     describe(config)
-    module = _family(config)[1]
-    return nnx.eval_shape(lambda: module(config))
+    family = _family(config)
+    with forms.storing(out_in=out_in):
+        module: nnx.Module = nnx.eval_shape(lambda: family.build(config, context))
+    precision.store(module, dtype)
+    return module
 
 
-def parameters(config: Any) -> dict[str, Parameter]:
+def describe_encoder(source: EncoderSource) -> EncoderConfig:
+    """What lowering and encoding need to know of an encoder.
+
+    Raises:
+        CheckpointError: a setting that is not supported; names file, key, value and what is allowed.
+    """
+    config, layout = source.config, source.layout
+    family = _ENCODERS[config.model_type]
+    family.check(config)
+    width: int = config.hidden_size
+    if layout.width not in (None, width):
+        raise CheckpointError(
+            f"{layout.files[-1]}: word_embedding_dimension: expected {width}, the width that "
+            f"{layout.transformer / 'config.json'} gives the model; found {layout.width}"
+        )
+    width *= len(layout.pooling)
+    for part in layout.dense:
+        if part.inputs != width:
+            raise CheckpointError(
+                f"{part.directory / 'config.json'}: in_features: expected {width}, the width of what comes "
+                f"before; found {part.inputs}"
+            )
+        width = part.outputs
+    positions: int = family.max_tokens(config)
+    return EncoderConfig(
+        config.model_type,
+        config.vocab_size,
+        width,
+        min(positions, layout.max_tokens or positions),
+        "+".join(layout.pooling),
+        layout.normalized,
+    )
+
+
+def encoder(
+    source: EncoderSource, dtype: str = "float32", *, out_in: bool = False
+) -> SentenceEncoder:
+    """The encoder, abstract: its parameters are shapes without values.
+
+    Args:
+        source: from load_encoder.
+        dtype: that its matrices are stored in (precision.py).
+        out_in: as of decoder.
+
+    Raises:
+        CheckpointError: as describe_encoder.
+    """
+    describe_encoder(source)
+    family = _ENCODERS[source.config.model_type]
+    prefix = family.NAMING.prefix
+    with forms.storing(out_in=out_in):
+        module: SentenceEncoder = nnx.eval_shape(
+            lambda: SentenceEncoder(source, prefix, family.build(source.config))
+        )
+    precision.store(module, dtype)
+    return module
+
+
+def encoder_parameters(source: EncoderSource, *, out_in: bool = False) -> dict[str, Parameter]:
+    """As parameters, of an encoder."""
+    return _parameters(encoder(source, out_in=out_in))
+
+
+def encoder_naming(source: EncoderSource) -> Naming:
+    """As naming, of an encoder's transformer."""
+    names: Naming = _ENCODERS[source.config.model_type].NAMING
+    return names
+
+
+def parameters(config: Any, *, out_in: bool = False) -> dict[str, Parameter]:
     """The parameters of a model by name, in alphabetical order.
+
+    Args:
+        config: from load_config.
+        out_in: as of decoder.
 
     Raises:
         CheckpointError: as describe.
     """
-    module = decoder(config)
+    return _parameters(decoder(config, out_in=out_in))
+
+
+def _parameters(module: nnx.Module) -> dict[str, Parameter]:
     in_out = {
         ".".join(map(str, (*path, "weight")))
         for path, part in nnx.iter_modules(module)
@@ -169,6 +328,8 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
         if isinstance(part, Embedding):
             if last in rules.vocabulary and part.weight.shape[0] % mesh.tensor == 0:
                 found[f"{name}.weight"] = ("tensor", "")
+                if part.weight_scale is not None:
+                    found[f"{name}.weight_scale"] = ("tensor",)
         elif isinstance(part, Linear):
             by_outputs = last in rules.outputs
             if last in rules.vocabulary:
@@ -176,8 +337,9 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
             if by_outputs or last in rules.inputs:
                 first = by_outputs != part.in_out
                 found[f"{name}.weight"] = ("tensor", "") if first else ("", "tensor")
-            if by_outputs and part.bias is not None:
-                found[f"{name}.bias"] = ("tensor",)
+            for key in ("bias", "weight_scale") if by_outputs else ():
+                if getattr(part, key) is not None:
+                    found[f"{name}.{key}"] = ("tensor",)
     return found
 
 
@@ -193,7 +355,7 @@ def split_sizes(module: nnx.Module) -> dict[str, int]:
 
 def naming(config: Any) -> Naming:
     """How published checkpoints of the family name tensors."""
-    names: Naming = _family(config)[0].NAMING
+    names: Naming = _family(config).NAMING
     return names
 
 
@@ -217,8 +379,7 @@ def _names(state: nnx.State) -> list[str]:
 
 
 def _split(module: nnx.Module) -> Split:
-    rules: Split = next(family.SPLIT for family, cls in _FAMILIES.values() if type(module) is cls)
-    return rules
+    return _SPLITS[type(module)]
 
 
 def _extent(part: Linear, *, outputs: bool) -> int:
@@ -226,7 +387,7 @@ def _extent(part: Linear, *, outputs: bool) -> int:
     return size
 
 
-def _family(config: Any) -> tuple[ModuleType, type[nnx.Module]]:
+def _family(config: Any) -> ModuleType:
     if config.model_type not in _FAMILIES:
         raise unsupported(config, f"model_type: found {shown(config.model_type)}")
     return _FAMILIES[config.model_type]

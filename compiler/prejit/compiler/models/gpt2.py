@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from prejit.compiler.models import forms
 from prejit.compiler.models.decoder import (
     ACTIVATIONS,
     DecoderConfig,
@@ -24,7 +25,6 @@ from prejit.compiler.models.decoder import (
     Naming,
     NewTokens,
     Split,
-    attention,
     require,
     split,
     unsupported,
@@ -66,6 +66,11 @@ def describe(config: Any) -> DecoderConfig:
     )
 
 
+def build(config: Any, context: int | None) -> GPT2:
+    """A GPT-2, the same for every context."""
+    return GPT2(config)
+
+
 class GPT2(nnx.Module):
     """A GPT-2 with its language-model head. Parameters have the names of the published tensors."""
 
@@ -75,13 +80,19 @@ class GPT2(nnx.Module):
             self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
     def __call__(
-        self, tokens: jax.Array, start: jax.Array, length: jax.Array, cache: KVCache
+        self,
+        tokens: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        cache: KVCache,
+        *,
+        every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
         """See Decoder."""
-        new = NewTokens(start, length, tokens.shape[1])
+        new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.transformer(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte.logits
-        return head(x[:, 0]), cache
+        return head(x if every else x[:, 0]), cache
 
 
 class Transformer(nnx.Module):
@@ -96,7 +107,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Tokens [B, T] to the hidden state [B, 1, D] of the last token of each row."""
+        """Tokens [B, T] to the hidden states [B, 1, D] or [B, T, D] of those that are wanted."""
         x = split(self.wte(tokens) + self.wpe(new.positions), "data")
         layers: list[LayerCache] = []
         for block, layer in zip(self.h, cache, strict=True):
@@ -117,14 +128,10 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, new: NewTokens, layer: LayerCache, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
-        """X [B, T, D] to [B, T, D]; to [B, 1, D] in the last block, whose other results nobody reads."""
-        query, keys, values = self.attn.project(self.ln_1(x))
-        layer = new.write(layer, keys, values)
-        positions = new.positions
-        if last:
-            x, query, positions = map(new.last, (x, query, positions))
-        x = x + self.attn(query, layer, positions)
-        return x + self.mlp(self.ln_2(x)), layer
+        """X [B, T, D] to [B, T, D]; in the last block to those that are wanted."""
+        kept = new.wanted(x) if last else x
+        x, layer = self.attn(self.ln_1(x), new, layer, kept, last=last)
+        return self.mlp(self.ln_2(x), x), layer
 
 
 class Attention(nnx.Module):
@@ -139,7 +146,7 @@ class Attention(nnx.Module):
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, ...]:
+    def _project(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """X [B, T, D] to query, keys and values, each [B, T, N, H].
 
         On a mesh a device's part of the outputs is not query, keys and values of its own heads. So the
@@ -151,9 +158,17 @@ class Attention(nnx.Module):
         heads = (part.reshape(*x.shape[:2], self.num_heads, -1) for part in parts)
         return tuple(split(part, "data", None, "tensor") for part in heads)
 
-    def __call__(self, query: jax.Array, layer: LayerCache, positions: jax.Array) -> jax.Array:
-        """Query [B, T, N, H] to [B, T, D]."""
-        return self.c_proj(attention(query, layer, positions, self.scale))
+    def __call__(
+        self, x: jax.Array, new: NewTokens, layer: LayerCache, residual: jax.Array, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """X [B, T, D] to [B, T, D], or [B, 1, D] of the wanted if `last`, plus a residual; and the cache."""
+        if forms.has_kernels():
+            packed = self.c_attn(x).reshape(*x.shape[:2], 3 * self.num_heads, -1)
+            mixed, layer = new.attend_packed(packed, self.num_heads, layer, self.scale, last=last)
+        else:
+            query, keys, values = self._project(x)
+            mixed, layer = new.attend(query, keys, values, layer, self.scale, last=last)
+        return self.c_proj(mixed, residual=residual), layer
 
 
 class MLP(nnx.Module):
@@ -165,9 +180,9 @@ class MLP(nnx.Module):
         self.c_proj = Linear(inner, config.n_embd, bias=True)
         self.activation = config.activation_function
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
-        return self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x)))
+    def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
+        """X [B, T, D] to [B, T, D], plus a residual."""
+        return self.c_proj(self.c_fc(x, activation=self.activation), residual=residual)
 
 
 class LayerNorm(nnx.Module):
@@ -180,6 +195,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
+        if forms.has_kernels():
+            weight, bias = self.weight[...], self.bias[...]
+            return forms.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
         centred = x - x.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
         return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]

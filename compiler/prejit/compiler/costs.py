@@ -1,0 +1,83 @@
+"""What one run of an encoder's program costs: measured where this machine can run it, else estimated.
+
+The runtime groups sentences by these figures, so they matter to each other and not to a clock: programs are
+measured one after another in one worker process, when nothing is compiled, with the weights that were packed.
+They are part of the bundle and kept under the compile key, so that a build that changes nothing measures
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prejit.compiler.cache import Cache
+from prejit.compiler.cache_key import Key
+from prejit.compiler.compilation import Compiled
+from prejit.compiler.measuring import worker
+from prejit.compiler.plan import Lowered
+from prejit.compiler.specs import ProgramSpec
+from prejit.compiler.toolchain import Toolchain
+from prejit.runtime.bundle import Requirement
+from prejit.runtime.fingerprint import Fingerprint, compare
+
+
+def measured(
+    toolchain: Toolchain,
+    needs: Requirement,
+    specs: Sequence[ProgramSpec],
+    keys: Mapping[str, Key],
+    programs: Mapping[str, Compiled],
+    lowered: Mapping[str, Lowered],
+    weights: Path,
+    cache: Cache,
+    kernels: str | None = None,
+) -> dict[str, int]:
+    """Microseconds of one run of each program on this machine, by name.
+
+    Args:
+        toolchain: of a target.
+        needs: what its executables need of a machine.
+        specs: of an encoder's programs.
+        keys: their compile keys.
+        programs: their executables.
+        lowered: their portable programs.
+        weights: the packed weights.
+        cache: keeps what was measured.
+        kernels: the library that programs call, a blob of the cache; None: they call none.
+
+    Returns:
+        Nothing where this machine is no such target, or has no CPU to run them on.
+
+    Raises:
+        BuildError: a program fails here.
+    """
+    target = toolchain.target
+    under = {
+        spec.name: Key("cost", keys[spec.name].name, keys[spec.name].ingredients) for spec in specs
+    }
+    found = {name: cache.lookup(key) for name, key in under.items()}
+    known = {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}
+    missing = [spec for spec in specs if spec.name not in known]
+    if not missing:
+        return known
+    if target.platform != "cpu" or not compare(target.name, needs, Fingerprint.current()).matches:
+        return {}
+    request = {
+        "weights": str(weights),
+        "kernels": kernels,
+        "programs": [
+            {
+                "executable": programs[spec.name].executable.digest,
+                "weight_sets": list(lowered[spec.name].weight_sets.values()) or [[]],
+                "arguments": lowered[spec.name].arguments,
+            }
+            for spec in missing
+        ],
+    }
+    with worker(toolchain, cache) as ask:
+        costs = ask({"measure": request})
+    for spec, microseconds in zip(missing, costs, strict=True):
+        cache.store(under[spec.name], {"microseconds": microseconds})
+        known[spec.name] = microseconds
+    return known

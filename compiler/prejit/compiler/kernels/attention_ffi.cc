@@ -1,0 +1,101 @@
+// The XLA FFI handler of decoder attention: shapes are checked here, once a call.
+#include "attention_ffi.h"
+
+#include "attention.h"
+#include "attention_vector.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+using prejit::attention::BFloat16;
+using prejit::attention::DecoderCall;
+using prejit::attention::Floats;
+using prejit::attention::Integers;
+using prejit::attention::same;
+
+ffi::Error invalid(const char* message) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
+}
+
+// XLA gives a result the memory of the argument that it is aliased to; where a caller asked for no alias, all of the
+// cache is copied.
+template <typename E>
+ffi::Error run(DecoderCall<E> call, const ffi::AnyBuffer& keys_before, const ffi::AnyBuffer& values_before,
+               ffi::AnyBuffer& keys, ffi::AnyBuffer& values) {
+  call.keys = static_cast<E*>(keys.untyped_data());
+  call.values = static_cast<E*>(values.untyped_data());
+  const void* before = keys_before.untyped_data();
+  if (before != call.keys) std::memcpy(call.keys, before, keys.size_bytes());
+  before = values_before.untyped_data();
+  if (before != call.values) std::memcpy(call.values, before, values.size_bytes());
+  if (prejit::attention::attend_decoder(call)) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_attention: out of memory");
+}
+
+ffi::Error attention(Floats query, Floats new_keys, Floats new_values, Integers start, Integers length,
+                     Integers query_start, ffi::AnyBuffer keys_before, ffi::AnyBuffer values_before,
+                     ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> keys,
+                     ffi::Result<ffi::AnyBuffer> values, float scale, float softcap, int32_t window,
+                     int32_t key_head, int32_t value_head) {
+  const auto q = query.dimensions(), n = new_keys.dimensions(), c = keys->dimensions();
+  if (c.size() != 4) return invalid("prejit_attention: expected a cache [B, K, S, H]");
+  const auto o = out->dimensions();
+  const int64_t batch = q[0], heads = o[2], kv_heads = c[1], size = q[3];
+  const int64_t key_end = int64_t{key_head} + kv_heads, value_end = int64_t{value_head} + kv_heads;
+  const bool fits = same(n, new_values.dimensions()) && o[0] == batch && o[1] == q[1] && o[3] == size &&
+                    heads <= q[2] && key_head >= 0 && value_head >= 0 && key_end <= n[2] && value_end <= n[2] &&
+                    same(c, values->dimensions()) && same(c, keys_before.dimensions()) &&
+                    same(c, values_before.dimensions()) && n[0] == batch && c[0] == batch &&
+                    n[3] == size && c[3] == size && kv_heads > 0 && heads % kv_heads == 0 &&
+                    start.dimensions()[0] == batch && length.dimensions()[0] == batch &&
+                    query_start.dimensions()[0] == batch;
+  if (!fits) {
+    return invalid(
+        "prejit_attention: expected out [B, Q, N, H], query [B, Q, at least N, H], new keys and values [B, T, at least "
+        "K, H], start, length and query_start [B], cache [B, K, S, H], N a multiple of K, found other shapes");
+  }
+  const ffi::DataType dtype = keys->element_type();
+  if (values->element_type() != dtype || keys_before.element_type() != dtype || values_before.element_type() != dtype) {
+    return invalid("prejit_attention: expected keys and values of one dtype, found several");
+  }
+  const auto call_of = [&](auto element) {
+    DecoderCall<decltype(element)> call = {};
+    call.batch = batch, call.queries = q[1], call.tokens = n[1], call.heads = heads;
+    call.kv_heads = kv_heads, call.size = size, call.slots = c[2];
+    call.query = query.typed_data(), call.out = out->typed_data();
+    call.new_keys = new_keys.typed_data() + key_head * size;
+    call.new_values = new_values.typed_data() + value_head * size;
+    call.query_width = q[2], call.new_width = n[2];
+    call.start = start.typed_data(), call.length = length.typed_data();
+    call.query_start = query_start.typed_data();
+    call.scale = scale, call.cap = softcap, call.window = window;
+    return call;
+  };
+  if (dtype == ffi::F32) return run(call_of(float{}), keys_before, values_before, *keys, *values);
+  if (dtype == ffi::BF16) return run(call_of(BFloat16{}), keys_before, values_before, *keys, *values);
+  return invalid("prejit_attention: expected a cache of float32 or bfloat16, found another dtype");
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_attention(XLA_FFI_CallFrame*);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<Floats>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int32_t>("window")
+                                  .Attr<int32_t>("key_head")
+                                  .Attr<int32_t>("value_head"));

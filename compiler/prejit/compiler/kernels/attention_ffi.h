@@ -1,0 +1,16 @@
+// What both handlers check their arguments with.
+#pragma once
+
+#include <algorithm>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace prejit::attention {
+
+using Floats = xla::ffi::Buffer<xla::ffi::F32, 4>;
+using Integers = xla::ffi::Buffer<xla::ffi::S32, 1>;
+using Dimensions = xla::ffi::AnyBuffer::Dimensions;
+
+inline bool same(Dimensions a, Dimensions b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+
+}  // namespace prejit::attention

@@ -1,0 +1,66 @@
+// Matrix products of small matrices in the first-level cache, summed in registers.
+#pragma once
+
+#include "attention_vector.h"
+
+namespace prejit::attention {
+
+// C = [C +] A B. A: [rows, depth] of float32; B: [depth, columns]; C: [rows, columns], columns whole vectors.
+template <typename E>
+struct Product {
+  int64_t depth;
+  const float* a;
+  int64_t a_stride;
+  const E* b;
+  int64_t b_stride;
+  float* c;
+  int64_t c_stride;
+  bool add;
+};
+
+// R rows of A with N vectors of columns: R * N sums stay in registers.
+template <int R, int N, typename E>
+PREJIT_INLINE void multiply_block(const Product<E>& p, int64_t row, int64_t column) {
+  Vector total[R][N] = {};
+  const float* a = p.a + row * p.a_stride;
+  const E* b = p.b + column;
+  for (int64_t i = 0; i < p.depth; ++i) {
+    Vector line[N];
+    for (int n = 0; n < N; ++n) line[n] = load(b + i * p.b_stride + n * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const Vector factor = splat(a[r * p.a_stride + i]);
+      for (int n = 0; n < N; ++n) total[r][n] += factor * line[n];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float* c = p.c + (row + r) * p.c_stride + column;
+    for (int n = 0; n < N; ++n) {
+      store(c + n * kLanes, p.add ? load(c + n * kLanes) + total[r][n] : total[r][n]);
+    }
+  }
+}
+
+template <int N, typename E>
+static void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) {
+  int64_t row = 0;
+  for (; row + 6 <= rows; row += 6) multiply_block<6, N>(p, row, column);
+  for (; row + 4 <= rows; row += 4) multiply_block<4, N>(p, row, column);
+  for (; row + 2 <= rows; row += 2) multiply_block<2, N>(p, row, column);
+  if (row < rows) multiply_block<1, N>(p, row, column);
+}
+
+template <typename E>
+static void multiply(const Product<E>& p, int64_t rows, int64_t columns) {
+  constexpr int kWide = kLanes == 16 ? 4 : 2;  // with 6 rows: 24 of 32 registers, or 12 of 16
+  int64_t column = 0;
+  if (rows == 1) {  // few rows need more columns, or each sum waits for itself
+    for (; column + 8 * kLanes <= columns; column += 8 * kLanes) multiply_block<1, 8>(p, 0, column);
+  }
+  for (; column + kWide * kLanes <= columns; column += kWide * kLanes) {
+    multiply_columns<kWide>(p, rows, column);
+  }
+  for (; column + 2 * kLanes <= columns; column += 2 * kLanes) multiply_columns<2>(p, rows, column);
+  if (column < columns) multiply_columns<1>(p, rows, column);
+}
+
+}  // namespace prejit::attention

@@ -1,0 +1,362 @@
+// Attention of a tile of query rows to a range of keys, without the matrix of scores ever being whole.
+//
+// Softmax is online, as in Dao et al. 2022 (FlashAttention), arXiv 2205.14135, algorithm 1: with each chunk of keys
+// what was summed is scaled to the largest score so far. Keys are summed in units at fixed positions, and units are
+// merged in order: a result depends neither on threads nor on the other rows of a batch.
+//
+// Shapes: R query rows, H head size, P = H rounded up to whole vectors.
+#pragma once
+
+#include "attention_multiply.h"
+
+namespace prejit::attention {
+
+constexpr int64_t kRows = 128;   // of a tile at most
+constexpr int64_t kBlock = 48;   // rows of a tile whose scores are in the first-level cache
+constexpr int64_t kChunk = 64;   // keys likewise
+constexpr int64_t kUnit = 256;   // keys that one thread sums at least
+constexpr int64_t kFewRows = 8;  // up to so many rows that share keys, these are read as they lie and not transposed
+
+PREJIT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+PREJIT_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+PREJIT_INLINE int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// Which keys a row sees: positions first to end - 1.
+struct Range {
+  int64_t first, end;
+};
+
+// The keys and values of one head: row s is `stride` elements behind row s - 1.
+template <typename E>
+struct Head {
+  const E* keys;
+  const E* values;
+  int64_t stride;
+  int64_t size;
+};
+
+// What rows have summed: values weighted with exp(score - most) [R, P], the weights [R, lanes], which add up to the
+// weight of a row, and the largest score [R].
+struct Sums {
+  float* mixed;
+  float* weight;
+  float* most;
+
+  static int64_t floats(int64_t rows, int64_t size) {
+    return rows * (round_up(size) + kLanes) + round_up(rows) + kLanes;
+  }
+
+  static Sums at(float* memory, int64_t rows, int64_t size) {
+    float* weight = memory + rows * round_up(size);
+    return {memory, weight, weight + rows * kLanes};
+  }
+
+  void clear(int64_t rows, int64_t size) const {
+    std::memset(mixed, 0, sizeof(float) * rows * round_up(size));
+    std::memset(weight, 0, sizeof(float) * rows * kLanes);
+    // Whole vectors are read and written.
+    for (int64_t r = 0; r < round_up(rows) + kLanes; ++r) most[r] = -__builtin_inff();
+  }
+};
+
+// A tile of rows, and what a thread needs for it.
+struct Tile {
+  int64_t rows;
+  bool few;       // keys are not transposed
+  float cap;      // of scores; 0: none
+  float* query;   // [R, P], scaled, zeros behind H
+  float* scores;  // [kBlock, kChunk], or [1, kUnit]
+  float* keys;    // [P, kChunk] transposed, or [kChunk, P]
+  float* values;  // [kChunk, P]
+  Sums sums, unit;
+  Range ranges[kRows];  // rising with the rows
+
+  static int64_t floats(int64_t rows, int64_t size) {
+    return rows * round_up(size) + kBlock * kChunk + 2 * kUnit * round_up(size) + 2 * Sums::floats(rows, size);
+  }
+
+  void place(float* memory, int64_t most_rows, int64_t size) {
+    query = memory;
+    scores = query + most_rows * round_up(size);
+    keys = scores + kBlock * kChunk;
+    values = keys + kUnit * round_up(size);
+    float* after = values + kUnit * round_up(size);
+    sums = Sums::at(after, most_rows, size);
+    unit = Sums::at(after + Sums::floats(most_rows, size), most_rows, size);
+  }
+};
+
+// A row of the workspace's query.
+PREJIT_INLINE void place_query(const float* from, int64_t size, float scale, float* to) {
+  for (int64_t h = 0; h < size; ++h) to[h] = from[h] * scale;
+  for (int64_t h = size; h < round_up(size); ++h) to[h] = 0;
+}
+
+// The result of a row: zeros where it saw nothing.
+PREJIT_INLINE void place_result(const Sums& sums, int64_t row, int64_t size, float* to) {
+  const float weight = sum(load(sums.weight + row * kLanes));
+  const float factor = weight == 0 ? 0 : 1 / weight;
+  const float* mixed = sums.mixed + row * round_up(size);
+  for (int64_t h = 0; h < size; ++h) to[h] = mixed[h] * factor;
+}
+
+// Rows as float32 [count, P], zeros behind H.
+template <typename E>
+static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
+  for (int64_t s = 0; s < count; ++s, from += stride, to += round_up(size)) {
+    int64_t h = 0;
+    for (; h + kLanes <= size; h += kLanes) store(to + h, load(from + h));
+    if (h < size) store(to + h, load_first(from + h, size - h));
+  }
+}
+
+// Rows as columns: float32 [P, kChunk], zeros behind the last up to a whole vector.
+template <typename E>
+static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
+  for (int64_t s = 0; s < count; s += kLanes) {
+    for (int64_t h = 0; h < size; h += kLanes) {
+      Vector square[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const E* row = from + (s + i) * stride + h;
+        square[i] = s + i >= count         ? Vector{}
+                    : h + kLanes <= size ? load(row)
+                                           : load_first(row, size - h);
+      }
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(to + (h + i) * kChunk + s, square[i]);
+    }
+  }
+}
+
+// scores[s] = query . keys[s] for kLanes keys, rows of P elements; where there are fewer, the last is taken for those
+// that are missing. Fixed is P where the compiler should know it: it then needs no registers for addresses, of which
+// there are too few.
+template <int64_t Fixed, bool Whole, typename E>
+PREJIT_INLINE void dots_block(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
+  const int64_t length = Fixed ? Fixed : padded;
+  Vector total[kLanes] = {};
+  for (int64_t h = 0; h < length; h += kLanes) {
+    const Vector part = load(query + h);
+    for (int i = 0; i < kLanes; ++i) {
+      total[i] += part * load(keys + (Whole ? i : smaller(i, count - 1)) * length + h);
+    }
+  }
+  store(scores, sums(total));
+}
+
+// The same for `count` keys; scores up to a whole vector are written.
+template <int64_t Fixed, typename E>
+static void dots(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
+  int64_t s = 0;
+  for (; s + kLanes <= count; s += kLanes) {
+    dots_block<Fixed, true>(query, keys + s * padded, kLanes, padded, scores + s);
+  }
+  if (s < count) dots_block<Fixed, false>(query, keys + s * padded, count - s, padded, scores + s);
+}
+
+template <typename E>
+static void dots_of_size(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
+  if (padded == 64) return dots<64>(query, keys, count, padded, scores);
+  if (padded == 128) return dots<128>(query, keys, count, padded, scores);
+  dots<0>(query, keys, count, padded, scores);
+}
+
+PREJIT_INLINE void scale_row(float* row, int64_t padded, float factor) {
+  for (int64_t h = 0; h < padded; h += kLanes) store(row + h, load(row + h) * factor);
+}
+
+// A row that has seen nothing yet: exp(-inf - 0) = 0, where -inf - -inf would be NaN.
+PREJIT_INLINE Vector base_of(Vector most) {
+  const Vector none = splat(-__builtin_inff());
+  return most == none ? Vector{} : most;
+}
+
+// Makes weights of the scores of `rows` rows from `first` on, and scales what they have summed to their largest.
+static void soften(float* scores, int64_t stride, int64_t columns, const Sums& sums, int64_t first, int64_t rows,
+                   int64_t padded) {
+  for (int64_t done = 0; done < rows; done += kLanes) {
+    const int64_t count = smaller(rows - done, kLanes), row = first + done;
+    Vector most[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      most[i] = splat(-__builtin_inff());
+      const float* line = scores + (done + i) * stride;
+      for (int64_t s = 0; i < count && s < columns; s += kLanes) most[i] = larger(load(line + s), most[i]);
+    }
+    const Vector before = load(sums.most + row);
+    const Vector top = larger(maxima(most), before);
+    const Vector base = base_of(top);
+    float bases[kLanes], factors[kLanes];
+    store(bases, base);
+    store(factors, exp_negative(before - base));
+    store(sums.most + row, top);
+    for (int64_t i = 0; i < count; ++i) {
+      float* line = scores + (done + i) * stride;
+      Vector total = {};
+      for (int64_t s = 0; s < columns; s += kLanes) {
+        const Vector weight = exp_negative(load(line + s) - bases[i]);
+        store(line + s, weight);
+        total += weight;
+      }
+      float* weight = sums.weight + (row + i) * kLanes;
+      store(weight, load(weight) * factors[i] + total);
+      if (factors[i] != 1) scale_row(sums.mixed + (row + i) * padded, padded, factors[i]);
+    }
+  }
+}
+
+// Adds what `other` has summed to `sums`.
+static void merge(const Sums& sums, const Sums& other, int64_t rows, int64_t size) {
+  const int64_t padded = round_up(size);
+  for (int64_t done = 0; done < rows; done += kLanes) {
+    const Vector ours = load(sums.most + done), theirs = load(other.most + done);
+    const Vector top = larger(theirs, ours), base = base_of(top);
+    float factors[kLanes], other_factors[kLanes];
+    store(factors, exp_negative(ours - base));
+    store(other_factors, exp_negative(theirs - base));
+    store(sums.most + done, top);
+    for (int64_t i = 0, count = smaller(rows - done, kLanes); i < count; ++i) {
+      float* weight = sums.weight + (done + i) * kLanes;
+      const float* more_weight = other.weight + (done + i) * kLanes;
+      store(weight, load(weight) * factors[i] + load(more_weight) * other_factors[i]);
+      float* mixed = sums.mixed + (done + i) * padded;
+      const float* more = other.mixed + (done + i) * padded;
+      for (int64_t h = 0; h < padded; h += kLanes) {
+        store(mixed + h, load(mixed + h) * factors[i] + load(more + h) * other_factors[i]);
+      }
+    }
+  }
+}
+
+// Scores nearer and nearer to the cap, which they never pass.
+static void cap_scores(float* scores, int64_t columns, float cap) {
+  for (int64_t s = 0; s < columns; s += kLanes) {
+    store(scores + s, tanh(load(scores + s) / cap) * cap);
+  }
+}
+
+// Minus infinity for what a row does not see of `count` keys from `start` on, and for columns without a key.
+PREJIT_INLINE void hide(float* scores, int64_t columns, Range range, int64_t start, int64_t count) {
+  const int64_t first = range.first - start, end = range.end - start < count ? range.end - start : count;
+  for (int64_t s = 0; s < first && s < columns; ++s) scores[s] = -__builtin_inff();
+  for (int64_t s = end > 0 ? end : 0; s < columns; ++s) scores[s] = -__builtin_inff();
+}
+
+// Keys and values of a chunk as they are multiplied. Keys: [count, P], or transposed [P, kChunk].
+template <typename E>
+struct Chunk {
+  int64_t start, count;
+  const E* keys;
+  const E* values;
+  int64_t value_stride;
+};
+
+// Adds a chunk to the sums of the rows from `first` to `last` - 1, at most kBlock.
+template <typename E>
+static void add_block(const Tile& tile, const Chunk<E>& chunk, int64_t size, int64_t first, int64_t last,
+                      const Sums& sums) {
+  const int64_t padded = round_up(size), rows = last - first;
+  // The last row sees most: what none of them sees is not computed.
+  const int64_t count = smaller(chunk.count, tile.ranges[last - 1].end - chunk.start);
+  const int64_t columns = round_up(count), stride = rows == 1 ? kUnit : kChunk;
+  const float* query = tile.query + first * padded;
+  if (tile.few) {
+    for (int64_t r = 0; r < rows; ++r) {
+      dots_of_size(query + r * padded, chunk.keys, count, padded, tile.scores + r * stride);
+    }
+  } else {
+    multiply(Product<E>{size, query, padded, chunk.keys, kChunk, tile.scores, stride, false}, rows, columns);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    float* scores = tile.scores + r * stride;
+    if (tile.cap > 0) cap_scores(scores, columns, tile.cap);
+    hide(scores, columns, tile.ranges[first + r], chunk.start, count);
+  }
+  soften(tile.scores, stride, columns, sums, first, rows, padded);
+  float* mixed = sums.mixed + first * padded;
+  multiply(Product<E>{count, tile.scores, stride, chunk.values, chunk.value_stride, mixed, padded, true}, rows,
+           padded);
+}
+
+// Adds a chunk to the sums of those rows that see any of it.
+template <typename E>
+static void add_rows(const Tile& tile, const Chunk<E>& chunk, int64_t size, const Sums& sums) {
+  int64_t first = 0, last = tile.rows;
+  while (first < last && tile.ranges[first].end <= chunk.start) ++first;
+  while (first < last && tile.ranges[last - 1].first >= chunk.start + chunk.count) --last;
+  while (first < last) {
+    // Where rows end within the chunk, smaller blocks leave out more.
+    const bool whole = tile.ranges[first].end >= chunk.start + chunk.count;
+    const int64_t next = smaller(first + (whole ? kBlock : kBlock / 2), last);
+    add_block(tile, chunk, size, first, next, sums);
+    first = next;
+  }
+}
+
+// Adds the keys `start` to `end` - 1 to the sums of all rows.
+template <typename E>
+static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int64_t end, const Sums& sums) {
+  const int64_t size = head.size, padded = round_up(size), count = end - start;
+  const E* keys = head.keys + start * head.stride;
+  const E* values = head.values + start * head.stride;
+  // Whole vectors of what lies there are used as they are; bfloat16 by one row, or it would be widened for each.
+  const bool in_place = size == padded && (sizeof(E) == sizeof(float) || tile.rows == 1);
+  if (tile.few && in_place && head.stride == padded) {
+    return add_rows(tile, Chunk<E>{start, count, keys, values, padded}, size, sums);
+  }
+  if (tile.few) {
+    copy_rows(keys, head.stride, count, size, tile.keys);
+  } else {
+    copy_transposed(keys, head.stride, count, size, tile.keys);
+  }
+  if constexpr (sizeof(E) == sizeof(float)) {
+    if (in_place) {
+      return add_rows(tile, Chunk<float>{start, count, tile.keys, values, head.stride}, size, sums);
+    }
+  }
+  copy_rows(values, head.stride, count, size, tile.values);
+  add_rows(tile, Chunk<float>{start, count, tile.keys, tile.values, padded}, size, sums);
+}
+
+// The positions that any of the rows sees.
+PREJIT_INLINE Range reach(const Tile& tile) {
+  return tile.rows > 0 ? Range{tile.ranges[0].first, tile.ranges[tile.rows - 1].end} : Range{0, 0};
+}
+
+// The sums of the rows over one unit of keys, which may be out of their reach.
+template <typename E>
+static void add_unit(const Head<E>& head, const Tile& tile, int64_t unit, const Sums& sums) {
+  const Range reached = reach(tile);
+  const int64_t first = unit * kUnit, end = smaller(reached.end, first + kUnit);
+  const int64_t step = tile.rows == 1 && tile.few ? kUnit : kChunk;
+  sums.clear(tile.rows, head.size);
+  for (int64_t s = first; s < end; s += step) {
+    const int64_t next = smaller(s + step, end);
+    // Chunks begin at fixed positions, so that what a row gets does not depend on the other rows of its tile; few rows
+    // are always one tile.
+    const int64_t from = tile.few ? larger(s, reached.first) : s;
+    if (next > from && next > reached.first) add_chunk(head, tile, from, next, sums);
+  }
+}
+
+// The sums of the rows over all that they see, in tile.sums.
+template <typename E>
+static void attend(const Head<E>& head, const Tile& tile) {
+  const Range reached = reach(tile);
+  if (reached.first >= reached.end) return tile.sums.clear(tile.rows, head.size);
+  const int64_t first = reached.first / kUnit, last = (reached.end - 1) / kUnit;
+  add_unit(head, tile, first, tile.sums);
+  for (int64_t unit = first + 1; unit <= last; ++unit) {
+    add_unit(head, tile, unit, tile.unit);
+    merge(tile.sums, tile.unit, tile.rows, head.size);
+  }
+}
+
+// How many rows each tile has where so many share keys: fewer than would be best where there is work for more threads.
+inline int64_t tile_rows(int64_t rows, int64_t heads, int threads) {
+  int64_t most = smaller(rows, kRows);
+  while (most > 32 && heads * ((rows + most - 1) / most) < 2 * threads) most = (most + 1) / 2;
+  return most;
+}
+
+}  // namespace prejit::attention

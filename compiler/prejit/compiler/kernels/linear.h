@@ -1,0 +1,36 @@
+// y = act(x W^T * scale + bias) [* (x U^T * uscale + ubias)] [+ residual], for weights as they are stored.
+#pragma once
+
+#include <cstdint>
+
+#include "activation.h"
+
+namespace prejit {
+
+enum class Dtype { kFloat32, kBfloat16, kInt8 };
+
+// W, [N, K] row-major, a row an output.
+struct Weights {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::kFloat32;
+  const float* scale = nullptr;  // [N], with int8 only.
+  const float* bias = nullptr;   // [N], or none.
+};
+
+struct Linear {
+  int64_t rows = 0;     // M
+  int64_t inputs = 0;   // K
+  int64_t outputs = 0;  // N
+  const float* x = nullptr;  // [M, K]
+  Weights weights;
+  bool gated = false;
+  Weights up;                        // Where gated.
+  const float* residual = nullptr;   // [M, N], or none.
+  Activation activation = Activation::kNone;
+  float* y = nullptr;  // [M, N]
+};
+
+// Computes y on this thread and the helpers. Returns whether memory for the panels was there.
+bool linear(const Linear& product);
+
+}  // namespace prejit

@@ -1,0 +1,147 @@
+// Products of few rows: weights are read once, in place, and each is multiplied while it passes.
+//
+// One accumulator a pair of row and output, filled in one order and summed in one order: a row's result does not depend
+// on which other rows there are.
+#pragma once
+
+#include <type_traits>
+
+#include "linear.h"
+#include "simd.h"
+
+namespace prejit {
+
+// A stream shorter than a page leaves the prefetcher no time: 8 of 2 KB read 25 GB/s where 8 of 4 KB read 38, and of
+// 16 KB 42. Where rows are multiplied in passes, only the next outputs of a stream are fetched ahead, not its first.
+constexpr int64_t kStreamBytes = 16384;
+constexpr int64_t kLongStreamBytes = 65536;
+
+// How far ahead of one pass of several rows weights are fetched: the arithmetic of a few vectors fills the reorder
+// buffer, so that loads alone do not look ahead far enough.
+constexpr int64_t kFetchBytes = 1536;
+
+// So many rows of weights are read side by side. A core has not enough loads in flight on one stream: 8 streams read
+// 39 GB/s where one read 31 (Zen 4, two cores). More do not fit the registers beside so many rows of x.
+constexpr int streams_beside(int rows) {
+  int fitting = (kRegisters - 8) / rows;
+  return fitting >= 8 ? 8 : fitting >= 6 ? 6 : fitting >= 4 ? 4 : 2;
+}
+
+constexpr int kRowsAtOnce = 4;
+
+// What is read next while rows are multiplied: several passes of rows over the same weights share the work of
+// fetching the next ones, or the first pass would wait for memory while the others leave it idle.
+template <typename W>
+struct Ahead {
+  const W* from = nullptr;  // Of the first stream; none: nothing is fetched.
+  int64_t step = 0;         // For each vector that is multiplied.
+};
+
+// sums[row, output * spacing] = x[row] . w[output * spacing] for some rows of x and some outputs.
+template <typename W, int rows, int outputs, bool fetch>
+inline void dot_tile(const float* x, const W* w, int64_t inputs, int64_t spacing, Ahead<W> ahead, float* sums,
+                     int64_t stride) {
+  Floats total[rows][outputs] = {};
+  int64_t k = 0;
+  auto add = [&](auto load_x, auto load_w) __attribute__((always_inline)) {
+    Floats xs[rows];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) xs[r] = load_x(x + r * inputs + k);
+#pragma GCC unroll 16
+    for (int o = 0; o < outputs; ++o) {
+      Floats weight = load_w(w + o * spacing * inputs + k);
+      if (fetch) __builtin_prefetch(ahead.from + o * spacing * inputs, 0, 2);
+#pragma GCC unroll 16
+      for (int r = 0; r < rows; ++r) total[r][o] = multiply_add(xs[r], weight, total[r][o]);
+    }
+  };
+  for (; k + kLanes <= inputs; k += kLanes, ahead.from += ahead.step)
+    add([](const float* from) __attribute__((always_inline)) { return load(from); },
+        [](const W* from) __attribute__((always_inline)) { return load(from); });
+  if (int64_t rest = inputs - k)
+    add([rest](const float* from) __attribute__((always_inline)) { return load_first(from, rest); },
+        [rest](const W* from) __attribute__((always_inline)) { return load_first(from, rest); });
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 16
+    for (int o = 0; o < outputs; ++o) sums[r * stride + o * spacing] = sum(total[r][o]);
+}
+
+// The same for `streams` outputs, all of one tile, or one after the other.
+template <typename W, int rows>
+inline void dot_streams(const float* x, const W* w, int64_t inputs, int64_t spacing, int64_t streams, Ahead<W> ahead,
+                        float* sums, int64_t stride) {
+  constexpr int kMost = streams_beside(rows), kMany = streams_beside(kRowsAtOnce);
+  auto run = [&](auto count, auto fetch) {
+    dot_tile<W, rows, count.value, fetch.value>(x, w, inputs, spacing, ahead, sums, stride);
+  };
+  using Fetch = std::bool_constant<true>;
+  using Not = std::bool_constant<false>;
+  if (streams == kMost && ahead.from) return run(std::integral_constant<int, kMost>{}, Fetch{});
+  if (streams == kMost) return run(std::integral_constant<int, kMost>{}, Not{});
+  if (streams == kMany && ahead.from) return run(std::integral_constant<int, kMany>{}, Fetch{});
+  if (streams == kMany) return run(std::integral_constant<int, kMany>{}, Not{});
+  for (; streams > 0; --streams, w += spacing * inputs, sums += spacing)
+    dot_tile<W, rows, 1, false>(x, w, inputs, spacing, ahead, sums, stride);
+}
+
+// The same for any number of rows; `next`, the same streams' next outputs, are fetched meanwhile, where there are some.
+template <typename W>
+inline void dot_rows(const float* x, int64_t rows, const W* w, int64_t inputs, int64_t spacing, int64_t streams,
+                     const W* next, float* sums, int64_t stride) {
+  int64_t passes = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    Ahead<W> ahead;
+    if (passes > 1 && next) ahead = {next + inputs * pass / passes, kLanes / passes};
+    if (passes == 1 && rows > 2) ahead = {w + kFetchBytes / static_cast<int64_t>(sizeof(W)), kLanes};
+    auto run = [&](auto count) {
+      dot_streams<W, count.value>(x, w, inputs, spacing, streams, ahead, sums, stride);
+    };
+    switch (rows - pass * kRowsAtOnce) {
+      case 1: run(std::integral_constant<int, 1>{}); break;
+      case 2: run(std::integral_constant<int, 2>{}); break;
+      case 3: run(std::integral_constant<int, 3>{}); break;
+      default: run(std::integral_constant<int, kRowsAtOnce>{}); break;
+    }
+    x += kRowsAtOnce * inputs;
+    sums += kRowsAtOnce * stride;
+  }
+}
+
+// How many streams a product of so many rows reads.
+inline int64_t dot_streams_of(int64_t rows) {
+  switch (rows) {
+    case 1: return streams_beside(1);
+    case 2: return streams_beside(2);
+    case 3: return streams_beside(3);
+    default: return streams_beside(kRowsAtOnce);
+  }
+}
+
+// sums[row, output] = x[row] . w[output] for `count` consecutive outputs; a stream is one part of them.
+template <typename W>
+inline void dot_block(const float* x, int64_t rows, const W* w, int64_t inputs, int64_t count, float* sums,
+                      int64_t stride) {
+  int64_t streams = dot_streams_of(rows);
+  int64_t spacing = count / streams;
+  for (int64_t j = 0; j < spacing; ++j)
+    dot_rows(x, rows, w + j * inputs, inputs, spacing, streams, j + 1 < spacing ? w + (j + 1) * inputs : nullptr,
+             sums + j, stride);
+  int64_t done = spacing * streams;
+  if (done < count)
+    dot_rows<W>(x, rows, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
+}
+
+// How many outputs make a block: streams of kStreamBytes, or less where the threads would not have a few blocks each.
+inline int64_t dot_block_outputs(int64_t rows, int64_t inputs, int64_t outputs, int64_t weight_bytes, int threads,
+                                 int64_t most) {
+  int64_t streams = dot_streams_of(rows);
+  int64_t bytes = rows > kRowsAtOnce ? kLongStreamBytes : kStreamBytes;
+  int64_t spacing = (bytes + inputs * weight_bytes) / (inputs * weight_bytes + 1);
+  int64_t fair = outputs / (8 * threads * streams);
+  if (spacing > fair) spacing = fair;
+  if (spacing > most / streams) spacing = most / streams;
+  return (spacing < 1 ? 1 : spacing) * streams;
+}
+
+}  // namespace prejit

@@ -1,0 +1,104 @@
+// The XLA FFI handler `prejit_linear`: checks what the program passes and calls linear().
+#include <cstdint>
+
+#include "linear.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace prejit {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error wrong(const char* message) { return ffi::Error::InvalidArgument(message); }
+
+int64_t product_of(ffi::AnyBuffer::Dimensions dimensions) {
+  int64_t product = 1;
+  for (int64_t d : dimensions) product *= d;
+  return product;
+}
+
+bool is_vector(const ffi::AnyBuffer& buffer, int64_t size) {
+  return buffer.element_type() == ffi::F32 && buffer.dimensions().size() == 1 && buffer.dimensions()[0] == size;
+}
+
+// Reads a weight, its factors and its bias, and moves `at` behind them.
+ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias, const Linear& product, Weights& weights) {
+  auto next = [&] { return arguments.get<ffi::AnyBuffer>(at++); };
+  auto matrix = next();
+  if (matrix.has_error()) return wrong("prejit_linear: expected a weight, found no argument");
+  auto dimensions = matrix->dimensions();
+  if (dimensions.size() != 2 || dimensions[0] != product.outputs || dimensions[1] != product.inputs)
+    return wrong("prejit_linear: expected a weight [outputs, inputs], found another shape");
+  weights.data = matrix->untyped_data();
+  switch (matrix->element_type()) {
+    case ffi::F32: weights.dtype = Dtype::kFloat32; break;
+    case ffi::BF16: weights.dtype = Dtype::kBfloat16; break;
+    case ffi::S8: weights.dtype = Dtype::kInt8; break;
+    default: return wrong("prejit_linear: expected a weight of float32, bfloat16 or int8, found another dtype");
+  }
+  if (weights.dtype == Dtype::kInt8) {
+    auto scale = next();
+    if (scale.has_error() || !is_vector(*scale, product.outputs))
+      return wrong("prejit_linear: expected a float32 factor for each output of an int8 weight");
+    weights.scale = scale->typed_data<float>();
+  }
+  if (has_bias) {
+    auto bias = next();
+    if (bias.has_error() || !is_vector(*bias, product.outputs))
+      return wrong("prejit_linear: expected a float32 bias for each output");
+    weights.bias = bias->typed_data<float>();
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets results, int32_t bias, int32_t gated,
+                          int32_t residual, int32_t activation) {
+  auto x = arguments.get<ffi::AnyBuffer>(0);
+  auto y = results.get<ffi::AnyBuffer>(0);
+  if (x.has_error() || y.has_error() || results.size() != 1) return wrong("prejit_linear: expected x and one result");
+  if (x->element_type() != ffi::F32 || (*y)->element_type() != ffi::F32)
+    return wrong("prejit_linear: expected float32 x and y");
+  auto in = x->dimensions(), out = (*y)->dimensions();
+  if (in.size() == 0 || in.size() != out.size()) return wrong("prejit_linear: expected x and y of one rank, at least 1");
+  if (activation < 0 || activation > 4) return wrong("prejit_linear: expected an activation of 0 to 4");
+
+  Linear product;
+  product.inputs = in[in.size() - 1];
+  product.outputs = out[out.size() - 1];
+  product.rows = product_of(in.first(in.size() - 1));
+  if (product_of(out.first(out.size() - 1)) != product.rows)
+    return wrong("prejit_linear: expected as many rows of y as of x");
+  product.x = x->typed_data<float>();
+  product.y = (*y)->typed_data<float>();
+  product.activation = static_cast<Activation>(activation);
+  product.gated = gated != 0;
+
+  size_t at = 1;
+  if (auto error = read_weights(arguments, at, bias != 0, product, product.weights); error.failure()) return error;
+  if (product.gated)
+    if (auto error = read_weights(arguments, at, bias != 0, product, product.up); error.failure()) return error;
+  if (residual) {
+    auto added = arguments.get<ffi::AnyBuffer>(at++);
+    if (added.has_error() || added->element_type() != ffi::F32 || product_of(added->dimensions()) != product_of(out))
+      return wrong("prejit_linear: expected a float32 residual of the shape of y");
+    product.residual = added->typed_data<float>();
+  }
+  if (at != arguments.size()) return wrong("prejit_linear: expected fewer arguments");
+  if (!linear(product)) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_linear: out of memory");
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace prejit
+
+// The library hides what it does not mean to show.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_linear(XLA_FFI_CallFrame* call_frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear, prejit::linear_handler,
+                              xla::ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int32_t>("bias")
+                                  .Attr<int32_t>("gated")
+                                  .Attr<int32_t>("residual")
+                                  .Attr<int32_t>("activation"));

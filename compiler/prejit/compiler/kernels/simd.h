@@ -1,0 +1,134 @@
+// Vectors of the level that a library is built for, and loads that widen weights to float32.
+//
+// GCC's vector extensions, which clang has too, so that arithmetic is written once for x86-64-v2, v3 and v4.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace prejit {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
+#else
+constexpr int kLanes = 4;
+constexpr int kRegisters = 16;
+#endif
+
+// A bfloat16 as stored: the upper half of a float32.
+struct Bf16 {
+  uint16_t bits;
+};
+
+template <typename T, int lanes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(sizeof(T) * lanes)));
+};
+using Floats = VectorOf<float, kLanes>::type;
+using Ints = VectorOf<int32_t, kLanes>::type;
+
+#define PREJIT_INLINE inline __attribute__((always_inline))
+
+// Arrays are aligned to float at best, so vectors are copied, which compiles to an unaligned load.
+template <typename V>
+PREJIT_INLINE V load_as(const void* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+PREJIT_INLINE Floats load(const float* from) { return load_as<Floats>(from); }
+
+// Widening by intrinsics: GCC 12 takes bytes apart one by one for __builtin_convertvector.
+PREJIT_INLINE Floats load(const Bf16* from) {
+#if defined(__AVX512F__)
+  __m512i wide = _mm512_cvtepu16_epi32(load_as<__m256i>(from));
+  return reinterpret_cast<Floats>(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+  __m256i wide = _mm256_cvtepu16_epi32(load_as<__m128i>(from));
+  return reinterpret_cast<Floats>(_mm256_slli_epi32(wide, 16));
+#else
+  __m128i halves = _mm_cvtsi64_si128(load_as<int64_t>(from));
+  return reinterpret_cast<Floats>(_mm_unpacklo_epi16(_mm_setzero_si128(), halves));
+#endif
+}
+PREJIT_INLINE Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_as<int64_t>(from))));
+#else
+  return _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(load_as<int32_t>(from))));
+#endif
+}
+
+// The first `count` elements, 0 < count < kLanes, and zeros: nothing behind an array is read.
+template <typename T>
+PREJIT_INLINE Floats load_first(const T* from, int64_t count) {
+#if defined(__AVX512F__)
+  __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (sizeof(T) == 4) {
+    return _mm512_maskz_loadu_ps(mask, from);
+  } else if constexpr (sizeof(T) == 2) {
+    __m256i halves = _mm256_maskz_loadu_epi16(mask, from);
+    return load(reinterpret_cast<const T*>(&halves));
+  } else {
+    __m128i bytes = _mm_maskz_loadu_epi8(mask, from);
+    return load(reinterpret_cast<const T*>(&bytes));
+  }
+#else
+  T whole[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) whole[i] = from[i];
+  return load(whole);
+#endif
+}
+
+PREJIT_INLINE void store(float* to, Floats v) { memcpy(to, &v, sizeof v); }
+PREJIT_INLINE void store_first(float* to, Floats v, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = v[i];
+}
+
+PREJIT_INLINE Floats splat(float value) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(value);
+#else
+  return _mm_set1_ps(value);
+#endif
+}
+
+// a b + c, rounded once wherever the level can: left to itself a compiler fuses in one loop and not in another, and a
+// row's result then depends on its neighbours.
+PREJIT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The sum of the lanes, always in one order: halves are added to halves.
+PREJIT_INLINE float sum(Floats v) {
+#if defined(__AVX512F__)
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#elif defined(__AVX2__)
+  __m256 eight = v;
+#endif
+#if defined(__AVX2__)
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#else
+  __m128 four = v;
+#endif
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+}  // namespace prejit

@@ -1,0 +1,204 @@
+#include "threads.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+
+namespace prejit {
+namespace {
+
+// How long a helper looks for the next call before it sleeps: longer than what lies between two products of a decode
+// step, since waking a sleeper takes as long as a small product.
+constexpr int64_t kSpinNanoseconds = 100'000;
+constexpr int kPausesBetweenYields = 64;
+constexpr int kMaxThreads = 1024;
+
+// `work` is the number of the call, and in the low bits how many of its blocks nobody has claimed.
+constexpr int kLeftBits = 24;
+constexpr uint64_t kLeftMask = (uint64_t{1} << kLeftBits) - 1;
+constexpr int64_t kMostBlocks = int64_t{1} << 23;
+
+// Everything is atomic and constant-initialized: no constructor runs at load, no destructor at exit.
+struct Pool {
+  alignas(64) std::atomic<uint64_t> work{0};
+  std::atomic<const Body*> body{nullptr};
+  std::atomic<int64_t> blocks{0};
+  alignas(64) std::atomic<int64_t> done{0};
+  // The number of the call again, as a futex needs 32 bits; helpers look at it.
+  alignas(64) std::atomic<uint32_t> epoch{0};
+  std::atomic<int> sleepers{0};
+  alignas(64) std::atomic<int> held{0};
+  std::atomic<int> size{0};  // Threads with the caller; 0: not started in this process.
+  std::atomic<int> watches_forks{0};
+};
+Pool pool;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+// Claims and runs blocks of the current call until none is left.
+//
+// A claim compares the number of the call and the blocks left at once. While a block is left the call has not ended, so
+// the body read before a claim that succeeds is the body of that call, however long this thread slept in between.
+void run_blocks() {
+  uint64_t seen = pool.work.load(std::memory_order_acquire);
+  while (int64_t left = static_cast<int64_t>(seen & kLeftMask)) {
+    const Body* body = pool.body.load(std::memory_order_relaxed);
+    int64_t blocks = pool.blocks.load(std::memory_order_relaxed);
+    if (!pool.work.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    (*body)(blocks - left);
+    pool.done.fetch_add(1, std::memory_order_release);
+    seen = pool.work.load(std::memory_order_acquire);
+  }
+}
+
+// Returns the number of the next call after `seen`.
+uint32_t await_call(uint32_t seen) {
+  int64_t end = nanoseconds() + kSpinNanoseconds;
+  while (true) {
+    for (int i = 0; i < kPausesBetweenYields; ++i) {
+      uint32_t now = pool.epoch.load(std::memory_order_acquire);
+      if (now != seen) return now;
+      pause();
+    }
+    // XLA's own threads want the same cores between our calls.
+    sched_yield();
+    if (nanoseconds() < end) continue;
+    pool.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    // The kernel compares the word again, so a call that comes now is not missed.
+    if (pool.epoch.load(std::memory_order_seq_cst) == seen) futex(&pool.epoch, FUTEX_WAIT, seen);
+    pool.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    end = nanoseconds() + kSpinNanoseconds;
+  }
+}
+
+void* helper(void*) {
+  uint32_t seen = 0;
+  while (true) {
+    seen = await_call(seen);
+    run_blocks();
+  }
+}
+
+// A child of fork has none of its parent's threads but the one that forked; a call of another may be half done.
+void forget_helpers() {
+  pool.work.store(0);
+  pool.epoch.store(0);
+  pool.sleepers.store(0);
+  pool.size.store(0);
+  pool.held.store(0);
+}
+
+int usable_cpus() {
+  // More than 1024 CPUs do not fit a cpu_set_t; the kernel then fails, and we run alone rather than guess.
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  int count = CPU_COUNT(&set);
+  return count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count;
+}
+
+// Starts the helpers; called by the one that holds them.
+void start() {
+  if (pool.watches_forks.exchange(1) == 0) pthread_atfork(nullptr, nullptr, forget_helpers);
+  int wanted = usable_cpus();
+  // Signals belong to the program's own threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  int started = 1;
+  for (; started < wanted; ++started) {
+    pthread_t thread;
+    // A limit on threads: fewer helpers are slower, not wrong.
+    if (pthread_create(&thread, &attributes, helper, nullptr) != 0) break;
+  }
+  pthread_attr_destroy(&attributes);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pool.size.store(started, std::memory_order_release);
+}
+
+// Runs the call with the helpers, which this thread holds.
+void run_with_helpers(int64_t blocks, const Body& body) {
+  uint32_t number = pool.epoch.load(std::memory_order_relaxed) + 1;
+  pool.body.store(&body, std::memory_order_relaxed);
+  pool.blocks.store(blocks, std::memory_order_relaxed);
+  pool.done.store(0, std::memory_order_relaxed);
+  pool.work.store(uint64_t{number} << kLeftBits | static_cast<uint64_t>(blocks), std::memory_order_release);
+  pool.epoch.store(number, std::memory_order_seq_cst);
+  if (pool.sleepers.load(std::memory_order_seq_cst) > 0)
+    futex(&pool.epoch, FUTEX_WAKE, static_cast<uint32_t>(blocks - 1));
+  run_blocks();
+  // A helper that lost its core in the middle of a block may need this one to go on.
+  for (int64_t looks = 0; pool.done.load(std::memory_order_acquire) != blocks; ++looks) {
+    if (looks < 2000)
+      pause();
+    else
+      sched_yield();
+  }
+}
+
+struct Buffers {
+  void* data[kScratchSlots];
+  size_t bytes[kScratchSlots];
+};
+thread_local Buffers buffers{};
+pthread_key_t buffers_key;
+pthread_once_t buffers_key_made = PTHREAD_ONCE_INIT;
+
+void free_buffers(void* of_thread) {
+  for (void* data : static_cast<Buffers*>(of_thread)->data) free(data);
+}
+
+}  // namespace
+
+void parallel_for(int64_t blocks, const Body& body) {
+  if (blocks > 1 && blocks <= kMostBlocks && pool.held.exchange(1, std::memory_order_acquire) == 0) {
+    if (pool.size.load(std::memory_order_relaxed) == 0) start();
+    bool alone = pool.size.load(std::memory_order_relaxed) == 1;
+    if (!alone) run_with_helpers(blocks, body);
+    pool.held.store(0, std::memory_order_release);
+    if (!alone) return;
+  }
+  for (int64_t block = 0; block < blocks; ++block) body(block);
+}
+
+int threads() {
+  int size = pool.size.load(std::memory_order_acquire);
+  return size ? size : usable_cpus();
+}
+
+void* scratch(size_t bytes, int slot) {
+  if (bytes <= buffers.bytes[slot]) return buffers.data[slot];
+  pthread_once(&buffers_key_made, [] { pthread_key_create(&buffers_key, free_buffers); });
+  free(buffers.data[slot]);
+  void* data = nullptr;
+  if (posix_memalign(&data, 64, bytes) != 0) data = nullptr;
+  buffers.data[slot] = data;
+  buffers.bytes[slot] = data ? bytes : 0;
+  pthread_setspecific(buffers_key, &buffers);
+  return data;
+}
+
+}  // namespace prejit

@@ -1,0 +1,145 @@
+"""Measuring in a worker process: what a target's own jaxlib and kernels do on this machine.
+
+The forms of a product (products.py) are compiled as programs are, then run in turns in one process, when
+nothing else is compiled. The matrices go round, so that each comes from memory, as in a model, and not from a
+processor's cache. How encoders are measured is in costs.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from prejit.compiler.cache import Cache
+from prejit.compiler.cache_key import Key
+from prejit.compiler.compilation import Compiled, CompileJob, CompilePool, Source
+from prejit.compiler.form_table import FormTable, Measured, conditions_of
+from prejit.compiler.kernel_library import KernelLibrary
+from prejit.compiler.products import KERNEL, Product
+from prejit.compiler.progress import Progress
+from prejit.compiler.toolchain import Toolchain
+from prejit.runtime.errors import BuildError
+from prejit.runtime.fingerprint import Fingerprint
+
+Ask = Callable[[dict[str, Any]], Any]
+"""Sends a request of worker.py, gives its result; BuildError: it has none."""
+
+
+@contextmanager
+def worker(toolchain: Toolchain, cache: Cache) -> Iterator[Ask]:
+    """A worker process for requests of one's own, one after another."""
+    command = (*toolchain.command, str(cache.root), toolchain.target.platform)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=toolchain.environment(os.environ),
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def ask(request: dict[str, Any]) -> Any:
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+            answer = json.loads(answers.readline() or b"{}")
+            if "result" not in answer:
+                reason = answer.get("error", {}).get("message") or f"exit {answer.get('exit')}"
+                raise BuildError(
+                    f"target {toolchain.target.name}: its programs fail on this machine, which it fits: "
+                    f"{reason}",
+                    hint="what compiled them has an error: try another jax",
+                )
+            return answer["result"]
+
+        try:
+            yield ask
+        finally:
+            requests.close()  # only now: its end ends the worker
+
+
+def runs_here(toolchain: Toolchain, library: KernelLibrary) -> bool:
+    """Whether this machine has all instructions of a target, so that its forms can be measured."""
+    target, here = toolchain.target, Fingerprint.current()
+    needed = {*library.cpu_features, *(target.cpu_features or ())}
+    return target.architecture == here.architecture and needed <= set(here.cpu_features)
+
+
+def measure_products(
+    products: Sequence[Product],
+    toolchain: Toolchain,
+    library: KernelLibrary,
+    cache: Cache,
+    progress: Progress,
+    *,
+    workers: int | None = None,
+) -> FormTable:
+    """Measures each form of products on this machine, which `runs_here` says can run them.
+
+    Args:
+        products: which.
+        toolchain: of the target.
+        library: its kernels.
+        cache: where programs go.
+        progress: told of each product.
+        workers: how many forms are compiled side by side.
+
+    Raises:
+        BuildError: a form does not compile, or fails.
+    """
+    forms = [(product, form) for product in products for form in product.forms]
+    with progress.phase(f"compiling {len(forms)} forms of products for {toolchain.target.name}"):
+        compiled = _compile(forms, toolchain, library, cache, workers)
+    conditions, today = conditions_of(toolchain, library), _today()
+    measured = []
+    with worker(toolchain, cache) as ask:
+        for number, product in enumerate(products, 1):
+            request = {
+                "product": str(product),
+                "forms": {
+                    form: compiled[product, form].executable.digest for form in product.forms
+                },
+                "kernels": library.digest,
+            }
+            with progress.phase(
+                f"measuring {product} for {toolchain.target.name} ({number}/{len(products)})"
+            ):
+                times = ask({"measure_forms": request})
+            measured.append(Measured(product, times, conditions, today))
+    return FormTable(tuple(measured))
+
+
+def _compile(
+    forms: Sequence[tuple[Product, str]],
+    toolchain: Toolchain,
+    library: KernelLibrary,
+    cache: Cache,
+    workers: int | None,
+) -> dict[tuple[Product, str], Compiled]:
+    from prejit.compiler.lowering import lower_product
+
+    with CompilePool(cache, workers=workers) as pool:
+        for product, form in forms:
+            program = cache.put_blob(lower_product(product, form))
+            source = Source(program, ("cpu",), library if form == KERNEL else None)
+            key = _key(f"{product} by {form}", toolchain, source)
+            pool.submit(CompileJob(f"{product} by {form}", toolchain, source, key))
+        results = pool.results()
+    target = toolchain.target.name
+    return {(product, form): results[f"{product} by {form}", target] for product, form in forms}
+
+
+def _key(name: str, toolchain: Toolchain, source: Source) -> Key:
+    kernels = () if source.kernels is None else (("kernels", source.kernels.digest),)
+    ingredients = (("stablehlo", source.program), *kernels, *toolchain.ingredients(os.environ))
+    return Key("compile", f"forms/{toolchain.target.name}/{name}", ingredients)
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()

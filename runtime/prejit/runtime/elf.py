@@ -1,0 +1,107 @@
+"""What a shared library tells of itself: its exports, the libraries and the glibc that it needs.
+
+Sections and their records are those of elf(5); versions of symbols those of the LSB, "Symbol Versioning".
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED = 6, 11, 0x6FFFFFFE
+_DT_NEEDED = 1
+_HEADER_BYTES = 64
+"""Of an Elf64_Shdr."""
+_STB_LOCAL, _SHN_UNDEF = 0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLibrary:
+    """What a dynamic linker reads of a shared library.
+
+    Attributes:
+        needed: names of the libraries that it is loaded with, in its own order.
+        exported: names of the symbols that it defines for others, sorted.
+        versions: of the symbols that it wants: `GLIBC_2.17`, sorted as text.
+    """
+
+    needed: tuple[str, ...]
+    exported: tuple[str, ...]
+    versions: tuple[str, ...]
+
+    @property
+    def glibc(self) -> str | None:
+        """The oldest glibc that has all of its symbols; None: it wants none of glibc."""
+        found = [re.fullmatch(r"GLIBC_(\d+(?:\.\d+)*)", version) for version in self.versions]
+        numbers = [match[1] for match in found if match is not None]
+        return max(numbers, key=lambda text: tuple(map(int, text.split("."))), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    kind: int
+    content: memoryview
+    strings: int  # number of the section that holds its names
+
+
+def read_shared_library(content: bytes) -> SharedLibrary:
+    """Reads a shared library of x86-64 Linux that still has its section headers.
+
+    Raises:
+        ValueError: the content is none.
+    """
+    try:
+        return _read(content)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"not a whole ELF file: {error}") from error
+
+
+def _read(content: bytes) -> SharedLibrary:
+    if not content.startswith(_MAGIC):
+        raise ValueError("not an ELF file of 64 bits")
+    view = memoryview(content)  # most of it is code, which nobody here wants a copy of
+    (start,) = struct.unpack_from("<Q", content, 40)
+    size, count = struct.unpack_from("<HH", content, 58)
+    if size != _HEADER_BYTES:
+        raise ValueError(f"not an ELF file: section headers of {size} bytes")
+    sections = []
+    for place in range(count):
+        at = start + place * size
+        kind, offset, length, link = struct.unpack_from("<4xI16xQQI", content, at)
+        sections.append(_Section(kind, view[offset : offset + length], link))
+    needed, exported, versions = [], [], []
+    for section in sections:
+        if section.kind not in (_SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED):
+            continue
+        names = bytes(sections[section.strings].content)
+        if section.kind == _SHT_DYNAMIC:
+            for tag, value in struct.iter_unpack("<QQ", section.content):
+                if tag == _DT_NEEDED:
+                    needed.append(_text(names, value))
+        elif section.kind == _SHT_DYNSYM:
+            for name, info, _, defined_in, _, _ in struct.iter_unpack("<IBBHQQ", section.content):
+                if defined_in != _SHN_UNDEF and info >> 4 != _STB_LOCAL:
+                    exported.append(_text(names, name))
+        elif section.kind == _SHT_GNU_VERNEED:
+            versions += [_text(names, name) for name in _wanted_versions(section.content)]
+    return SharedLibrary(tuple(needed), tuple(sorted(exported)), tuple(sorted(versions)))
+
+
+def _wanted_versions(content: memoryview) -> Iterator[int]:
+    """Places of their names: Elf64_Verneed, each with its Elf64_Vernaux; 0 ends either chain."""
+    at, following = 0, 1
+    while following:
+        first, following = struct.unpack_from("<8xII", content, at)
+        auxiliary, step = at + first, 1
+        while step:
+            name, step = struct.unpack_from("<8xII", content, auxiliary)
+            yield name
+            auxiliary += step
+        at += following
+
+
+def _text(strings: bytes, start: int) -> str:
+    return strings[start : strings.index(b"\0", start)].decode("ascii", "replace")

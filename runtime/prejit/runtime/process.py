@@ -1,0 +1,36 @@
+"""What the kernel says of this process (Linux, proc(5)), and how it shall start."""
+
+from __future__ import annotations
+
+import os
+import time
+
+
+def is_plain_start() -> bool:
+    """Whether `PREJIT_PLAIN_START` is set: a start then does what it must, one thing after the other.
+
+    For whoever suspects that something done to start sooner gets in the way of the host program.
+    """
+    return bool(os.environ.get("PREJIT_PLAIN_START"))
+
+
+def seconds_since_exec() -> float:
+    """Seconds since this process was started, as the kernel counts them (in steps of 10 ms)."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that was ever resident, mapped files included.
+
+    Not getrusage's: that one begins with what the parent had when it started this process.
+    """
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+
+
+def private_memory_bytes() -> int:
+    """Resident memory that no other process shares."""
+    with open("/proc/self/smaps_rollup", encoding="ascii", errors="replace") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private_"))

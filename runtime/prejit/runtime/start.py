@@ -1,0 +1,115 @@
+"""What a start does to be quick, beside what it must do. `PREJIT_PLAIN_START=1` turns all of it off.
+
+A start is imports, one after the other under the GIL. What needs no GIL goes into a thread beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prejit.runtime.errors import StoreError
+from prejit.runtime.layout import write_file
+from prejit.runtime.process import is_plain_start
+from prejit.runtime.receipt import cache_root, read_own
+
+_OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
+"""OpenBLAS's threads look for work in a loop of 2 to this power of cycles before they sleep, from 4 on; its
+default of 26 keeps every core but one busy for 0.1 s when NumPy is imported (driver/others/blas_server.c)."""
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[None]:
+    """For a load: it makes much and no garbage, imports foremost. Also a decorator."""
+    if is_plain_start():
+        yield
+        return
+    spins = "numpy" in sys.modules or _OPENBLAS_TIMEOUT in os.environ
+    collects = gc.isenabled()
+    if not spins:
+        os.environ[_OPENBLAS_TIMEOUT] = "4"
+    gc.disable()
+    try:
+        # NumPy first: it opens libraries of its own, for which it would wait while another is being opened.
+        import numpy  # noqa: F401
+
+        _open_jaxlib()
+        yield
+    finally:
+        if collects:
+            gc.enable()
+        if not spins:
+            os.environ.pop(_OPENBLAS_TIMEOUT, None)
+
+
+def set_log_level() -> None:
+    """As jax does it: no INFO lines on stderr. XLA reads it when its library is opened."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+
+def _open_jaxlib() -> None:
+    """Begins to open jaxlib's library in a thread: 25 of the 30 ms of its import, which holds the GIL."""
+    if "jaxlib._jax" in sys.modules:
+        return
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        return  # its import says it better
+    path = os.path.join(spec.submodule_search_locations[0], "libjax_common.so")
+    set_log_level()
+    import ctypes
+
+    try:
+        # As a foreign function, which runs without the GIL. ctypes.CDLL(path) would hold it.
+        dlopen = ctypes.CDLL(None).dlopen
+    except (AttributeError, OSError):
+        return
+    dlopen.restype = ctypes.c_void_p
+    flags = os.RTLD_NOW | os.RTLD_LOCAL  # those of an import
+
+    def open_library() -> None:
+        dlopen(
+            os.fsencode(path), flags
+        )  # what fails here fails again in the import, which says why
+
+    with contextlib.suppress(RuntimeError):  # no more threads
+        threading.Thread(target=open_library, name="prejit-open-jaxlib").start()
+
+
+_MAX_BYTES = 1 << 16
+
+
+def first_programs(digest: str) -> tuple[str, ...]:
+    """The programs that an earlier start of a bundle wanted first, so that this one loads them at once.
+
+    It is a guess, and costs nothing but time where it is wrong. Who starts again mostly starts alike.
+
+    Args:
+        digest: of the bundle.
+    """
+    if is_plain_start():
+        return ()
+    with contextlib.suppress(ValueError, RecursionError):
+        names = json.loads(read_own(_first_programs_file(digest), _MAX_BYTES) or b"")
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return ()
+
+
+def remember_first_programs(digest: str, names: Sequence[str]) -> None:
+    """Keeps what the next start shall load at once. Where nothing can be written, that costs only time."""
+    path = _first_programs_file(digest)
+    with contextlib.suppress(OSError, StoreError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_file(path, json.dumps(list(names)).encode())
+        path.chmod(0o600)
+
+
+def _first_programs_file(digest: str) -> Path:
+    return cache_root() / "starts" / "v1" / f"{digest.removeprefix('sha256:')}.json"

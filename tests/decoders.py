@@ -1,0 +1,96 @@
+"""Small decoders with random weights, and bundles of them, for tests of the engine. No JAX."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .parity.cases import Case
+
+VOCABULARY = 48
+LARGEST_CONTEXT = 72
+
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": VOCABULARY,
+        "n_positions": LARGEST_CONTEXT,
+        "n_embd": 24,
+        "n_head": 3,
+        "n_layer": 2,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": False,
+    },
+    # What a window must forget lies in the cache all the same, and so do other rows' leftovers.
+    "mistral": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        **_LLAMA,
+        "hidden_act": "silu",
+        "sliding_window": 7,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        **_LLAMA,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 6,
+        "sliding_window": 11,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 20.0,
+    },
+}
+
+
+def write_random(family: str, directory: Path) -> Path:
+    """A checkpoint whose greedy tokens are well apart: cases.py scales weights so that every part shows."""
+    Case(family, _CONFIGS[family], seed=1).write(directory)
+    return directory
+
+
+def build(
+    source: Path,
+    directory: Path,
+    cache: Path,
+    *,
+    batch: Sequence[int],
+    prompt: Sequence[int],
+    context: Sequence[int],
+    draft_tokens: int = 3,
+) -> Path:
+    """A bundle for this machine in a directory, compiled as far as a build cache does not have it."""
+    manifest = directory / "decoder.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
+        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
+        f'draft_tokens = {draft_tokens}\n[[target]]\nname = "cpu-host"\n'
+    )
+    command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
+    done = subprocess.run(
+        [sys.executable, "-m", "prejit.runtime", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return directory / "decoder"

@@ -1,0 +1,144 @@
+// Calls attention from several threads at once, with odd sizes and arrays without a spare byte, and compares with a
+// plain form in double. For sanitizers: it prints what is wrong and ends with status 1.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "attention_vector.h"
+#include "encoder_attention.h"
+
+using namespace prejit::attention;
+
+namespace {
+
+// Of exactly the size asked for, so that the first byte behind it is another's.
+template <typename E>
+struct Array {
+  explicit Array(int64_t n) : size(n), data(static_cast<E*>(std::malloc(n ? n * sizeof(E) : 1))) {}
+  ~Array() { std::free(data); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  int64_t size;
+  E* data;
+};
+
+struct Random {
+  uint32_t state;
+  uint32_t next() { return state = state * 1664525u + 1013904223u, state >> 8; }
+  int64_t below(int64_t n) { return next() % n; }
+  float real() { return static_cast<float>(next() % 2001) / 1000 - 1; }
+};
+
+template <typename E>
+void fill(Random& random, Array<E>& array) {
+  for (int64_t i = 0; i < array.size; ++i) narrow(random.real(), array.data + i);
+}
+
+// One query over keys and values `stride` apart, positions first to end - 1.
+template <typename E>
+bool agrees(const float* query, const E* keys, const E* values, int64_t stride, int64_t size, int64_t first,
+            int64_t end, const float* found) {
+  std::vector<double> mixed(size, 0.0);
+  double total = 0;
+  for (int64_t s = first; s < end; ++s) {
+    double score = 0;
+    for (int64_t h = 0; h < size; ++h) score += double(query[h]) * widen(keys[s * stride + h]) * 0.25;
+    const double weight = std::exp(score);
+    total += weight;
+    for (int64_t h = 0; h < size; ++h) mixed[h] += weight * widen(values[s * stride + h]);
+  }
+  for (int64_t h = 0; h < size; ++h) {
+    const double expected = total > 0 ? mixed[h] / total : 0;
+    if (!(std::fabs(found[h] - expected) < 1e-5)) {
+      std::printf("expected %g, found %g\n", expected, found[h]);
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename E>
+bool decoder(Random& random) {
+  const int64_t batch = 1 + random.below(3), kv_heads = 1 + random.below(3), group = 1 + random.below(4);
+  const int64_t size = 1 + random.below(70), slots = 1 + random.below(600), heads = kv_heads * group;
+  const int64_t tokens = 1 + random.below(random.below(2) ? 90 : 3), window = random.below(2) * random.below(400);
+  Array<float> query(batch * tokens * heads * size), out(query.size), new_keys(batch * tokens * kv_heads * size),
+      new_values(new_keys.size);
+  Array<E> keys(batch * kv_heads * slots * size), values(keys.size);
+  Array<int32_t> start(batch), length(batch);
+  fill(random, query), fill(random, new_keys), fill(random, new_values), fill(random, keys), fill(random, values);
+  for (int64_t b = 0; b < batch; ++b) {
+    start.data[b] = static_cast<int32_t>(random.below(slots + 2));
+    length.data[b] = static_cast<int32_t>(random.below(tokens + 1));
+  }
+  const bool good = attend_decoder(DecoderCall<E>{batch, tokens, tokens, heads, kv_heads, size, slots, query.data,
+                                                  new_keys.data, new_values.data, start.data, length.data,
+                                                  start.data, keys.data, values.data, out.data, 0.25f, 0, window});
+  if (!good) return false;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t n = 0; n < heads; ++n) {
+        const int64_t at = ((b * tokens + t) * heads + n) * size;
+        const int64_t cache = (b * kv_heads + n / group) * slots * size;
+        int64_t end = start.data[b] + t + 1 < slots ? start.data[b] + t + 1 : slots;
+        if (t >= length.data[b]) end = 0;
+        const int64_t first = window && end > window ? end - window : 0;
+        if (!agrees(query.data + at, keys.data + cache, values.data + cache, size, size, first, end, out.data + at)) {
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+bool encoder(Random& random) {
+  const int64_t batch = 1 + random.below(3), tokens = 1 + random.below(150), heads = 1 + random.below(4);
+  const int64_t size = 1 + random.below(50), stride = heads * size;
+  Array<float> query(batch * tokens * stride), keys(query.size), values(query.size), out(query.size);
+  Array<int32_t> length(batch);
+  fill(random, query), fill(random, keys), fill(random, values);
+  for (int64_t b = 0; b < batch; ++b) length.data[b] = static_cast<int32_t>(random.below(tokens + 1));
+  if (!attend_encoder(EncoderCall{batch, tokens, heads, size, query.data, keys.data, values.data, length.data,
+                                  out.data, 0.25f})) {
+    return false;
+  }
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t n = 0; n < heads; ++n) {
+        const int64_t sentence = b * tokens * stride + n * size, at = sentence + t * stride;
+        const int64_t end = t < length.data[b] ? length.data[b] : 0;
+        if (!agrees(query.data + at, keys.data + sentence, values.data + sentence, stride, size, 0, end,
+                    out.data + at)) {
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  constexpr int kThreads = 3, kRounds = 12;
+  bool good[kThreads] = {};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&good, i] {
+      Random random{static_cast<uint32_t>(i) * 7919 + 1};
+      good[i] = true;
+      for (int round = 0; round < kRounds && good[i]; ++round) {
+        good[i] = decoder<float>(random) && decoder<BFloat16>(random) && encoder(random);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (bool each : good) {
+    if (!each) return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,186 @@
+// Calls products from several threads at once, with odd sizes and arrays that end at a page nobody may touch, and
+// compares with a plain loop in double; then the helper threads alone, and after fork. For sanitizers: it prints what is
+// wrong and ends with status 1. With the argument `fork` it tries fork only, which ThreadSanitizer does not follow.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "linear.h"
+#include "threads.h"
+
+using namespace prejit;
+
+namespace {
+
+// Of exactly the size asked for. The sanitizer sees a byte behind it on the heap; a vector load that it does not see
+// (masked ones) reads a page that is not there.
+template <typename E>
+struct Array {
+  explicit Array(int64_t n, bool at_page) : size(n) {
+    size_t bytes = n * sizeof(E);
+    if (!at_page) {
+      data = static_cast<E*>(std::malloc(bytes ? bytes : 1));
+      return;
+    }
+    size_t page = sysconf(_SC_PAGESIZE);
+    mapped = (bytes + page - 1) / page * page + page;
+    map = static_cast<char*>(mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(map + mapped - page, page, PROT_NONE);
+    data = reinterpret_cast<E*>(map + mapped - page - bytes);
+  }
+  ~Array() {
+    if (map)
+      munmap(map, mapped);
+    else
+      std::free(data);
+  }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  int64_t size;
+  E* data;
+  char* map = nullptr;
+  size_t mapped = 0;
+};
+
+struct Random {
+  uint32_t state;
+  uint32_t next() { return state = state * 1664525u + 1013904223u, state >> 8; }
+  int64_t below(int64_t n) { return next() % n; }
+  float real() { return static_cast<float>(next() % 2001) / 1000 - 1; }
+};
+
+double value(const float& v) { return v; }
+double value(const int8_t& v) { return v; }
+double value(const Bf16& v) {
+  uint32_t bits = uint32_t{v.bits} << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+void set(Random& random, float* to) { *to = random.real(); }
+void set(Random& random, int8_t* to) { *to = static_cast<int8_t>(random.below(256) - 128); }
+void set(Random& random, Bf16* to) {
+  float f = random.real();
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  to->bits = static_cast<uint16_t>(bits >> 16);
+}
+
+template <typename E>
+void fill(Random& random, Array<E>& array) {
+  for (int64_t i = 0; i < array.size; ++i) set(random, array.data + i);
+}
+
+std::atomic<int> wrong{0};
+
+template <typename W>
+void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool gated, bool at_page) {
+  Array<float> x(m * k, at_page), y(m * n, at_page), bias(n, at_page), scale(n, at_page), residual(m * n, at_page);
+  Array<W> w(n * k, at_page), up(n * k, at_page);
+  fill(random, x), fill(random, bias), fill(random, scale), fill(random, residual), fill(random, w), fill(random, up);
+  Linear product;
+  product.rows = m, product.inputs = k, product.outputs = n;
+  product.x = x.data;
+  product.weights = {w.data, dtype, scale.data, bias.data};
+  product.gated = gated;
+  if (gated) product.up = {up.data, dtype, scale.data, nullptr};
+  product.residual = residual.data;
+  product.activation = Activation::kRelu;
+  product.y = y.data;
+  if (!linear(product)) return void(wrong.fetch_add(1)), void(std::printf("no memory\n"));
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = 0, up_sum = 0, size = 1;
+      for (int64_t l = 0; l < k; ++l) {
+        double term = x.data[i * k + l] * value(w.data[j * k + l]);
+        sum += term, size += std::fabs(term);
+        up_sum += x.data[i * k + l] * value(up.data[j * k + l]);
+      }
+      double expected = std::fmax(0, sum * scale.data[j] + bias.data[j]);
+      if (gated) expected *= up_sum * scale.data[j], size *= 1 + std::fabs(up_sum) + k;
+      expected += residual.data[i * n + j];
+      if (!(std::fabs(y.data[i * n + j] - expected) <= 1e-5 * size)) {
+        if (wrong.fetch_add(1) == 0)
+          std::printf("dtype %d, [%ld, %ld] x [%ld]: expected %g, found %g\n", static_cast<int>(dtype), long(m), long(k),
+                      long(n), expected, y.data[i * n + j]);
+        return;
+      }
+    }
+}
+
+void products(uint32_t seed) {
+  Random random{seed};
+  for (int i = 0; i < 30; ++i) {
+    // Few rows, or enough to be packed; inputs beyond one panel at times.
+    int64_t m = i % 5 == 4 ? 127 + random.below(40) : random.below(40), n = random.below(90), k = random.below(70);
+    if (i % 7 == 3) k += 380;
+    bool gated = random.below(2), at_page = random.below(2);
+    switch (random.below(3)) {
+      case 0: check<float>(random, Dtype::kFloat32, m, k, n, gated, at_page); break;
+      case 1: check<Bf16>(random, Dtype::kBfloat16, m, k, n, gated, at_page); break;
+      case 2: check<int8_t>(random, Dtype::kInt8, m, k, n, gated, at_page); break;
+    }
+  }
+}
+
+// Each block once, and what it wrote visible; calls from many threads, and inside a body.
+void blocks(uint32_t seed) {
+  Random random{seed};
+  for (int i = 0; i < 2000; ++i) {
+    int64_t count = random.below(40);
+    std::vector<int> runs(count);
+    parallel_for(count, [&](int64_t block) {
+      std::atomic<int> inner{1};
+      if (block % 7 == 0) parallel_for(3, [&](int64_t b) { inner.fetch_add(static_cast<int>(b) - 1); });
+      runs[block] += inner.load();
+    });
+    for (int64_t b = 0; b < count; ++b)
+      if (runs[b] != 1) wrong.fetch_add(1);
+    // Helpers go to sleep at times.
+    if (i % 400 == 0) usleep(1000);
+  }
+}
+
+void forks() {
+  products(1);
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    while (!stop.load()) parallel_for(8, [](int64_t) {});
+  });
+  for (int i = 0; i < 20; ++i) {
+    pid_t child = fork();
+    if (child == 0) {
+      std::atomic<int> sum{0};
+      for (int j = 0; j < 100; ++j) parallel_for(16, [&](int64_t) { sum.fetch_add(1); });
+      _exit(sum.load() == 1600 ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (status != 0) std::printf("a child ended with status %d\n", status), wrong.fetch_add(1);
+  }
+  stop.store(true);
+  busy.join();
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count > 1 && std::strcmp(arguments[1], "fork") == 0) {
+    forks();
+  } else {
+    std::vector<std::thread> threads;
+    for (uint32_t i = 0; i < 3; ++i) threads.emplace_back([i] { blocks(i + 1), products(i + 1); });
+    for (auto& thread : threads) thread.join();
+  }
+  if (wrong.load()) std::printf("%d wrong\n", wrong.load());
+  return wrong.load() ? 1 : 0;
+}

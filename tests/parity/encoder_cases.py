@@ -1,0 +1,275 @@
+"""Small random encoders, the same wherever they are made: BERT, RoBERTa, DistilBERT, and modules around them.
+
+No JAX, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+ROWS, TOKENS = 4, 11
+"""Of a case's batch. The first row is full, the others are shorter."""
+
+REFERENCE = Path(__file__).parent / "encoder_reference.npz"
+
+COUNT = 12
+"""Cases of each kind."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+POOLING = (
+    "cls_token",
+    "max_tokens",
+    "mean_tokens",
+    "mean_sqrt_len_tokens",
+    "weightedmean_tokens",
+    "lasttoken",
+)
+ACTIVATIONS = ("linear.Identity", "activation.Tanh", "activation.ReLU", "activation.GELU")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration with a seed for its weights.
+
+    Attributes:
+        name: `bert-07`, `sentence-00-roberta`.
+        config: of config.json.
+        seed: of weights and tokens.
+        published: what tensors have before their names: `bert.`, or nothing.
+        head: whether a pooler and a masked-LM head, which nobody wants, are in the file.
+        pooling: modes, of POOLING; empty: no modules.json.
+        dense: (inputs, outputs, bias, activation) of each dense layer.
+        normalize: whether the last module normalizes.
+    """
+
+    name: str
+    config: dict[str, Any]
+    seed: int
+    published: str = ""
+    head: bool = False
+    pooling: tuple[str, ...] = ()
+    dense: tuple[tuple[int, int, bool, str], ...] = field(default=())
+    normalize: bool = False
+
+    @property
+    def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Int32 [ROWS, TOKENS]; behind a row's length the padding token."""
+        random = np.random.default_rng([self.seed, 0])
+        tokens = random.integers(3, self.config["vocab_size"], (ROWS, TOKENS), dtype=np.int32)
+        if self.config["model_type"] == "roberta":
+            tokens[0, 4] = self.config["pad_token_id"]  # one in the midst takes no position
+        tokens[np.arange(TOKENS) >= self.lengths[:, None]] = self.config["pad_token_id"]
+        return tokens
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Int32 [ROWS]."""
+        random = np.random.default_rng([self.seed, 1])
+        return np.array([TOKENS, 1, *random.integers(2, TOKENS, ROWS - 2)], np.int32)
+
+    def write(self, directory: Path) -> None:
+        """Writes the checkpoint as torch's save_pretrained or sentence-transformers' save would."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(self.config, indent=1))
+        shapes = (
+            _distilbert_shapes(self.config)
+            if self.config["model_type"] == "distilbert"
+            else _bert_shapes(self.config)
+        )
+        tensors = {self.published + name: self._values(name, s) for name, s in shapes.items()}
+        if self.head:
+            tensors |= {
+                name: self._values(name, shape)
+                for name, shape in _head_shapes(self.config, self.published).items()
+            }
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        if self.pooling:
+            self._write_modules(directory)
+
+    def _write_modules(self, directory: Path) -> None:
+        kinds = ["Transformer", "Pooling", *["Dense"] * len(self.dense)]
+        kinds += ["Normalize"] * self.normalize
+        modules = [
+            {
+                "idx": place,
+                "name": str(place),
+                "path": f"{place}_{kind}" if place else "",
+                "type": f"sentence_transformers.models.{kind}",
+            }
+            for place, kind in enumerate(kinds)
+        ]
+        (directory / "modules.json").write_text(json.dumps(modules))
+        pooling: dict[str, Any] = {f"pooling_mode_{mode}": mode in self.pooling for mode in POOLING}
+        pooling["word_embedding_dimension"] = self.width
+        pooling["include_prompt"] = True
+        (directory / "1_Pooling").mkdir(exist_ok=True)
+        (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        for place, (inputs, outputs, bias, activation) in enumerate(self.dense):
+            at = directory / f"{place + 2}_Dense"
+            at.mkdir(exist_ok=True)
+            dense = {
+                "in_features": inputs,
+                "out_features": outputs,
+                "bias": bias,
+                "activation_function": f"torch.nn.modules.{activation}",
+            }
+            (at / "config.json").write_text(json.dumps(dense))
+            tensors = {"linear.weight": self._values(f"{place}.weight", (outputs, inputs))}
+            if bias:
+                tensors["linear.bias"] = self._values(f"{place}.bias", (outputs,))
+            save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
+        said = {"max_seq_length": 16, "do_lower_case": False}
+        (directory / "sentence_bert_config.json").write_text(json.dumps(said))
+
+    @property
+    def width(self) -> int:
+        """Of hidden states."""
+        return int(self.config.get("hidden_size", self.config.get("dim")))
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Values large enough that each part of the model shows in the result."""
+        random = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        values = random.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 2:
+            return values * np.float32(0.4)
+        return values * np.float32(0.2) + np.float32(
+            "norm" in name.lower() and name.endswith("weight")
+        )
+
+
+def cases() -> tuple[Case, ...]:
+    """All of them, in a fixed order."""
+    families = ("bert", "roberta", "distilbert")
+    plain = [_plain(family, number) for family in families for number in range(COUNT)]
+    return (*plain, *_sentences(families))
+
+
+def _plain(family: str, number: int) -> Case:
+    random = np.random.default_rng([zlib.crc32(family.encode()), number])
+    heads, size = _pick(random, [1, 2, 3, 5]), _pick(random, [2, 3, 4, 8])
+    activation = ("gelu", "gelu_new", "relu", "silu")[number % (2 if family == "distilbert" else 4)]
+    sizes = [heads * size, _pick(random, [11, 24, 32]), _pick(random, [1, 2, 3])]
+    vocabulary, positions = _pick(random, [31, 64, 83]), _pick(random, [16, 21, 32])
+    if family == "distilbert":
+        config = {
+            "model_type": "distilbert",
+            "architectures": ["DistilBertModel"],
+            "activation": ("gelu", "relu")[number % 2],
+            **dict(zip(("dim", "hidden_dim", "n_layers"), sizes, strict=True)),
+            "n_heads": heads,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": positions,
+            "pad_token_id": 0,
+        }
+    else:
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+        config = {
+            "model_type": family,
+            "architectures": ["BertModel" if family == "bert" else "RobertaModel"],
+            "hidden_act": activation,
+            **dict(zip(names, sizes, strict=True)),
+            "num_attention_heads": heads,
+            "vocab_size": vocabulary,
+            "max_position_embeddings": positions,
+            "type_vocab_size": 2 if family == "bert" else 1,
+            "layer_norm_eps": _pick(random, [1e-12, 1e-5]),
+            "pad_token_id": 0 if family == "bert" else 1,
+        }
+    with_head = number % 3 == 1
+    return Case(
+        f"{family}-{number:02}",
+        config,
+        1000 * (1 + ("bert", "roberta", "distilbert").index(family)) + number,
+        f"{family}." if with_head else "",
+        with_head,
+    )
+
+
+def _sentences(families: tuple[str, ...]) -> Iterator[Case]:
+    for number in range(COUNT):
+        family = families[number % 3]
+        base = _plain(family, number + 20)
+        pooling: tuple[str, ...] = (POOLING[number % len(POOLING)],)
+        if number >= 9:
+            pooling = POOLING[number % 3 :: 2]
+        width = base.width * len(pooling)
+        dense: tuple[tuple[int, int, bool, str], ...] = ()
+        if number % 2:
+            dense = ((width, 7, number % 4 == 1, ACTIVATIONS[number // 2 % len(ACTIVATIONS)]),)
+        if number == 11:
+            dense = (*dense, (7, 5, True, "activation.Tanh"))
+        yield Case(
+            f"sentence-{number:02}-{family}",
+            base.config,
+            5000 + number,
+            pooling=pooling,
+            dense=dense,
+            normalize=number % 3 != 1,
+        )
+
+
+def _bert_shapes(config: dict[str, Any]) -> Shapes:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    shapes: Shapes = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], width),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
+        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
+        **_norm("embeddings.LayerNorm", width),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        at = f"encoder.layer.{layer}"
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            shapes |= _linear(f"{at}.attention.{name}", width, width)
+        shapes |= _linear(f"{at}.intermediate.dense", width, inner)
+        shapes |= _linear(f"{at}.output.dense", inner, width)
+        shapes |= _norm(f"{at}.attention.output.LayerNorm", width)
+        shapes |= _norm(f"{at}.output.LayerNorm", width)
+    return shapes
+
+
+def _distilbert_shapes(config: dict[str, Any]) -> Shapes:
+    width, inner = config["dim"], config["hidden_dim"]
+    shapes: Shapes = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], width),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
+        **_norm("embeddings.LayerNorm", width),
+    }
+    for layer in range(config["n_layers"]):
+        at = f"transformer.layer.{layer}"
+        for name in ("q_lin", "k_lin", "v_lin", "out_lin"):
+            shapes |= _linear(f"{at}.attention.{name}", width, width)
+        shapes |= _linear(f"{at}.ffn.lin1", width, inner) | _linear(f"{at}.ffn.lin2", inner, width)
+        shapes |= _norm(f"{at}.sa_layer_norm", width) | _norm(f"{at}.output_layer_norm", width)
+    return shapes
+
+
+def _head_shapes(config: dict[str, Any], prefix: str) -> Shapes:
+    """A pooler and a masked-LM head by their published names."""
+    width = config.get("hidden_size", config.get("dim"))
+    assert isinstance(width, int)
+    family = config["model_type"]
+    if family == "distilbert":
+        return _linear("vocab_transform", width, width) | _norm("vocab_layer_norm", width)
+    head = "cls.predictions.transform.dense" if family == "bert" else "lm_head.dense"
+    return _linear(f"{prefix}pooler.dense", width, width) | _linear(head, width, width)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _pick(random: np.random.Generator, options: list[Any]) -> Any:
+    return options[random.integers(len(options))]

@@ -1,0 +1,77 @@
+"""Records what transformers' torch models say of the encoder cases, in float32: the definition of correct.
+
+python -m tests.parity.encoder_record      # needs torch, transformers, safetensors; writes the .npz
+
+Modules that follow the transformer are written here in torch, from the definitions of sentence-transformers
+(sentence_transformers/models/Pooling.py, Dense.py, Normalize.py), which need not be installed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .encoder_cases import REFERENCE, TOKENS, Case, cases
+
+
+def torch_result(case: Case, directory: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Hidden states float32 [ROWS, TOKENS, D], zero behind each row's length; or embeddings [ROWS, D']."""
+    import torch
+    from transformers import AutoModel
+
+    case.write(directory)
+    model, loading = AutoModel.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    missing = [name for name in loading["missing_keys"] if "pooler" not in name]
+    assert not missing, missing
+    lengths = torch.from_numpy(case.lengths).long()
+    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+    with torch.no_grad():
+        hidden = model.eval()(
+            torch.from_numpy(case.tokens).long(), attention_mask=mask
+        ).last_hidden_state
+        wanted = (
+            _embedding(case, directory, hidden, mask) if case.pooling else hidden * mask[..., None]
+        )
+    found: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy()
+    return found
+
+
+def _embedding(case: Case, directory: Path, hidden: Any, mask: Any) -> Any:
+    import torch
+    from safetensors.torch import load_file
+
+    weight = mask[..., None].float()
+    total, count = (hidden * weight).sum(1), weight.sum(1)
+    places = torch.arange(1, hidden.shape[1] + 1)[None, :, None] * weight
+    last = mask.sum(1) - 1
+    modes = {
+        "cls_token": hidden[:, 0],
+        "max_tokens": hidden.masked_fill(mask[..., None] == 0, -1e9).max(1)[0],
+        "mean_tokens": total / count,
+        "mean_sqrt_len_tokens": total / count.sqrt(),
+        "weightedmean_tokens": (hidden * places).sum(1) / places.sum(1),
+        "lasttoken": hidden[torch.arange(len(hidden)), last],
+    }
+    x = torch.cat([modes[mode] for mode in modes if mode in case.pooling], 1)
+    for place, (_, _, bias, activation) in enumerate(case.dense):
+        tensors = load_file(directory / f"{place + 2}_Dense" / "model.safetensors")
+        x = x @ tensors["linear.weight"].T + (tensors["linear.bias"] if bias else 0)
+        x = getattr(torch.nn, activation.rpartition(".")[2])()(x)
+    return torch.nn.functional.normalize(x, p=2, dim=1) if case.normalize else x
+
+
+def main() -> None:
+    """Writes REFERENCE."""
+    with tempfile.TemporaryDirectory() as directory:
+        recorded = {case.name: torch_result(case, Path(directory, case.name)) for case in cases()}
+    np.savez_compressed(REFERENCE, **recorded)  # type: ignore[arg-type]
+    print(f"{REFERENCE}: {len(recorded)} cases, {REFERENCE.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The benchmark's arithmetic: what would make a table claim more than was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import chart
+import comparison
+import environments
+import measure
+import models
+import numpy as np
+import pytest
+import report
+import workload
+import workspace
+from comparison import DECODE, FIRST, Goal
+from measure import FailedProcessError, Row, Spread
+
+MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
+
+
+def rows(*names: str, dtype: str = "float32") -> list[Row]:
+    return [Row(name, ("-",), {}, dtype) for name in names]
+
+
+def samples(**figures: list[float]) -> list[dict[str, Any]]:
+    count = len(next(iter(figures.values())))
+    return [{key: values[place] for key, values in figures.items()} for place in range(count)]
+
+
+def test_a_ratio_is_of_processes_of_one_round_not_of_medians() -> None:
+    found = {
+        MINE: samples(first_seconds=[1.0, 4.0, 2.0]),
+        PEER: samples(first_seconds=[2.0, 2.0, 1.0]),
+    }
+    # The medians alone are equal.
+    assert comparison.ratio_within_rounds(found, MINE, PEER, "first_seconds") == 2.0
+
+
+def test_the_best_peer_is_the_fastest_where_more_is_better_and_the_least_where_less_is() -> None:
+    found = {
+        MINE: samples(first_seconds=[0.1], decode_tokens_per_second=[99.0]),
+        PEER: samples(first_seconds=[0.3], decode_tokens_per_second=[50.0]),
+        SLOW: samples(first_seconds=[1.1], decode_tokens_per_second=[70.0]),
+    }
+    everybody = rows(MINE, PEER, SLOW)
+    assert comparison.best_peer(found, everybody, FIRST, "float32") == PEER
+    assert comparison.best_peer(found, everybody, DECODE, "float32") == SLOW
+
+
+def test_prejit_is_not_its_own_peer_and_dtypes_are_not_compared_with_each_other() -> None:
+    found = {MINE: samples(first_seconds=[0.1]), "llama.cpp q8_0": samples(first_seconds=[0.2])}
+    everybody = [*rows(MINE), *rows("llama.cpp q8_0", dtype="int8")]
+    assert comparison.best_peer(found, everybody, FIRST, "float32") is None
+    assert comparison.compare(found, everybody, [FIRST]) == []
+
+
+def test_a_peer_that_failed_is_no_peer_and_is_named_below_the_table() -> None:
+    found = {MINE: samples(first_seconds=[0.1])}
+    everybody = rows(MINE, PEER)
+    [table] = comparison.tables("t", everybody, found, [FIRST], {PEER: "no compiler"})
+    assert len(table.rows) == 1
+    assert f"Not there: {PEER}: no compiler." in table.markdown()
+
+
+def test_a_goal_is_met_on_the_right_side_of_its_limit() -> None:
+    found = {
+        MINE: samples(first_seconds=[0.2], decode_tokens_per_second=[60.0]),
+        PEER: samples(first_seconds=[0.1], decode_tokens_per_second=[50.0]),
+    }
+    goals = [Goal(FIRST, "float32", 1.0), Goal(DECODE, "float32", 1.1, ("llama.cpp",))]
+    start, decode = comparison.targets("decode, ", goals, rows(MINE, PEER), found)
+    assert (start.found, start.met) == (2.0, False)
+    assert (decode.found, decode.met) == (1.2, True)
+
+
+def test_a_goal_against_a_peer_that_did_not_run_is_not_met_by_another() -> None:
+    found = {MINE: samples(first_seconds=[0.1]), PEER: samples(first_seconds=[0.2])}
+    goals = [Goal(FIRST, "float32", 1.2, ("CTranslate2",))]
+    assert comparison.targets("", goals, rows(MINE, PEER), found) == []
+
+
+def test_tokens_that_differ_once_in_one_process_are_counted_up_to_there() -> None:
+    found = {
+        SLOW: samples(tokens=[[1, 2, 3, 4], [1, 2, 3, 4]]),
+        MINE: samples(tokens=[[1, 2, 3, 4], [1, 2, 9, 4]]),
+    }
+    agree = comparison.agreement(found, rows(MINE, SLOW))
+    assert agree == {SLOW: "4/4", MINE: "2/4"}
+
+
+def test_a_row_whose_embeddings_are_another_models_is_named() -> None:
+    found = {
+        SLOW: samples(sums=[{"1x16": 0.5, "64x128": 2.0}]),
+        MINE: samples(sums=[{"1x16": 0.5, "64x128": 2.0001}]),
+        PEER: samples(sums=[{"1x16": 0.5, "64x128": 2.1}]),
+    }
+    assert comparison.different_embeddings(found, rows(SLOW, MINE, PEER)) == [PEER]
+
+
+def test_a_large_model_is_not_begun_where_its_files_would_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workspace, "LARGE_BYTES", 10**18)
+    with pytest.raises(FailedProcessError, match="expected 1000000000 GB of free disk"):
+        workspace.Bench(tmp_path, 1, quick=False).model("llama-1b")
+    assert not (tmp_path / "llama-1b").exists()
+
+
+def test_the_share_of_the_floor_is_of_the_bandwidth_probed_beside_each_process() -> None:
+    step = workload.decode_bytes()
+    assert step == pytest.approx(494.6e6, rel=1e-3)
+    found = samples(
+        decode_tokens_per_second=[50.0, 100.0], probe_bytes_per_second=[100.0 * step, 200.0 * step]
+    )
+    assert comparison.floor_share(found, step) == Spread(0.5, 0.5, 0.5)
+
+
+def test_ratios_are_bold_only_where_prejit_is_as_good() -> None:
+    found = {
+        MINE: samples(first_seconds=[0.2], decode_tokens_per_second=[60.0]),
+        PEER: samples(first_seconds=[0.1], decode_tokens_per_second=[50.0]),
+    }
+    _, ratios = comparison.tables("t", rows(MINE, PEER), found, [FIRST, DECODE], {})
+    assert ratios.rows == [(MINE, f"2.00 x {PEER}", f"**1.20** x {PEER}")]
+
+
+def test_a_row_that_fails_is_left_out_with_its_reason_and_the_others_go_on() -> None:
+    good = Row("good", (sys.executable, "-c", "print('LAST {\"x\": 1}')"))
+    bad = Row("bad", (sys.executable, "-c", "raise SystemExit('no such model')"))
+    failures: dict[str, str] = {}
+    found = measure.interleave([bad, good], 2, failures=failures)
+    assert len(found["good"]) == 2
+    assert "bad" not in found
+    assert failures == {"bad": "exit status 1: no such model"}
+
+
+def test_a_row_that_fails_ends_a_benchmark_that_does_not_report_failures() -> None:
+    bad = Row("bad", (sys.executable, "-c", "raise SystemExit('no such model')"))
+    with pytest.raises(FailedProcessError, match="bad: exit status 1: no such model"):
+        measure.interleave([bad], 1)
+
+
+def test_the_probe_runs_before_each_counted_process_and_not_in_the_round_thrown_away(
+    tmp_path: Path,
+) -> None:
+    count = tmp_path / "count"
+    code = f"open({str(count)!r}, 'a').write('x'); print('LAST {{\"bytes_per_second\": 7}}')"
+    probe = Row("probe", (sys.executable, "-c", code))
+    row = Row("row", (sys.executable, "-c", "print('LAST {}')"))
+    found = measure.interleave([row], 2, probe)
+    assert [sample["probe_bytes_per_second"] for sample in found["row"]] == [7, 7]
+    assert count.read_text() == "xx"
+
+
+def test_the_time_left_counts_each_row_at_its_own_length() -> None:
+    assert measure.left_seconds({"a": 1.0, "b": 3.0}, ["a", "b", "b"]) == 7.0
+    assert measure.left_seconds({"a": 1.0, "b": 3.0}, ["c"]) == 2.0
+
+
+def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: Any) -> None:
+    nothing = environments.Environment((str(tmp_path / "no-such-package"),))
+    monkeypatch.setitem(environments.ENVIRONMENTS, "nothing", nothing)
+    with pytest.raises(environments.EnvironmentFailedError, match="environment nothing: ERROR"):
+        environments.interpreter(tmp_path, "nothing")
+    assert not (tmp_path / "envs" / "nothing" / ".ready").exists()
+
+
+def test_bfloat16_weights_are_rounded_to_nearest_even() -> None:
+    # 1 + 2^-8 lies between two bfloat16 values and goes to the even one; 1 + 3 * 2^-8 likewise.
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1.5], np.float32)
+    assert models.bfloat16_bits(values).tolist() == [0x3F80, 0x3F80, 0x3F82, 0xBFC0]
+
+
+def test_written_weights_are_read_back_with_every_tensor_at_64_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    models.write_safetensors(
+        path, {"a": np.arange(16, dtype=np.float32), "b": np.ones((4, 4), np.float32).T}
+    )
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    assert start % 64 == 0
+    header = json.loads(content[8:start])
+    begin, end = header["b"]["data_offsets"]
+    assert begin % 64 == 0
+    assert np.frombuffer(content[start + begin : start + end], np.float32).tolist() == [1.0] * 16
+
+
+def test_the_first_prompt_of_a_batch_is_that_of_batch_1() -> None:
+    assert workload.prompts(32, 4)[0] == workload.prompts(32, 1)[0]
+    assert len({tuple(prompt) for prompt in workload.prompts(32, 8)}) == 8
+
+
+def test_no_two_prefill_prompts_are_alike() -> None:
+    prompts = {
+        tuple(workload.prefill_prompt(number)) for number in range(workload.PREFILL_RUNS + 1)
+    }
+    assert len(prompts) == workload.PREFILL_RUNS + 1
+
+
+def test_a_llama_of_a_billion_has_the_weights_of_its_files() -> None:
+    shapes = models.llama_shapes(workload.LLAMA_1B)
+    matrices = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
+    assert matrices == workload.LLAMA_1B.matrix_weights
+    assert 1.23e9 < matrices < 1.25e9
+
+
+def test_names_in_the_picture_are_text_not_markup() -> None:
+    panel = chart.Panel("a < b", [("<script>", Spread(1, 1, 2), True)], "s")
+    drawn = chart.draw([panel], [("x & y", True)])
+    assert "<script>" not in drawn
+    assert "x &amp; y" in drawn
+
+
+def test_many_programs_are_compared_with_few_at_the_first_token() -> None:
+    figures = {"loaded_seconds": [0.1], "first_seconds": [0.2], "rss_bytes": [1e6]}
+    slower = {**figures, "first_seconds": [0.4]}
+    found = {"tiny-4": samples(**figures), "tiny-400": samples(**slower)}
+    _, [target] = report.flat(found, {})
+    assert (target.found, target.met) == (2.0, False)

@@ -1,0 +1,294 @@
+"""Products of linear layers against plain NumPy in float64, on every level that this machine runs."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler import kernel_library
+from prejit.runtime.fingerprint import Fingerprint
+
+SOURCES = kernel_library.SOURCES
+DRIVER = Path(__file__).resolve().parents[2] / "kernels" / "linear_driver.cc"
+LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
+NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
+DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
+
+
+def compiler() -> str:
+    for name in ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return path
+    pytest.skip("no C++ compiler on this machine")
+
+
+def compile_sources(level: str, out: Path, *more: object) -> None:
+    features = Fingerprint.current().cpu_features
+    if missing := set(kernel_library.level_features(level)) - set(features):
+        pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
+    # GCC 12 warns of its own AVX-512 headers; clang of a warning that it does not know.
+    quiet = ("-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
+    warnings = ("-Wall", "-Wextra", "-Werror", *quiet)
+    command = [compiler(), "-std=c++17", *warnings, f"-march={level}", "-pthread"]
+    done = subprocess.run(
+        [*command, *map(str, more), "-o", str(out)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The level whose kernel XLA knows as `linear/LEVEL`."""
+    level: str = request.param
+    library = tmp_path_factory.mktemp(level) / "kernels.so"
+    flags = (
+        "-O3",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-fPIC",
+        "-shared",
+    )
+    sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc")
+    compile_sources(level, library, *flags, "-isystem", jax.ffi.include_dir(), *sources)
+    handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).prejit_linear)
+    jax.ffi.register_ffi_target(f"linear/{level}", handler, platform="cpu")
+    return level
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias."""
+
+    x: Any
+    weights: tuple[Any, ...]
+    scales: tuple[Any, ...] = ()
+    biases: tuple[Any, ...] = ()
+    residual: Any = None
+    activation: int = NONE
+
+    @property
+    def arrays(self) -> list[Any]:
+        found = [self.x]
+        for i, weight in enumerate(self.weights):
+            found += [weight, *self.scales[i : i + 1], *self.biases[i : i + 1]]
+        return found if self.residual is None else [*found, self.residual]
+
+
+def run(case: Case, level: str) -> np.ndarray:
+    shape = (*case.x.shape[:-1], case.weights[0].shape[0])
+    call = jax.ffi.ffi_call(f"linear/{level}", jax.ShapeDtypeStruct(shape, np.float32))
+    flags = {
+        "bias": bool(case.biases),
+        "gated": len(case.weights) == 2,
+        "residual": case.residual is not None,
+        "activation": case.activation,
+    }
+    return np.asarray(
+        call(*case.arrays, **{name: np.int32(is_so) for name, is_so in flags.items()})
+    )
+
+
+def activated(activation: int, v: Any) -> Any:
+    if activation == GELU_ERF:
+        return v * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(v / math.sqrt(2)))
+    if activation == GELU_TANH:
+        return v * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+    if activation == RELU:
+        return np.where(v < 0, 0, v)
+    if activation == SILU:
+        return v / (1 + np.exp(-np.maximum(v, -700)))
+    return v
+
+
+def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What is right, and how large the terms are of which it is the sum."""
+    x = case.x.astype(np.float64)
+    values, sizes = [], []
+    for i, weight in enumerate(case.weights):
+        scale = case.scales[i].astype(np.float64) if case.scales else 1.0
+        bias = case.biases[i].astype(np.float64) if case.biases else 0.0
+        wide = weight.astype(np.float64)
+        values.append(x @ wide.T * scale + bias)
+        sizes.append(np.abs(x) @ np.abs(wide).T * scale + np.abs(bias))
+    y, size = activated(case.activation, values[0]), sizes[0]
+    if len(values) == 2:
+        size = size * np.abs(values[1]) + np.abs(y) * sizes[1]
+        y = y * values[1]
+    if case.residual is not None:
+        y, size = y + case.residual, size + np.abs(case.residual)
+    return y, size
+
+
+def assert_right(case: Case, level: str) -> None:
+    found = run(case, level)
+    expected, size = reference(case)
+    assert found.shape == expected.shape
+    assert found.dtype == np.float32
+    # Rounding of float32 sums, each term to one part in 2^24.
+    error = np.abs(found - expected) / (size + 1e-30)
+    assert error.max(initial=0) < 2e-6
+
+
+def drawn(
+    seed: int,
+    shape: tuple[int, int, int],
+    dtype: np.dtype[Any],
+    *,
+    bias: bool = False,
+    gated: bool = False,
+    residual: bool = False,
+    activation: int = NONE,
+) -> Case:
+    rows, inputs, outputs = shape
+    rng = np.random.default_rng(seed)
+
+    def normal(*of: int) -> np.ndarray:
+        return rng.standard_normal(of).astype(np.float32)
+
+    def weight() -> np.ndarray:
+        if dtype == np.int8:
+            return rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
+        return normal(outputs, inputs).astype(dtype)
+
+    products = 1 + gated
+    factors = tuple(rng.uniform(0.001, 0.02, outputs).astype(np.float32) for _ in range(products))
+    return Case(
+        x=normal(rows, inputs),
+        weights=tuple(weight() for _ in range(products)),
+        scales=factors if dtype == np.int8 else (),
+        biases=tuple(normal(outputs) for _ in range(products)) if bias else (),
+        residual=normal(rows, outputs) if residual else None,
+        activation=activation,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_odd_sizes_and_flags_give_what_numpy_gives(kernels: str, data: st.DataObject) -> None:
+    few, many = st.integers(0, 40), st.integers(120, 200)
+    rows = data.draw(st.one_of(few, many), label="rows")
+    inputs = data.draw(st.one_of(st.integers(0, 100), st.integers(370, 420)), label="inputs")
+    outputs = data.draw(st.integers(0, 150), label="outputs")
+    flags = {name: data.draw(st.booleans(), label=name) for name in ("bias", "gated", "residual")}
+    case = drawn(
+        data.draw(st.integers(0, 1000), label="seed"),
+        (rows, inputs, outputs),
+        data.draw(st.sampled_from(DTYPES), label="dtype"),
+        activation=data.draw(st.sampled_from(range(5)), label="activation"),
+        **flags,
+    )
+    assert_right(case, kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 33, 128, 300])
+def test_sizes_of_models_give_what_numpy_gives(
+    kernels: str, rows: int, dtype: np.dtype[Any]
+) -> None:
+    assert_right(drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH), kernels)
+
+
+def test_long_sums_lose_no_more_than_short_ones(kernels: str) -> None:
+    assert_right(drawn(0, (1, 8192, 70), DTYPES[0]), kernels)
+    assert_right(drawn(0, (130, 8192, 70), DTYPES[0]), kernels)
+
+
+def test_leading_dimensions_are_rows(kernels: str) -> None:
+    case = drawn(3, (30, 17, 23), DTYPES[0], residual=True)
+    deep = Case(
+        x=case.x.reshape(5, 6, 17), weights=case.weights, residual=case.residual.reshape(5, 6, 23)
+    )
+    np.testing.assert_array_equal(run(deep, kernels).reshape(30, 23), run(case, kernels))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_beside_others(kernels: str, dtype: np.dtype[Any]) -> None:
+    """Greedy tokens must not depend on the batch: bit for bit, as long as rows are few."""
+    case = drawn(4, (21, 301, 77), dtype, bias=True, activation=SILU)
+    together = run(case, kernels)
+    for rows in (1, 2, 3, 4, 7, 16):
+        alone = Case(case.x[:rows], case.weights, case.scales, case.biases, None, SILU)
+        np.testing.assert_array_equal(run(alone, kernels), together[:rows])
+
+
+@pytest.mark.parametrize("activation", [GELU_ERF, GELU_TANH, SILU, RELU])
+def test_activations_are_right_everywhere(kernels: str, activation: int) -> None:
+    v = np.concatenate([np.linspace(-30, 30, 20011), [-1e30, -200, -88, 0, 88, 200, 1e30]])
+    v = v.astype(np.float32)
+    found = run(Case(v[:, None], (np.ones((1, 1), np.float32),), activation=activation), kernels)
+    with np.errstate(over="ignore"):
+        expected = activated(activation, v.astype(np.float64))
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 150])
+@pytest.mark.parametrize("activation", range(5))
+def test_nan_is_not_hidden(kernels: str, activation: int, rows: int) -> None:
+    case = drawn(5, (rows, 40, 50), DTYPES[0], gated=True, activation=activation)
+    x = case.x.copy()
+    x[rows // 2, 7] = np.nan
+    found = run(Case(x, case.weights, activation=activation), kernels)
+    is_nan = np.isnan(found).all(axis=1)
+    assert is_nan.tolist() == [row == rows // 2 for row in range(rows)]
+    assert not np.isnan(np.delete(found, rows // 2, axis=0)).any()
+
+
+@pytest.mark.parametrize("rows", [1, 150])
+def test_infinity_is_not_hidden(kernels: str, rows: int) -> None:
+    case = drawn(6, (rows, 40, 50), DTYPES[2])
+    x = case.x.copy()
+    x[0, 3] = np.inf
+    assert not np.isfinite(run(Case(x, case.weights, case.scales), kernels)[0]).any()
+
+
+def test_wrong_arguments_are_an_error_and_no_crash(kernels: str) -> None:
+    case = drawn(7, (2, 8, 6), DTYPES[0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"\[outputs, inputs\]"):
+        run(Case(case.x[:, :7], case.weights), kernels)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="factor for each output"):
+        run(Case(case.x, (np.ones((6, 8), np.int8),)), kernels)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="fewer arguments"):
+        run(Case(case.x, case.weights, scales=(np.ones(6, np.float32),)), kernels)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="found another dtype"):
+        run(Case(case.x, (np.ones((6, 8), np.int16),)), kernels)
+
+
+@pytest.fixture(scope="module")
+def highest_level() -> str:
+    features = set(Fingerprint.current().cpu_features)
+    return next(
+        level for level in reversed(LEVELS) if set(kernel_library.level_features(level)) <= features
+    )
+
+
+def build_driver(level: str, out: Path, sanitizers: str) -> None:
+    flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
+    compile_sources(level, out, *flags, DRIVER, SOURCES / "linear.cc", SOURCES / "threads.cc")
+
+
+@pytest.mark.parametrize(
+    ("sanitizers", "arguments"),
+    [("address,undefined", []), ("thread", []), ("address,undefined", ["fork"])],
+    ids=["address", "thread", "fork"],
+)
+def test_sanitizers_find_nothing(
+    highest_level: str, sanitizers: str, arguments: list[str], tmp_path: Path
+) -> None:
+    build_driver(highest_level, tmp_path / "driver", sanitizers)
+    done = subprocess.run(
+        [tmp_path / "driver", *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
