@@ -2,13 +2,13 @@
 
 It is small on purpose: put arrays on a device, load or compile a program, run it, read a result. It
 works on jaxlib's client (PJRT) directly, below `jax.jit`, so nothing is traced and nothing is dispatched
-in Python. One CPU device needs no module of jax; others do, and there jax is deferred, see
-deferred_jax.py. tests/unit/runtime/test_executable.py runs on every jax version that we support.
+in Python. One CPU device needs no module of jax; others import all of it.
+tests/unit/runtime/test_executable.py runs on every jax version that we support.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 import importlib
 import math
@@ -22,7 +22,6 @@ import numpy as np
 
 from prejit.runtime import kernels
 from prejit.runtime.bundle import MESH_AXES, Array, Memory, Mesh, digest_of, kernel_target
-from prejit.runtime.deferred_jax import defer_jax, imports_of_ours
 from prejit.runtime.errors import BuildError, KernelError, PrejitError, RejectError, UsageError
 from prejit.runtime.process import is_plain_start
 from prejit.runtime.start import set_log_level
@@ -41,24 +40,10 @@ def _jaxlib() -> tuple[Any, Any]:
     return xla_client, _jax
 
 
-_import_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def _imports() -> Iterator[None]:
-    """One thread at a time imports modules of jax and of jaxlib's MLIR.
-
-    A program may be compiled in one thread while another makes the first array. Both want
-    `jaxlib.mlir._mlir_libs` and its `_mlir`, which import each other: Python ends that as a deadlock.
-    """
-    with _import_lock:
-        defer_jax()
-        if "jax" in sys.modules and "_prejit_deferral" not in vars(sys.modules["jax"]):
-            importlib.import_module(
-                "jax"
-            )  # another thread may be in the middle of it: waits for that
-        with imports_of_ours():
-            yield
+_imports = threading.RLock()
+"""Held while modules of jax or of jaxlib's MLIR are imported. A program may be compiled in one thread
+while another makes the first array: both want `jaxlib.mlir._mlir_libs` and its `_mlir`, which import each
+other, and Python ends that as a deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +197,12 @@ class Device:
             return _jax.batched_device_put(aval, sharding, shards, self._local)
 
     def _begin(self) -> None:
-        """Imports those of jax's modules that arrays are made of, with the first array."""
-        with self._lock, _imports():
+        """Imports jax, and what jaxlib wants of it for a first array.
+
+        All of it: its modules import each other in circles, and `jax/__init__` is where to enter them.
+        """
+        with self._lock, _imports:
+            import jax  # noqa: F401
             from jax._src import config, core
 
             self._enable_x64 = config.enable_x64
@@ -229,7 +218,8 @@ class Device:
     def _sharding(self, spec: tuple[str, ...]) -> Any:
         """jax's sharding for a spec of ours; of one device where there is no mesh."""
         if (known := self._shardings.get(spec)) is None:
-            with _imports():
+            with _imports:
+                import jax  # noqa: F401
                 from jax._src import mesh, partition_spec, sharding_impls
 
                 if self.mesh is None:
@@ -396,24 +386,31 @@ def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
             return np.asarray(memoryview(array))
         except BufferError:  # no dtype of Python's; or the program failed, which is told below
             array.block_until_ready()
-        if not _reads_by_jax.is_set():
-            _uninterrupted(lambda: _read_by_jax(array))
+            return _view(array)
     elif (shards := array._arrays) is not None and len(shards) > 1:
         array = shards[0]
     value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
     return value
 
 
-_reads_by_jax = threading.Event()
+def _view(array: DeviceArray) -> np.ndarray[Any, Any]:
+    """What an array on our one CPU device has in memory, of a dtype that Python's buffers do not know.
 
-
-def _read_by_jax(array: DeviceArray) -> None:
-    """Lets jaxlib import those of jax's modules that it reads an array with, and no others."""
-    with _imports():
-        from jax._src import config, core  # noqa: F401  in this order: they import each other
-
-        array._single_device_array_to_np_array_did_copy()
-        _reads_by_jax.set()
+    Where it lies is read from a DLPack capsule, which NumPy does not take for such a dtype. jaxlib's other
+    ways import jax, in whichever thread reads first: a host program that imports jax in another one may
+    then wait for ever.
+    """
+    _, _jax = _jaxlib()
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.argtypes, pointer_of.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    capsule = _jax.buffer_to_dlpack_managed_tensor(array)
+    # DLManagedTensor begins with the tensor's data (dlpack.h).
+    data = ctypes.c_void_p.from_address(pointer_of(capsule, b"dltensor")).value
+    memory = (ctypes.c_uint8 * array.on_device_size_in_bytes()).from_address(data or 0)
+    memory.array = array  # lives as long as the view
+    view = np.frombuffer(memory, array.aval.dtype).reshape(array.aval.shape)
+    view.flags.writeable = False
+    return view
 
 
 def is_jax_array(value: Any) -> bool:
@@ -536,7 +533,9 @@ def _stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) 
     Raises:
         BuildError: it was not lowered for this platform.
     """
-    with _imports():
+    with _imports:
+        # First, as jax does it, which a host program may import in another thread: see _imports.
+        import jaxlib.mlir._mlir_libs  # noqa: F401
         from jaxlib.mlir import ir
 
     _, _jax = _jaxlib()
