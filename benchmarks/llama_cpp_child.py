@@ -37,6 +37,9 @@ class Decoder:
         llama.llama_backend_init()
         options = llama.llama_model_default_params()
         options.n_gpu_layers = 0
+        # Its product for CPUs with AMX crashes on this model's q8_0 (llama-cpp-python 0.3.36, SIGSEGV in
+        # ggml_backend_amx_mul_mat). Nothing else of these rows uses its extra buffer types on x86-64.
+        options.use_extra_bufts = False
         self._model = llama.llama_model_load_from_file(path.encode(), options)
         assert self._model, path
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
