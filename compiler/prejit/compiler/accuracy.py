@@ -164,11 +164,9 @@ def of_decoder(
         weights = {name: jnp.asarray(values) for name, values in exact.weights.items()}
         packed = {name: jnp.asarray(values) for name, values in stored.weights.items()}
         name, rows = text or (SAMPLED, _sampled(exact, weights, bos, min(longest, _STEPS)))
-        windows = [
-            row[at : at + longest]
-            for row in np.atleast_2d(rows)
-            for at in range(0, row.size, longest)
-        ]
+        rows = np.atleast_2d(rows)
+        longest = min(longest, rows.shape[1])
+        windows = [row[at : at + longest] for row in rows for at in range(0, row.size, longest)]
         exact_logits, stored_logits = _logits(exact), _logits(stored)
         tokens, agreeing = 0, 0
         exact_loss = loss = difference = 0.0

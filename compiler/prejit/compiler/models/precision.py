@@ -84,11 +84,17 @@ def quantized(values: Values, contracted: int) -> tuple[Values, Values]:
         int8 of the same shape, from -127 to 127, and float32 [out]; their product differs from values by at
         most half a factor (and rounding).
     """
-    peak = np.abs(values).max(axis=contracted, initial=0)
-    # An output whose weights are all zero, or next to it, must not divide by zero.
-    scale = np.maximum(peak / np.float32(_MAX), np.finfo(np.float32).tiny, dtype=np.float32)
+    scale = _factors(values, contracted)
     integers = np.rint(values / np.expand_dims(scale, contracted))
     return np.clip(integers, -_MAX, _MAX).astype(np.int8), scale
+
+
+def _factors(values: Values, contracted: int) -> Values:
+    peak = np.maximum(
+        values.max(axis=contracted, initial=0), -values.min(axis=contracted, initial=0)
+    )
+    # An output whose weights are all zero, or next to it, must not divide by zero.
+    return np.maximum(peak / np.float32(_MAX), np.finfo(np.float32).tiny, dtype=np.float32)
 
 
 def _integers(read: Callable[[str], Values], name: str, contracted: int) -> Values:
@@ -96,7 +102,7 @@ def _integers(read: Callable[[str], Values], name: str, contracted: int) -> Valu
 
 
 def _scales(read: Callable[[str], Values], name: str, contracted: int) -> Values:
-    return quantized(_finite(read(name), name, "int8"), contracted)[1]
+    return _factors(_finite(read(name), name, "int8"), contracted)
 
 
 def _rounded(read: Callable[[str], Values], name: str) -> Values:
