@@ -232,9 +232,10 @@ def test_sizes_of_models_give_what_numpy_gives(
     assert_right(drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH), kernels)
 
 
-def test_long_sums_lose_no_more_than_short_ones(kernels: str) -> None:
-    assert_right(drawn(0, (1, 8192, 70), DTYPES[0]), kernels)
-    assert_right(drawn(0, (130, 8192, 70), DTYPES[0]), kernels)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_sums_lose_no_more_than_short_ones(kernels: str, dtype: np.dtype[Any]) -> None:
+    assert_right(drawn(0, (1, 8192, 70), dtype), kernels)
+    assert_right(drawn(0, (130, 8200, 70), dtype), kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
