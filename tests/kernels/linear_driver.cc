@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "linear_bf16.h"
 #include "threads.h"
 
 using namespace prejit;
@@ -66,6 +67,13 @@ double value(const Bf16& v) {
   return f;
 }
 
+// To the nearest bfloat16, by arithmetic: 8 bits of significand.
+double rounded(double v) {
+  int exponent;
+  double significand = std::frexp(v, &exponent);
+  return std::ldexp(std::nearbyint(std::ldexp(significand, 8)), exponent - 8);
+}
+
 void set(Random& random, float* to) { *to = random.real(); }
 void set(Random& random, int8_t* to) { *to = static_cast<int8_t>(random.below(256) - 128); }
 void set(Random& random, Bf16* to) {
@@ -101,9 +109,10 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
     for (int64_t j = 0; j < n; ++j) {
       double sum = 0, up_sum = 0, size = 1;
       for (int64_t l = 0; l < k; ++l) {
-        double term = x.data[i * k + l] * value(w.data[j * k + l]);
+        double factor = dtype == Dtype::kFloat32 ? x.data[i * k + l] : rounded(x.data[i * k + l]);
+        double term = factor * value(w.data[j * k + l]);
         sum += term, size += std::fabs(term);
-        up_sum += x.data[i * k + l] * value(up.data[j * k + l]);
+        up_sum += factor * value(up.data[j * k + l]);
       }
       double expected = std::fmax(0, sum * scale.data[j] + bias.data[j]);
       if (gated) expected *= up_sum * scale.data[j], size *= 1 + std::fabs(up_sum) + k;
@@ -177,9 +186,12 @@ int main(int count, char** arguments) {
   if (count > 1 && std::strcmp(arguments[1], "fork") == 0) {
     forks();
   } else {
-    std::vector<std::thread> threads;
-    for (uint32_t i = 0; i < 3; ++i) threads.emplace_back([i] { blocks(i + 1), products(i + 1); });
-    for (auto& thread : threads) thread.join();
+    for (Multiplier by : {Multiplier::kFloat32, Multiplier::kAvx512Bf16, Multiplier::kAmx}) {
+      if (!use_multiplier(by)) continue;
+      std::vector<std::thread> threads;
+      for (uint32_t i = 0; i < 3; ++i) threads.emplace_back([i] { blocks(i + 1), products(i + 1); });
+      for (auto& thread : threads) thread.join();
+    }
   }
   if (wrong.load()) std::printf("%d wrong\n", wrong.load());
   return wrong.load() ? 1 : 0;

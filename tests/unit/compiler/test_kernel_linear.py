@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,10 @@ from prejit.compiler import kernel_library
 from prejit.runtime.fingerprint import Fingerprint
 
 SOURCES = kernel_library.SOURCES
-DRIVER = Path(__file__).resolve().parents[2] / "kernels" / "linear_driver.cc"
+TESTS = Path(__file__).resolve().parents[2] / "kernels"
+DRIVER, CHOICE = TESTS / "linear_driver.cc", TESTS / "linear_choice.cc"
+MULTIPLIERS = ("float32", "avx512bf16", "amx-bf16")
+"""Of kernels/linear_bf16.h, in its order; the others by the feature that they need."""
 LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
@@ -48,24 +53,49 @@ def compile_sources(level: str, out: Path, *more: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module", params=LEVELS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The level whose kernel XLA knows as `linear/LEVEL`."""
-    level: str = request.param
-    library = tmp_path_factory.mktemp(level) / "kernels.so"
-    flags = (
-        "-O3",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fvisibility=hidden",
-        "-fPIC",
-        "-shared",
-    )
-    sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc")
-    compile_sources(level, library, *flags, "-isystem", jax.ffi.include_dir(), *sources)
-    handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).prejit_linear)
-    jax.ffi.register_ffi_target(f"linear/{level}", handler, platform="cpu")
-    return level
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """Compiles the library of a level, once, and makes its kernel known to XLA as `linear/LEVEL`."""
+
+    @functools.cache
+    def library_of(level: str) -> ctypes.CDLL:
+        path = tmp_path_factory.mktemp(level) / "kernels.so"
+        flags = (
+            "-O3",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-fvisibility=hidden",
+            "-fPIC",
+            "-shared",
+        )
+        sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
+        include = ("-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
+        compile_sources(level, path, *flags, *include, *sources)
+        library = ctypes.CDLL(str(path))
+        handler = jax.ffi.pycapsule(library.prejit_linear)
+        jax.ffi.register_ffi_target(f"linear/{level}", handler, platform="cpu")
+        return library
+
+    return library_of
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((level, "float32") for level in LEVELS),
+        *((LEVELS[-1], multiplier) for multiplier in MULTIPLIERS[1:]),
+    ],
+    ids=" ".join,
+)
+def kernels(request: pytest.FixtureRequest, libraries: Callable[[str], ctypes.CDLL]) -> str:
+    """The level whose kernel XLA knows as `linear/LEVEL`, once with each multiplier that it can have."""
+    level, multiplier = request.param
+    has_it = libraries(level).use_multiplier(MULTIPLIERS.index(multiplier))
+    if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
+        assert bool(has_it) == (multiplier in Fingerprint.current().cpu_features)
+    if not has_it:
+        pytest.skip(f"this machine has no {multiplier}")
+    return str(level)
 
 
 @dataclass(frozen=True)
@@ -115,7 +145,8 @@ def activated(activation: int, v: Any) -> Any:
 
 def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """What is right, and how large the terms are of which it is the sum."""
-    x = case.x.astype(np.float64)
+    is_wide = case.weights[0].dtype == np.float32
+    x = (case.x if is_wide else case.x.astype(ml_dtypes.bfloat16)).astype(np.float64)
     values, sizes = [], []
     for i, weight in enumerate(case.weights):
         scale = case.scales[i].astype(np.float64) if case.scales else 1.0
@@ -201,9 +232,27 @@ def test_sizes_of_models_give_what_numpy_gives(
     assert_right(drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH), kernels)
 
 
-def test_long_sums_lose_no_more_than_short_ones(kernels: str) -> None:
-    assert_right(drawn(0, (1, 8192, 70), DTYPES[0]), kernels)
-    assert_right(drawn(0, (130, 8192, 70), DTYPES[0]), kernels)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_sums_lose_no_more_than_short_ones(kernels: str, dtype: np.dtype[Any]) -> None:
+    assert_right(drawn(0, (1, 8192, 70), dtype), kernels)
+    assert_right(drawn(0, (130, 8200, 70), dtype), kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rows_beyond_what_is_packed_at_once(kernels: str, dtype: np.dtype[Any]) -> None:
+    assert_right(drawn(8, (1100, 33, 31), dtype, bias=True, residual=True), kernels)
+
+
+def test_x_is_rounded_to_even(kernels: str) -> None:
+    """Halfway between two bfloat16 numbers, 1/128 apart here, a bit more and a bit less."""
+    x = np.array(
+        [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
+    )
+    expected = np.array([1, 1 + 1 / 64, 1 + 1 / 128, 1 + 1 / 128, -1])
+    for rows in (1, 30, 130):
+        many = np.tile(x.astype(np.float32), rows)[:, None]
+        found = run(Case(many, (np.ones((1, 1), ml_dtypes.bfloat16),)), kernels)
+        np.testing.assert_array_equal(found[:, 0], np.tile(expected, rows))
 
 
 def test_leading_dimensions_are_rows(kernels: str) -> None:
@@ -216,10 +265,17 @@ def test_leading_dimensions_are_rows(kernels: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_beside_others(kernels: str, dtype: np.dtype[Any]) -> None:
-    """Greedy tokens must not depend on the batch: bit for bit, as long as rows are few."""
-    case = drawn(4, (21, 301, 77), dtype, bias=True, activation=SILU)
+    """Greedy tokens must not depend on the batch: bit for bit, among few rows and among many."""
+    for together, fewer in ((7, (1, 2, 3, 4)), (127, (24, 33, 100))):
+        assert_fewer_rows_are_the_same(together, fewer, dtype, kernels)
+
+
+def assert_fewer_rows_are_the_same(
+    all_rows: int, fewer: tuple[int, ...], dtype: np.dtype[Any], kernels: str
+) -> None:
+    case = drawn(4, (all_rows, 301, 77), dtype, bias=True, activation=SILU)
     together = run(case, kernels)
-    for rows in (1, 2, 3, 4, 7, 16):
+    for rows in fewer:
         alone = Case(case.x[:rows], case.weights, case.scales, case.biases, None, SILU)
         np.testing.assert_array_equal(run(alone, kernels), together[:rows])
 
@@ -234,13 +290,14 @@ def test_activations_are_right_everywhere(kernels: str, activation: int) -> None
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6, atol=2e-7)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 6, 150])
 @pytest.mark.parametrize("activation", range(5))
-def test_nan_is_not_hidden(kernels: str, activation: int, rows: int) -> None:
-    case = drawn(5, (rows, 40, 50), DTYPES[0], gated=True, activation=activation)
+def test_nan_is_not_hidden(kernels: str, activation: int, rows: int, dtype: np.dtype[Any]) -> None:
+    case = drawn(5, (rows, 40, 50), dtype, gated=True, activation=activation)
     x = case.x.copy()
-    x[rows // 2, 7] = np.nan
-    found = run(Case(x, case.weights, activation=activation), kernels)
+    x[rows // 2, 7] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # Adding 1 bit overflows.
+    found = run(Case(x, case.weights, case.scales, activation=activation), kernels)
     is_nan = np.isnan(found).all(axis=1)
     assert is_nan.tolist() == [row == rows // 2 for row in range(rows)]
     assert not np.isnan(np.delete(found, rows // 2, axis=0)).any()
@@ -262,6 +319,8 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: str) -> None:
         run(Case(case.x, (np.ones((6, 8), np.int8),)), kernels)
     with pytest.raises(jax.errors.JaxRuntimeError, match="fewer arguments"):
         run(Case(case.x, case.weights, scales=(np.ones(6, np.float32),)), kernels)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="two weights of one dtype"):
+        run(Case(case.x, (*case.weights, np.ones((6, 8), ml_dtypes.bfloat16))), kernels)
     with pytest.raises(jax.errors.JaxRuntimeError, match="found another dtype"):
         run(Case(case.x, (np.ones((6, 8), np.int16),)), kernels)
 
@@ -275,8 +334,9 @@ def highest_level() -> str:
 
 
 def build_driver(level: str, out: Path, sanitizers: str) -> None:
+    sources = [SOURCES / name for name in ("linear.cc", "linear_bf16.cc", "threads.cc")]
     flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
-    compile_sources(level, out, *flags, DRIVER, SOURCES / "linear.cc", SOURCES / "threads.cc")
+    compile_sources(level, out, *flags, DRIVER, *sources)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "linear_bf16.h"
 #include "linear_dot.h"
 #include "linear_finish.h"
 #include "linear_gemm.h"
@@ -39,13 +40,29 @@ void with_dtype(const Weights& weights, Run run) {
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// x is rounded to bfloat16 for weights of fewer bits than float32 has.
+bool rounds(const Linear& p) { return p.weights.dtype != Dtype::kFloat32; }
+
+// x rounded, in this thread's scratch. nullptr where memory is out.
+const float* rounded_x(const Linear& p) {
+  int64_t size = p.rows * p.inputs;
+  float* to = static_cast<float*>(scratch((size + kLanes) * sizeof(float)));
+  if (!to) return nullptr;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(to + i, rounded(load(p.x + i)));
+  if (int64_t rest = size - i) store_first(to + i, rounded(load_first(p.x + i, rest)), rest);
+  return to;
+}
+
 bool linear_by_dots(const Linear& p) {
+  const float* all = rounds(p) ? rounded_x(p) : p.x;
+  if (!all) return false;
   int64_t size =
       dot_block_outputs(p.rows, p.inputs, p.outputs, bytes_of(p.weights.dtype), threads(), kDotOutputs);
   int64_t blocks = (p.outputs + size - 1) / size;
   for (int64_t row = 0; row < p.rows; row += kDotRows) {
     int64_t rows = least(p.rows - row, kDotRows);
-    const float* x = p.x + row * p.inputs;
+    const float* x = all + row * p.inputs;
     parallel_for(blocks, [&](int64_t block) {
       alignas(64) float sums[kDotRows * kDotOutputs];
       alignas(64) float up_sums[kDotRows * kDotOutputs];
@@ -151,8 +168,9 @@ bool linear_by_tiles(const Linear& p) {
     if (!data) return false;
     x.data = data;
     parallel_for(tiles, [&](int64_t tile) {
-      pack_rows(p.x + (x.first + tile * x.height) * p.inputs, least(x.rows - tile * x.height, x.height), p.inputs,
-                x.height, data + tile * x.tile_floats);
+      auto pack = rounds(p) ? pack_rows<true> : pack_rows<false>;
+      pack(p.x + (x.first + tile * x.height) * p.inputs, least(x.rows - tile * x.height, x.height), p.inputs, x.height,
+           data + tile * x.tile_floats);
     });
     // Blocks as large as caches allow, and a few for each thread.
     int64_t enough = 4 * threads();
@@ -174,6 +192,8 @@ bool linear_by_tiles(const Linear& p) {
 
 bool linear(const Linear& product) {
   if (product.rows == 0 || product.outputs == 0) return true;
+  Multiplier by = rounds(product) ? multiplier() : Multiplier::kFloat32;
+  if (by != Multiplier::kFloat32 && product.rows >= fewest_packed_rows(by)) return linear_by_pairs(product, by);
   return product.rows < kFewestPackedRows ? linear_by_dots(product) : linear_by_tiles(product);
 }
 

@@ -1,4 +1,8 @@
 // y = act(x W^T * scale + bias) [* (x U^T * uscale + ubias)] [+ residual], for weights as they are stored.
+//
+// Where weights are bfloat16 or int8, x is rounded to bfloat16, to the nearest and to even, and sums are float32: on
+// every CPU and for any number of rows, so that all give the same but for the order of the sums. With float32 weights
+// all is float32.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +28,7 @@ struct Linear {
   const float* x = nullptr;  // [M, K]
   Weights weights;
   bool gated = false;
-  Weights up;                        // Where gated.
+  Weights up;                        // Where gated; of the same dtype.
   const float* residual = nullptr;   // [M, N], or none.
   Activation activation = Activation::kNone;
   float* y = nullptr;  // [M, N]

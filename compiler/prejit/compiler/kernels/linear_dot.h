@@ -1,7 +1,8 @@
 // Products of few rows: weights are read once, in place, and each is multiplied while it passes.
 //
 // One accumulator a pair of row and output, filled in one order and summed in one order: a row's result does not depend
-// on which other rows there are.
+// on which other rows there are, as long as they are few. That of many rows (linear_bf16.h, linear_gemm.h) does not
+// either; between the two the order of the sums differs, and the last bits.
 #pragma once
 
 #include <type_traits>

@@ -75,8 +75,10 @@ ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets resul
 
   size_t at = 1;
   if (auto error = read_weights(arguments, at, bias != 0, product, product.weights); error.failure()) return error;
-  if (product.gated)
+  if (product.gated) {
     if (auto error = read_weights(arguments, at, bias != 0, product, product.up); error.failure()) return error;
+    if (product.up.dtype != product.weights.dtype) return wrong("prejit_linear: expected two weights of one dtype");
+  }
   if (residual) {
     auto added = arguments.get<ffi::AnyBuffer>(at++);
     if (added.has_error() || added->element_type() != ffi::F32 || product_of(added->dimensions()) != product_of(out))

@@ -32,6 +32,7 @@ struct VectorOf {
 };
 using Floats = VectorOf<float, kLanes>::type;
 using Ints = VectorOf<int32_t, kLanes>::type;
+using Bits = VectorOf<uint32_t, kLanes>::type;
 
 #define PREJIT_INLINE inline __attribute__((always_inline))
 
@@ -101,6 +102,13 @@ PREJIT_INLINE Floats splat(float value) {
 #else
   return _mm_set1_ps(value);
 #endif
+}
+
+// The nearest bfloat16, the even one of two; NaN stays NaN, and what is beyond the greatest is infinite.
+PREJIT_INLINE Floats rounded(Floats v) {
+  Bits bits = reinterpret_cast<Bits>(v);
+  bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
+  return v == v ? reinterpret_cast<Floats>(bits) : splat(__builtin_nanf(""));
 }
 
 // a b + c, rounded once wherever the level can: left to itself a compiler fuses in one loop and not in another, and a

@@ -2,7 +2,8 @@
 
 A portable program has XLA's forms only. For a CPU target with a kernel library (kernel_library.py) a program
 is lowered a second time, with calls of the kernels where they are faster; `using` says so to the modules of a
-model while they are traced. What a product gives does not depend on its form, up to rounding.
+model while they are traced. What a product gives does not depend on its form, up to rounding: a kernel rounds
+x to bfloat16 where the matrix is bfloat16 or int8 (kernels/linear.h), XLA's forms compute in float32.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def linear(
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """`activation(x W^T + b) * (x U^T + c) + residual`, in one call of the kernel `linear`.
+
+    x is rounded to bfloat16 unless W is float32; sums are float32.
 
     Args:
         x: float32 [..., in].

@@ -1,4 +1,4 @@
-"""Weights that are stored in fewer bits than float32, in which everything is computed.
+"""Weights that are stored in fewer bits than float32, in which everything else is stored and summed.
 
     float32     as published
     bfloat16    rounded to nearest, ties to even

@@ -1,0 +1,456 @@
+// W is multiplied from the left: a tile of sums is [outputs, rows]. So W, which comes from memory, is used as it lies,
+// row by row, and only x is transposed, once for the whole product:
+//
+//   x       [M, K]   ->  [M / 16][K / 2][16 rows] pairs of inputs       "group" of 16 rows, pack_group
+//   W chunk [32, K'] ->  [K' / 32][32 outputs][32 inputs] bfloat16      "panel", stays in L1, pack_panel
+//   sums             ->  [2 groups][2 halves][16 outputs][16 rows]      "tile", transposed and finished, transpose_tile
+//
+// Inputs are padded with zeros to whole steps of 32, outputs and rows to whole tiles, so no multiplier has an edge.
+#include "linear_bf16.h"
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "linear_finish.h"
+#include "simd.h"
+#include "threads.h"
+#include "transpose.h"
+
+namespace prejit {
+
+// Whether the compiler knows the instructions, by its headers: GCC 11, clang 11. Whether the CPU does is asked below.
+#if defined(__AVX512F__) && __has_include(<avx512bf16intrin.h>) && \
+    (__has_include(<amxbf16intrin.h>) /* GCC */ || __has_include(<amxintrin.h>) /* clang */)
+#define PREJIT_HAS_PAIRS
+#endif
+
+#if !defined(PREJIT_HAS_PAIRS)
+
+Multiplier multiplier() { return Multiplier::kFloat32; }
+bool use_multiplier(Multiplier wanted) { return wanted == Multiplier::kFloat32; }
+int64_t fewest_packed_rows(Multiplier) { return 0; }
+bool linear_by_pairs(const Linear&, Multiplier) { return false; }
+
+#else
+
+namespace {
+
+constexpr int64_t kStep = 32;   // Inputs of a step: 16 pairs, a row of a tile.
+constexpr int64_t kGroup = 16;  // Rows of a group, outputs of half a panel.
+constexpr int64_t kPanel = 2 * kGroup;
+constexpr int64_t kTile = 2 * kGroup;  // Rows of a tile at most: one group or two.
+constexpr int64_t kGroupSums = kGroup * kPanel;
+constexpr int64_t kTileSums = kTile * kPanel;
+constexpr int64_t kStepPairs = kGroup * kStep / 2;   // Of a group.
+constexpr int64_t kStepWeights = kPanel * kStep;     // Of a panel.
+
+// Inputs that are summed at once: a panel of them (16 KB) and those of a tile, which stream past it from L2, fit L1
+// together. With twice as many, or half as many, products of 512 rows take a seventh longer (Sapphire Rapids).
+constexpr int64_t kInputsAtOnce = 256;
+
+// Rows that are packed at once. Each part of them reads W again, from memory and into panels.
+constexpr int64_t kRowsAtOnce = 1024;
+
+// Of a block, at most: the tiles' inputs of one chunk (256 KB) and the sums (512 KB) stay in L2 while panels pass.
+constexpr int64_t kPanelsAtOnce = 8;
+constexpr int64_t kTilesAtOnce = 16;
+
+// So few tiles read a panel where it lies: packing it takes a fifth longer, and for more of them a tenth less.
+constexpr int64_t kTilesInPlace = 2;
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
+
+// Two vectors of floats that are bfloat16 already, as 32 of these.
+PREJIT_INLINE Floats pairs_of(Floats low, Floats high) {
+  const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
+                                                31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return reinterpret_cast<Floats>(_mm512_permutex2var_epi16(reinterpret_cast<__m512i>(low), upper_halves,
+                                                            reinterpret_cast<__m512i>(high)));
+}
+
+template <typename T>
+PREJIT_INLINE Floats load_some(const T* from, int64_t count) {
+  return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
+}
+
+// 32 numbers, or the first `count` and zeros, as bfloat16.
+PREJIT_INLINE Floats load_pairs(const float* from, int64_t count) {
+  return pairs_of(rounded(load_some(from, count)), rounded(load_some(from + kLanes, count - kLanes)));
+}
+PREJIT_INLINE Floats load_pairs(const int8_t* from, int64_t count) {
+  return pairs_of(load_some(from, count), load_some(from + kLanes, count - kLanes));
+}
+PREJIT_INLINE Floats load_pairs(const Bf16* from, int64_t count) {
+  if (count >= kStep) return load_as<Floats>(from);
+  return reinterpret_cast<Floats>(_mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from));
+}
+
+// to[pair, row] = x[row, pair] for `count` rows of a group, zeros for the others.
+void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
+  for (int64_t k = 0; k < inputs; k += kStep, to += kStepPairs) {
+    Floats v[kLanes] = {};
+    for (int64_t row = 0; row < count; ++row) v[row] = load_pairs(x + row * inputs + k, inputs - k);
+    transpose(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(reinterpret_cast<float*>(to) + i * kGroup, v[i]);
+  }
+}
+
+// to[step, output, input] = w[output, input] for `count` outputs of a panel and `inputs` of a row's `stride`.
+template <typename W>
+void pack_panel(const W* w, int64_t count, int64_t inputs, int64_t stride, uint16_t* to) {
+  for (int64_t output = 0; output < kPanel; ++output, w += stride, to += kStep) {
+    for (int64_t k = 0; k < inputs; k += kStep) {
+      Floats v = output < count ? load_pairs(w + k, inputs - k) : Floats{};
+      memcpy(to + k * kPanel, &v, sizeof v);
+    }
+  }
+}
+
+// What is packed next, fetched into L2 while a tile is multiplied, some lines each step, row by row.
+struct Fetch {
+  const char* row;
+  int64_t row_bytes;  // From one row to the next.
+  int64_t lines;      // Of a row.
+  int64_t each;       // Lines a step.
+};
+
+struct Fetching {
+  Fetch fetch;
+  int64_t line = 0;
+  PREJIT_INLINE void step() {
+    for (int64_t i = 0; i < fetch.each; ++i) {
+      __builtin_prefetch(fetch.row + line * 64, 0, 2);
+      if (++line == fetch.lines) line = 0, fetch.row += fetch.row_bytes;
+    }
+  }
+};
+
+// Weights of 32 outputs, packed or where they lie.
+struct Panel {
+  const uint16_t* data;
+  int64_t stride = kStep;       // From one output to the next.
+  int64_t step = kStepWeights;  // From one step to the next.
+};
+
+// sums = (begins ? 0 : sums) + a panel times one group of x or two, `steps` steps.
+struct Operands {
+  Panel w;
+  const uint32_t* x;
+  int64_t group_pairs;  // From one group of x to the next.
+  int64_t steps;
+  bool begins;
+  float* sums;
+  Fetch fetch;
+};
+
+#define PREJIT_AMX __attribute__((target("amx-tile,amx-bf16"), noinline))
+
+template <int groups>
+PREJIT_AMX void multiply_amx(const Operands& of) {
+  // GCC's intrinsics do not say that they read memory.
+  asm volatile("" ::: "memory");
+  const uint16_t* w = of.w.data;
+  const long stride = of.w.stride * sizeof *w;  // Bytes.
+  const uint32_t* x = of.x;
+  const uint32_t* next = x + of.group_pairs;
+  Fetching fetching{of.fetch};
+  float* sums = of.sums;
+  if (of.begins) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (groups == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    if (groups == 2) {
+      _tile_loadd(2, sums + 512, 64);
+      _tile_loadd(3, sums + 768, 64);
+    }
+  }
+  for (int64_t step = 0; step < of.steps; ++step) {
+    fetching.step();
+    _tile_loadd(4, w, stride);
+    _tile_loadd(6, x, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, w + kGroup * of.w.stride, stride);
+    _tile_dpbf16ps(1, 5, 6);
+    if (groups == 2) {
+      _tile_loadd(7, next, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    w += of.w.step, x += kStepPairs, next += kStepPairs;
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  if (groups == 2) {
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
+  }
+}
+
+struct TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TileConfig) == 64, "as the instruction reads it");
+const TileConfig tile_config;
+
+PREJIT_AMX void take_tiles() { _tile_loadconfig(&tile_config); }
+PREJIT_AMX void release_tiles() { _tile_release(); }
+
+// The same by vdpbf16ps: a pair of W's times the pairs of 16 rows.
+template <int groups>
+__attribute__((target("avx512bf16"), noinline)) void multiply_avx512(const Operands& of) {
+  constexpr int kOutputs = 8;
+  Fetching fetching{of.fetch};
+  for (int64_t output = 0; output < kPanel; output += kOutputs) {
+    const uint16_t* w = of.w.data + output * of.w.stride;
+    const uint32_t* x = of.x;
+    float* sums = of.sums + output * kGroup;
+    __m512 total[kOutputs][groups];
+#pragma GCC unroll 16
+    for (int o = 0; o < kOutputs; ++o)
+#pragma GCC unroll 2
+      for (int g = 0; g < groups; ++g)
+        total[o][g] = of.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + g * kGroupSums + o * kGroup);
+    for (int64_t step = 0; step < of.steps; ++step, w += of.w.step - kStep) {
+      if (output == 0) fetching.step();
+      for (int64_t pair = 0; pair < kStep / 2; ++pair, w += 2, x += kGroup) {
+        __m512i xs[groups];
+#pragma GCC unroll 2
+        for (int g = 0; g < groups; ++g) xs[g] = _mm512_loadu_si512(x + g * of.group_pairs);
+#pragma GCC unroll 16
+        for (int o = 0; o < kOutputs; ++o) {
+          __m512i weights = _mm512_set1_epi32(load_as<int32_t>(w + o * of.w.stride));
+#pragma GCC unroll 2
+          for (int g = 0; g < groups; ++g)
+            total[o][g] = _mm512_dpbf16_ps(total[o][g], reinterpret_cast<__m512bh>(weights),
+                                           reinterpret_cast<__m512bh>(xs[g]));
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int o = 0; o < kOutputs; ++o)
+#pragma GCC unroll 2
+      for (int g = 0; g < groups; ++g) _mm512_storeu_ps(sums + g * kGroupSums + o * kGroup, total[o][g]);
+  }
+}
+
+void multiply(Multiplier by, int64_t groups, const Operands& of) {
+  if (by == Multiplier::kAmx) return groups == 1 ? multiply_amx<1>(of) : multiply_amx<2>(of);
+  return groups == 1 ? multiply_avx512<1>(of) : multiply_avx512<2>(of);
+}
+
+// Rows [first, first + rows) of p, packed in groups.
+struct PackedRows {
+  int64_t first, rows;
+  int64_t group_pairs;
+  const uint32_t* data;
+};
+
+// Some panels of W and some tiles of x.
+struct Block {
+  int64_t panel, panels;
+  int64_t tile, tiles;
+};
+
+// One panel of W for some inputs, which is packed and multiplied at once.
+struct Step {
+  const Weights* weights;
+  int64_t input, inputs;
+  int64_t panel;            // In the block.
+  int64_t output, outputs;  // The first, and how many.
+  bool ends;                // Sums are complete with it.
+};
+
+int64_t chunks_of(int64_t inputs) { return inputs > 0 ? parts_of(inputs, kInputsAtOnce) : 1; }
+
+Step step_of(const Linear& p, const Block& block, int64_t index) {
+  int64_t chunks = chunks_of(p.inputs);
+  int64_t size = parts_of(parts_of(p.inputs, chunks), kStep) * kStep;
+  int64_t chunk = index / block.panels % chunks;
+  bool is_up = index >= block.panels * chunks;
+  Step step;
+  step.weights = is_up ? &p.up : &p.weights;
+  step.input = least(chunk * size, p.inputs);
+  step.inputs = least(p.inputs - step.input, size);
+  step.panel = index % block.panels;
+  step.output = (block.panel + step.panel) * kPanel;
+  step.outputs = least(p.outputs - step.output, kPanel);
+  step.ends = chunk + 1 == chunks && is_up == p.gated;
+  return step;
+}
+
+// The weights of a step, packed unless they can be read where they lie: whole, and for few tiles.
+Panel panel_of(const Linear& p, const Step& step, int64_t tiles, uint16_t* packed) {
+  int64_t at = step.output * p.inputs + step.input;
+  if (step.weights->dtype == Dtype::kInt8) {
+    pack_panel(static_cast<const int8_t*>(step.weights->data) + at, step.outputs, step.inputs, p.inputs, packed);
+    return {packed};
+  }
+  const Bf16* w = static_cast<const Bf16*>(step.weights->data) + at;
+  if (tiles <= kTilesInPlace && step.outputs == kPanel && step.inputs % kStep == 0)
+    return {reinterpret_cast<const uint16_t*>(w), p.inputs, kStep};
+  pack_panel(w, step.outputs, step.inputs, p.inputs, packed);
+  return {packed};
+}
+
+// Shares the fetching of a step's weights among the tiles of the step before it, of `steps` steps each.
+Fetch fetch_of(const Linear& p, const Step& next, int64_t tile, int64_t tiles, int64_t steps) {
+  int64_t bytes = next.weights->dtype == Dtype::kBfloat16 ? 2 : 1;
+  int64_t row = next.outputs * tile / tiles, rows = next.outputs * (tile + 1) / tiles - row;
+  int64_t lines = (next.inputs * bytes + 63) / 64;
+  const char* data = static_cast<const char*>(next.weights->data);
+  return {data + ((next.output + row) * p.inputs + next.input) * bytes, p.inputs * bytes, lines,
+          steps ? parts_of(rows * lines, steps) : 0};
+}
+
+// The sums of a tile, a row after the other.
+void transpose_tile(const float* sums, int64_t groups, float* to) {
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t half = 0; half < 2; ++half, sums += kGroup * kGroup) {
+      Floats v[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) v[i] = load(sums + i * kGroup);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(to + (group * kGroup + i) * kPanel + half * kGroup, v[i]);
+    }
+}
+
+bool multiply_block(const Linear& p, const PackedRows& x, const Block& block, Multiplier by) {
+  int64_t all_sums = block.panels * block.tiles * kTileSums;
+  size_t panel_bytes = kInputsAtOnce * kPanel * sizeof(uint16_t);
+  char* memory = static_cast<char*>(scratch(panel_bytes + all_sums * (p.gated ? 2 : 1) * sizeof(float), 1));
+  if (!memory) return false;
+  uint16_t* packed = reinterpret_cast<uint16_t*>(memory);
+  float* sums = reinterpret_cast<float*>(memory + panel_bytes);
+  int64_t all_steps = block.panels * chunks_of(p.inputs) * (p.gated ? 2 : 1);
+  if (by == Multiplier::kAmx) take_tiles();
+  for (int64_t s = 0; s < all_steps; ++s) {
+    Step step = step_of(p, block, s), next = step_of(p, block, s + 1 < all_steps ? s + 1 : s);
+    Panel panel = panel_of(p, step, block.tiles, packed);
+    for (int64_t t = 0; t < block.tiles; ++t) {
+      int64_t row = (block.tile + t) * kTile, rows = least(x.rows - row, kTile);
+      int64_t groups = parts_of(rows, kGroup), steps = parts_of(step.inputs, kStep);
+      float* tile = sums + (step.panel * block.tiles + t) * kTileSums;
+      float* to = step.weights == &p.up ? tile + all_sums : tile;
+      multiply(by, groups,
+               {panel, x.data + row / kGroup * x.group_pairs + step.input * (kGroup / 2), x.group_pairs, steps,
+                step.input == 0, to, fetch_of(p, next, t, block.tiles, steps)});
+      if (!step.ends) continue;
+      alignas(64) float by_row[kTileSums], up_by_row[kTileSums];
+      transpose_tile(tile, groups, by_row);
+      if (p.gated) transpose_tile(to, groups, up_by_row);
+      for (int64_t r = 0; r < rows; ++r)
+        finish(p, by_row + r * kPanel, up_by_row + r * kPanel, x.first + row + r, step.output, step.outputs);
+    }
+  }
+  if (by == Multiplier::kAmx) release_tiles();
+  return true;
+}
+
+struct Registers {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned part) {
+  Registers r;
+  __get_cpuid_count(leaf, part, &r.a, &r.b, &r.c, &r.d);
+  return r;
+}
+
+// Whether Linux saves the state of tiles, and lets this process have some: it must be asked once (Linux 5.16).
+bool may_use_tiles() {
+  constexpr unsigned kTileStates = 3 << 17;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileStates) == kTileStates && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has(Multiplier wanted) {
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
+  switch (wanted) {
+    case Multiplier::kFloat32: return true;
+    case Multiplier::kAvx512Bf16: return cpuid(7, 1).a & kAvx512Bf16;
+    case Multiplier::kAmx: return cpuid(7, 0).d & kAmxBf16 && cpuid(7, 0).d & kAmxTile && may_use_tiles();
+  }
+  return false;
+}
+
+Multiplier best() {
+  if (has(Multiplier::kAmx)) return Multiplier::kAmx;
+  // CPUs made for AMX do a vdpbf16ps in two cycles, and four FMAs (Sapphire Rapids: 104 GFLOP/s a core, by FMA 217).
+  bool is_made_for_amx = cpuid(7, 0).d & (1u << 22);
+  return has(Multiplier::kAvx512Bf16) && !is_made_for_amx ? Multiplier::kAvx512Bf16 : Multiplier::kFloat32;
+}
+
+std::atomic<int> chosen{-1};
+
+}  // namespace
+
+Multiplier multiplier() {
+  int known = chosen.load(std::memory_order_relaxed);
+  if (known < 0) chosen.store(known = static_cast<int>(best()), std::memory_order_relaxed);
+  return static_cast<Multiplier>(known);
+}
+
+bool use_multiplier(Multiplier wanted) {
+  if (!has(wanted)) return false;
+  chosen.store(static_cast<int>(wanted), std::memory_order_relaxed);
+  return true;
+}
+
+int64_t fewest_packed_rows(Multiplier by) {
+  // Tiles take as long for 1 row as for 16; dots take longer from 6 rows on, or from 8, where weights come from memory.
+  if (by == Multiplier::kAmx) return 8;
+  // Reckoned, not measured: on Zen 4 vdpbf16ps does twice the terms of an FMA, of which packing leaves three quarters,
+  // and 17 rows take as long as 32.
+  return 24;
+}
+
+bool linear_by_pairs(const Linear& p, Multiplier by) {
+  int64_t parts = parts_of(p.rows, kRowsAtOnce);
+  int64_t panels = parts_of(p.outputs, kPanel);
+  int64_t group_pairs = parts_of(p.inputs, kStep) * kStepPairs;
+  std::atomic<bool> has_memory{true};
+  for (int64_t part = 0, row = 0; part < parts; ++part) {
+    int64_t rows = (p.rows - row) / (parts - part);
+    int64_t groups = parts_of(rows, kGroup), tiles = parts_of(rows, kTile);
+    uint32_t* data = static_cast<uint32_t*>(scratch((groups * group_pairs + kLanes) * sizeof(uint32_t)));
+    if (!data) return false;
+    PackedRows x{row, rows, group_pairs, data};
+    row += rows;
+    parallel_for(groups, [&](int64_t group) {
+      int64_t first = group * kGroup;
+      const float* from = p.x + (x.first + first) * p.inputs;
+      pack_group(from, least(x.rows - first, kGroup), p.inputs, data + group * group_pairs);
+    });
+    // Blocks as large as caches allow, and a few for each thread.
+    int64_t enough = 4 * threads();
+    int64_t splits = parts_of(tiles, kTilesAtOnce), bands = parts_of(panels, kPanelsAtOnce);
+    if (bands * splits < enough) bands = least(panels, parts_of(enough, splits));
+    parallel_for(bands * splits, [&](int64_t block) {
+      int64_t band = block / splits, split = block % splits;
+      int64_t panel = panels * band / bands, tile = tiles * split / splits;
+      Block at = {panel, panels * (band + 1) / bands - panel, tile, tiles * (split + 1) / splits - tile};
+      if (!multiply_block(p, x, at, by)) has_memory.store(false, std::memory_order_relaxed);
+    });
+  }
+  return has_memory.load(std::memory_order_relaxed);
+}
+
+#endif  // PREJIT_HAS_PAIRS
+
+}  // namespace prejit
