@@ -10,11 +10,11 @@
 namespace prejit {
 namespace {
 
-// Panels compute whole vectors of rows. On a core of Sapphire Rapids, 384 inputs, they give 135 GFLOP/s at 16 rows and
-// 159 at 32, dots 118 and 115; on one of Zen 4 dots reach 102 to 114 of 118. But dots add in another order, the same for
-// any number of rows, and greedy tokens must not depend on the batch: so what decodes, a few positions of each sequence,
-// has dots until it has very many rows.
-constexpr int64_t kFewestPanelPositions = 16;
+// Panels compute whole vectors of rows. On a core of Sapphire Rapids (GFLOP/s with 384 inputs, weights in L2 and weights in
+// memory) they give 118 and 70 at 16 rows, 150 and 107 at 32, dots 107 and 92, 112 and 105. And dots add in another
+// order, the same for any number of rows, and greedy tokens must not depend on the batch: so what decodes, a few positions
+// of each sequence, has dots until it has very many rows.
+constexpr int64_t kFewestPanelPositions = 32;
 constexpr int64_t kManyRows = 128;
 
 bool fills_panels(const Linear& p) {
@@ -33,7 +33,7 @@ constexpr int64_t kMostRowsAtOnce = 1024;
 // Of a block, at most: the panels' inputs stay in L2, with the sums. Outputs are whole vectors and whole strips.
 constexpr int64_t kPanelsAtOnce = 8;
 constexpr int64_t kGroup = 48;
-constexpr int64_t kGroupsAtOnce = 2;
+constexpr int64_t kSumsAtOnce = kPanelsAtOnce * 96;  // Panels times outputs.
 static_assert(kGroup % kLanes == 0 && kGroup % kStrip == 0);
 
 int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kBfloat16 ? 2 : 1; }
@@ -113,13 +113,19 @@ bool is_in_place(const Step& step, int64_t inputs) {
   return step.weights->dtype == Dtype::kFloat32 && step.outputs == kStrip && inputs * 4 % 4096 != 0;
 }
 
-// Fetches a share of a step's weights into L2: one of so many `shares`, as many as there are panels to multiply meanwhile.
-void fetch(const Linear& p, const Step& step, int64_t share, int64_t shares) {
+// Shares the fetching of a step's weights among the panels of the step before it.
+Fetch fetch_of(const Linear& p, const Step& step, int64_t panel, int64_t panels) {
   int64_t bytes = bytes_of(step.weights->dtype);
+  int64_t lines = (step.inputs * bytes + 63) / 64, first = lines * panel / panels;  // Of each output.
   const char* data = static_cast<const char*>(step.weights->data);
-  for (int64_t o = step.outputs * share / shares; o < step.outputs * (share + 1) / shares; ++o)
-    for (int64_t at = 0; at < step.inputs * bytes; at += 64)
-      __builtin_prefetch(data + ((step.output + o) * p.inputs + step.input) * bytes + at, 0, 2);
+  return {data + (step.output * p.inputs + step.input) * bytes + first * 64, p.inputs * bytes, step.outputs,
+          step.outputs * (lines * (panel + 1) / panels - first)};
+}
+
+// A panel's rows of y where a block's outputs are: stores to memory that is not in L2 wait for it.
+Fetch fetch_y(const Linear& p, int64_t row, int64_t rows, const Block& block) {
+  return {reinterpret_cast<const char*>(p.y + row * p.outputs + block.output), p.outputs * 4, rows,
+          rows * ((block.outputs * 4 + 63) / 64)};
 }
 
 bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
@@ -146,11 +152,12 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
     }
     float* to = step.weights == &p.up ? sums + sums_floats : sums;
     for (int64_t i = 0; i < block.panels; ++i, to += panel_sums) {
-      if (s + 1 < steps) fetch(p, next, i, block.panels);
       int lanes = x.lanes(block.panel + i);
+      int64_t row = (block.panel + i) * kPanelRows, rows = least(x.rows - row, lanes);
+      Fetch fetch = s + 1 == steps ? fetch_y(p, x.first + row, rows, block) : fetch_of(p, next, i, block.panels);
       auto multiply = lanes == kLanes ? multiply_strip<1> : multiply_strip<2>;
       multiply(x.panel(block.panel + i) + step.input * lanes, w, w_stride, step.inputs, step.input == 0,
-               to + (step.output - block.output) * lanes);
+               to + (step.output - block.output) * lanes, fetch);
     }
   }
   float* by_row = sums + sums_floats * (p.gated ? 2 : 1);
@@ -181,9 +188,10 @@ bool linear_by_panels(const Linear& p) {
     });
     // Blocks as large as caches allow, and a few for each thread.
     int64_t enough = 4 * threads();
-    int64_t outputs = kGroup * kGroupsAtOnce;
     int64_t splits = (panels + kPanelsAtOnce - 1) / kPanelsAtOnce;
-    if ((p.outputs + outputs - 1) / outputs * splits < enough) outputs = kGroup;
+    int64_t wanted = splits < enough ? (enough + splits - 1) / splits : 1;  // Groups of outputs.
+    int64_t outputs = least(p.outputs / wanted, kSumsAtOnce / least(panels, kPanelsAtOnce)) / kGroup * kGroup;
+    if (outputs < kGroup) outputs = kGroup;
     int64_t groups = (p.outputs + outputs - 1) / outputs;
     if (groups * splits < enough) splits = least(panels, (enough + groups - 1) / groups);
     parallel_for(groups * splits, [&](int64_t block) {

@@ -8,6 +8,8 @@
 // there are.
 #pragma once
 
+#include <type_traits>
+
 #include "linear.h"
 #include "simd.h"
 
@@ -100,27 +102,50 @@ inline void copy_strip(const W* w, int64_t count, int64_t inputs, int64_t stride
   }
 }
 
+// Lines of memory that are multiplied next, fetched while a strip is multiplied, one for each input: as the strip will want
+// them, the first line of each of its outputs, then the second. All at once they would hold up what is multiplied.
+struct Fetch {
+  const char* line;
+  int64_t output_bytes;  // From one output to the next.
+  int64_t outputs;
+  int64_t lines;  // In all.
+};
+
 // sums[output, row] = (begins ? 0 : sums) + x[row] . w[output] for a panel of `vectors` and a strip whose outputs are
 // `stride` apart.
 template <int vectors>
-inline void multiply_strip(const float* x, const float* w, int64_t stride, int64_t inputs, bool begins, float* sums) {
+inline void multiply_strip(const float* x, const float* w, int64_t stride, int64_t inputs, bool begins, float* sums,
+                           Fetch fetch) {
   static_assert(kStrip % 3 == 0);
   Floats total[kStrip][vectors] = {};
   const float* some[kStrip / 3];  // Three outputs can be addressed from one of them.
   for (int s = 0; s < kStrip / 3; ++s) some[s] = w + s * 3 * stride;
-  for (int64_t k = 0; k < inputs; ++k, x += vectors * kLanes) {
-    Floats xs[vectors];
+  const char* end = fetch.line + fetch.outputs * fetch.output_bytes;
+  auto multiply = [&](int64_t count, auto fetches) __attribute__((always_inline)) {
+    for (int64_t k = 0; k < count; ++k, x += vectors * kLanes) {
+      if (fetches.value) {
+        __builtin_prefetch(fetch.line, 0, 2);
+        fetch.line += fetch.output_bytes;
+        bool wraps = fetch.line == end;
+        fetch.line -= wraps ? fetch.outputs * fetch.output_bytes - 64 : 0;
+        end += wraps ? 64 : 0;
+      }
+      Floats xs[vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; ++v) xs[v] = load(x + v * kLanes);
+      for (int v = 0; v < vectors; ++v) xs[v] = load(x + v * kLanes);
 #pragma GCC unroll 16
-    for (int o = 0; o < kStrip; ++o) {
-      Floats weight = splat(some[o / 3][o % 3 * stride]);
+      for (int o = 0; o < kStrip; ++o) {
+        Floats weight = splat(some[o / 3][o % 3 * stride]);
 #pragma GCC unroll 2
-      for (int v = 0; v < vectors; ++v) total[o][v] = multiply_add(xs[v], weight, total[o][v]);
+        for (int v = 0; v < vectors; ++v) total[o][v] = multiply_add(xs[v], weight, total[o][v]);
+      }
+#pragma GCC unroll 16
+      for (int s = 0; s < kStrip / 3; ++s) ++some[s];
     }
-#pragma GCC unroll 16
-    for (int s = 0; s < kStrip / 3; ++s) ++some[s];
-  }
+  };
+  int64_t fetching = fetch.lines < inputs ? fetch.lines : inputs;
+  multiply(fetching, std::true_type{});
+  multiply(inputs - fetching, std::false_type{});
 #pragma GCC unroll 16
   for (int o = 0; o < kStrip; ++o) {
 #pragma GCC unroll 2
