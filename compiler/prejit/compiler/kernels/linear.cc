@@ -31,7 +31,7 @@ constexpr int64_t kFewestRowsAtOnce = 256;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
 // Of a block, at most: the panels' inputs stay in L2, with the sums. Outputs are whole vectors and whole strips.
-constexpr int64_t kPanelsAtOnce = 8;
+constexpr int64_t kPanelsAtOnce = 16;
 constexpr int64_t kGroup = 48;
 constexpr int64_t kSumsAtOnce = kPanelsAtOnce * 96;  // Panels times outputs.
 static_assert(kGroup % kLanes == 0 && kGroup % kStrip == 0);
