@@ -10,10 +10,10 @@
 namespace prejit {
 namespace {
 
-// Panels compute whole vectors of rows. On a core of Sapphire Rapids (GFLOP/s with 384 inputs, weights in L2 and weights in
-// memory) they give 118 and 70 at 16 rows, 150 and 107 at 32, dots 107 and 92, 112 and 105. And dots add in another
-// order, the same for any number of rows, and greedy tokens must not depend on the batch: so what decodes, a few positions
-// of each sequence, has dots until it has very many rows.
+// Panels compute whole vectors of rows. On a core of Sapphire Rapids (GFLOP/s with 384 inputs, weights in L2 and weights
+// in memory) they give 118 and 70 at 16 rows, 150 and 107 at 32; dots 107 and 92, 112 and 105. And dots add in another
+// order, the same for any number of rows, and greedy tokens must not depend on the batch: so what decodes, a few
+// positions of each sequence, has dots until it has very many rows.
 constexpr int64_t kFewestPanelPositions = 32;
 constexpr int64_t kManyRows = 128;
 

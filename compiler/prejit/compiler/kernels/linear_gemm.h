@@ -1,8 +1,8 @@
 // Products of many rows (after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
 //
-// Lanes are rows: x is packed in panels, transposed, and each weight is broadcast to all rows of a panel. So W, which is
-// the larger for few rows, needs no transposing: some outputs of it, a strip, are copied next to each other as float32.
-// What sums remain are transposed on their way out.
+// Lanes are rows: x is packed in panels, transposed, and each weight is broadcast to all rows of a panel. So W, the
+// larger one for few rows, needs no transposing: some outputs of it, a strip, are multiplied where they lie, or copied
+// next to each other as float32. Only the sums are transposed, on their way out.
 //
 // One accumulator a pair of row and output, filled in one order: a row's result does not depend on which other rows
 // there are.
@@ -102,8 +102,8 @@ inline void copy_strip(const W* w, int64_t count, int64_t inputs, int64_t stride
   }
 }
 
-// Lines of memory that are multiplied next, fetched while a strip is multiplied, one for each input: as the strip will want
-// them, the first line of each of its outputs, then the second. All at once they would hold up what is multiplied.
+// Lines of memory that are wanted next, fetched while a strip is multiplied, one for each input: the first line of each
+// output, then the second. All at once they would hold up what is multiplied.
 struct Fetch {
   const char* line;
   int64_t output_bytes;  // From one output to the next.
