@@ -96,7 +96,7 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
   Array<W> w(n * k, at_page), up(n * k, at_page);
   fill(random, x), fill(random, bias), fill(random, scale), fill(random, residual), fill(random, w), fill(random, up);
   Linear product;
-  product.rows = m, product.inputs = k, product.outputs = n;
+  product.rows = m, product.positions = m, product.inputs = k, product.outputs = n;
   product.x = x.data;
   product.weights = {w.data, dtype, scale.data, bias.data};
   product.gated = gated;

@@ -8,7 +8,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,24 @@ def assert_fewer_rows_are_the_same(
     for rows in fewer:
         alone = Case(case.x[:rows], case.weights, case.scales, case.biases, None, SILU)
         np.testing.assert_array_equal(run(alone, kernels), together[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("positions", [32, 61])
+def test_a_sequence_is_the_same_beside_others(
+    kernels: str, positions: int, dtype: np.dtype[Any]
+) -> None:
+    """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
+    flat = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
+
+    def of(sequences: int) -> Case:
+        x = flat.x[: sequences * positions].reshape(sequences, positions, -1)
+        return replace(flat, x=x)
+
+    together = run(of(5), kernels)
+    for sequences in (1, 2):
+        assert_right(of(sequences), kernels)
+        np.testing.assert_array_equal(run(of(sequences), kernels), together[:sequences])
 
 
 @pytest.mark.parametrize("activation", [GELU_ERF, GELU_TANH, SILU, RELU])

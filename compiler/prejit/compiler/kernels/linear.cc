@@ -11,21 +11,31 @@
 namespace prejit {
 namespace {
 
-// From so many rows on, packing W and x pays for itself: dots reach 102 to 114 of a core's 118 GFLOP/s (Zen 4) at 20 rows
-// as at 128, tiles 55 to 91 at 20, 95 to 107 at 128.
-constexpr int64_t kFewestPackedRows = 128;
+// Panels compute whole vectors of rows. On a core of Sapphire Rapids (GFLOP/s with 384 inputs, weights in L2 and weights
+// in memory) they give 118 and 70 at 16 rows, 150 and 107 at 32; dots 107 and 92, 112 and 105. And dots add in another
+// order, the same for any number of rows, and greedy tokens must not depend on the batch: so what decodes, a few
+// positions of each sequence, has dots until it has very many rows.
+constexpr int64_t kFewestPanelPositions = 32;
+constexpr int64_t kManyRows = 128;
+
+bool fills_panels(const Linear& p) {
+  int64_t computed = (p.positions + kLanes - 1) / kLanes * kLanes;
+  return p.rows >= kManyRows || (p.positions >= kFewestPanelPositions && computed - p.positions <= computed / 8);
+}
 
 constexpr int64_t kDotRows = 32;      // Of one pass over the weights.
 constexpr int64_t kDotOutputs = 128;  // Of a block, at most.
 
-// Rows that are packed at once: few enough for L3, many enough to hide the packing of W, which each repeats.
+// Rows that are packed at once: few enough for L3, many enough to hide the copying of W, which each repeats.
 constexpr int64_t kPackedBytes = 8 << 20;
 constexpr int64_t kFewestRowsAtOnce = 256;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-// Of a block, at most: x and the sums stay in L2 together; the panels follow each other without waiting for memory.
-constexpr int64_t kPanelsAtOnce = 4;
-constexpr int64_t kTilesAtOnce = 20;
+// Of a block, at most: the panels' inputs stay in L2, with the sums. Outputs are whole vectors and whole strips.
+constexpr int64_t kPanelsAtOnce = 16;
+constexpr int64_t kGroup = 48;
+constexpr int64_t kSumsAtOnce = kPanelsAtOnce * 96;  // Panels times outputs.
+static_assert(kGroup % kLanes == 0 && kGroup % kStrip == 0);
 
 int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kBfloat16 ? 2 : 1; }
 
@@ -80,108 +90,131 @@ bool linear_by_dots(const Linear& p) {
   return true;
 }
 
-// Rows [first, first + rows) of p, packed in tiles.
+// Rows [first, first + rows) of p, packed in panels.
 struct PackedRows {
-  int64_t first, rows;
-  int height;           // Of a tile.
-  int64_t tile_floats;  // From one tile to the next.
-  const float* data;
+  int64_t first, rows, inputs;
+  float* data;
+
+  int64_t panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
+  // The last panel has one vector where that is enough.
+  int lanes(int64_t panel) const { return rows - panel * kPanelRows <= kLanes ? kLanes : kPanelRows; }
+  float* panel(int64_t panel) const { return data + panel * kPanelRows * inputs; }
 };
 
-// Some panels of W and some tiles of x.
+// Some panels of x and some outputs.
 struct Block {
   int64_t panel, panels;
-  int64_t tile, tiles;
+  int64_t output, outputs;
 };
 
-// One panel of W for some inputs, which is packed and multiplied at once.
+// A strip of W for some inputs, which is copied and multiplied at once.
 struct Step {
   const Weights* weights;
   int64_t input, inputs;
   int64_t output, outputs;  // The first, and how many.
 };
 
-Step step_of(const Linear& p, const Block& block, int64_t index) {
-  int64_t parts = (p.inputs + kInputsAtOnce - 1) / kInputsAtOnce;
-  if (parts == 0) parts = 1;  // Sums of nothing are zeros.
+Step step_of(const Linear& p, const Block& block, int64_t strips, int64_t parts, int64_t index) {
   Step step;
-  int64_t panel = block.panel + index % block.panels, part = index / block.panels % parts;
-  step.weights = index < block.panels * parts ? &p.weights : &p.up;
+  int64_t strip = index % strips, part = index / strips % parts;
+  step.weights = index < strips * parts ? &p.weights : &p.up;
   step.input = p.inputs * part / parts;
   step.inputs = p.inputs * (part + 1) / parts - step.input;
-  step.output = panel * kPanel;
-  step.outputs = least(p.outputs - step.output, kPanel);
+  step.output = block.output + strip * kStrip;
+  step.outputs = least(block.output + block.outputs - step.output, kStrip);
   return step;
 }
 
-// Shares the fetching of a step's weights among the tiles of the step before it.
-Fetch fetch_of(const Linear& p, const Step& step, int64_t tile, int64_t tiles) {
+// Where a step's weights can be multiplied as they lie: outputs a multiple of a page apart share a few sets of L1.
+bool is_in_place(const Step& step, int64_t inputs) {
+  return step.weights->dtype == Dtype::kFloat32 && step.outputs == kStrip && inputs * 4 % 4096 != 0;
+}
+
+// Shares the fetching of a step's weights among the panels of the step before it.
+Fetch fetch_of(const Linear& p, const Step& step, int64_t panel, int64_t panels) {
   int64_t bytes = bytes_of(step.weights->dtype);
-  int64_t row = step.output + step.outputs * tile / tiles;
+  int64_t lines = (step.inputs * bytes + 63) / 64, first = lines * panel / panels;  // Of each output.
   const char* data = static_cast<const char*>(step.weights->data);
-  return {data + (row * p.inputs + step.input) * bytes, p.inputs * bytes, (step.inputs * bytes + 63) / 64};
+  return {data + (step.output * p.inputs + step.input) * bytes + first * 64, p.inputs * bytes, step.outputs,
+          step.outputs * (lines * (panel + 1) / panels - first)};
+}
+
+// A panel's rows of y where a block's outputs are: stores to memory that is not in L2 wait for it.
+Fetch fetch_y(const Linear& p, int64_t row, int64_t rows, const Block& block) {
+  return {reinterpret_cast<const char*>(p.y + row * p.outputs + block.output), p.outputs * 4, rows,
+          rows * ((block.outputs * 4 + 63) / 64)};
 }
 
 bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
-  int64_t stride = block.panels * kPanel;  // Of a row of sums.
-  int64_t sums_floats = block.tiles * x.height * stride;
-  int64_t panel_floats = kInputsAtOnce * kPanel;
-  float* packed = static_cast<float*>(scratch((panel_floats + sums_floats * (p.gated ? 2 : 1)) * sizeof(float), 1));
-  if (!packed) return false;
-  float* sums = packed + panel_floats;
-  int64_t parts = p.inputs > 0 ? (p.inputs + kInputsAtOnce - 1) / kInputsAtOnce : 1;
-  int64_t steps = block.panels * parts * (p.gated ? 2 : 1);
-  MultiplyTile multiply = multiply_tile_of<kTile>(x.height);
+  int64_t strips = (block.outputs + kStrip - 1) / kStrip;
+  int64_t parts = p.inputs > 0 ? (p.inputs + kInputsAtOnce - 1) / kInputsAtOnce : 1;  // Sums of nothing are zeros.
+  int64_t steps = strips * parts * (p.gated ? 2 : 1);
+  int64_t stride = (strips * kStrip + kLanes - 1) / kLanes * kLanes;  // Of a row, when sums have been transposed.
+  int64_t panel_sums = stride * kPanelRows, sums_floats = block.panels * panel_sums;
+  int64_t floats = kStrip * kStripStride + sums_floats * (p.gated ? 2 : 1) + panel_sums * 2;
+  float* strip = static_cast<float*>(scratch(floats * sizeof(float), 1));
+  if (!strip) return false;
+  float* sums = strip + kStrip * kStripStride;
   for (int64_t s = 0; s < steps; ++s) {
-    Step step = step_of(p, block, s), next = step_of(p, block, s + 1 < steps ? s + 1 : s);
-    with_dtype(*step.weights, [&](auto* w) {
-      pack_panel(w + step.output * p.inputs + step.input, step.outputs, step.inputs, p.inputs, packed);
-    });
-    float* to = (step.weights == &p.up ? sums + sums_floats : sums) + step.output - block.panel * kPanel;
-    for (int64_t t = 0; t < block.tiles; ++t, to += x.height * stride)
-      multiply(x.data + (block.tile + t) * x.tile_floats + step.input * x.height, packed, step.inputs, step.input == 0, to,
-               stride, fetch_of(p, next, t, block.tiles));
+    Step step = step_of(p, block, strips, parts, s), next = step_of(p, block, strips, parts, s + 1 < steps ? s + 1 : s);
+    const float* w = strip;
+    int64_t w_stride = kStripStride;
+    if (is_in_place(step, p.inputs)) {
+      w = static_cast<const float*>(step.weights->data) + step.output * p.inputs + step.input;
+      w_stride = p.inputs;
+    } else {
+      with_dtype(*step.weights, [&](auto* from) {
+        copy_strip(from + step.output * p.inputs + step.input, step.outputs, step.inputs, p.inputs, strip);
+      });
+    }
+    float* to = step.weights == &p.up ? sums + sums_floats : sums;
+    for (int64_t i = 0; i < block.panels; ++i, to += panel_sums) {
+      int lanes = x.lanes(block.panel + i);
+      int64_t row = (block.panel + i) * kPanelRows, rows = least(x.rows - row, lanes);
+      Fetch fetch = s + 1 == steps ? fetch_y(p, x.first + row, rows, block) : fetch_of(p, next, i, block.panels);
+      auto multiply = lanes == kLanes ? multiply_strip<1> : multiply_strip<2>;
+      multiply(x.panel(block.panel + i) + step.input * lanes, w, w_stride, step.inputs, step.input == 0,
+               to + (step.output - block.output) * lanes, fetch);
+    }
   }
-  int64_t row = block.tile * x.height, first = block.panel * kPanel;
-  int64_t rows = least(x.rows - row, block.tiles * x.height), count = least(p.outputs - first, stride);
-  for (int64_t r = 0; r < rows; ++r)
-    finish(p, sums + r * stride, sums + sums_floats + r * stride, x.first + row + r, first, count);
+  float* by_row = sums + sums_floats * (p.gated ? 2 : 1);
+  for (int64_t i = 0; i < block.panels; ++i) {
+    int64_t row = (block.panel + i) * kPanelRows;
+    int lanes = x.lanes(block.panel + i);
+    unpack_sums(sums + i * panel_sums, lanes, stride, by_row, stride);
+    if (p.gated) unpack_sums(sums + sums_floats + i * panel_sums, lanes, stride, by_row + panel_sums, stride);
+    for (int64_t r = 0; r < least(x.rows - row, lanes); ++r)
+      finish(p, by_row + r * stride, by_row + panel_sums + r * stride, x.first + row + r, block.output, block.outputs);
+  }
   return true;
 }
 
-bool linear_by_tiles(const Linear& p) {
+bool linear_by_panels(const Linear& p) {
   int64_t most = kPackedBytes / (p.inputs * 4 + 1);
   most = most < kFewestRowsAtOnce ? kFewestRowsAtOnce : most > kMostRowsAtOnce ? kMostRowsAtOnce : most;
-  int64_t parts = (p.rows + most - 1) / most;
-  int64_t panels = (p.outputs + kPanel - 1) / kPanel;
   std::atomic<bool> has_memory{true};
-  for (int64_t part = 0, row = 0; part < parts; ++part) {
-    PackedRows x;
-    x.first = row;
-    x.rows = (p.rows - row) / (parts - part);
-    row += x.rows;
-    // Tiles of one height that waste the fewest rows.
-    int64_t tiles = (x.rows + kTile - 1) / kTile;
-    x.height = static_cast<int>((x.rows + tiles - 1) / tiles);
-    x.tile_floats = packed_tile_floats(p.inputs, x.height);
-    float* data = static_cast<float*>(scratch(tiles * x.tile_floats * sizeof(float)));
-    if (!data) return false;
-    x.data = data;
-    parallel_for(tiles, [&](int64_t tile) {
-      auto pack = rounds(p) ? pack_rows<true> : pack_rows<false>;
-      pack(p.x + (x.first + tile * x.height) * p.inputs, least(x.rows - tile * x.height, x.height), p.inputs, x.height,
-           data + tile * x.tile_floats);
+  for (int64_t row = 0; row < p.rows; row += most) {
+    PackedRows x = {row, least(p.rows - row, most), p.inputs, nullptr};
+    int64_t panels = x.panels();
+    x.data = static_cast<float*>(scratch(panels * kPanelRows * p.inputs * sizeof(float) + 64));
+    if (!x.data) return false;
+    parallel_for(panels, [&](int64_t panel) {
+      int64_t first = panel * kPanelRows;
+      auto pack = rounds(p) ? pack_panel<true> : pack_panel<false>;
+      pack(p.x + (row + first) * p.inputs, least(x.rows - first, kPanelRows), p.inputs, x.lanes(panel), x.panel(panel));
     });
     // Blocks as large as caches allow, and a few for each thread.
     int64_t enough = 4 * threads();
-    int64_t groups = (panels + kPanelsAtOnce - 1) / kPanelsAtOnce;
-    int64_t splits = (tiles + kTilesAtOnce - 1) / kTilesAtOnce;
-    if (groups * splits < enough) groups = least(panels, (enough + splits - 1) / splits);
-    if (groups * splits < enough) splits = least((tiles + 3) / 4, (enough + groups - 1) / groups);
+    int64_t splits = (panels + kPanelsAtOnce - 1) / kPanelsAtOnce;
+    int64_t wanted = splits < enough ? (enough + splits - 1) / splits : 1;  // Groups of outputs.
+    int64_t outputs = least(p.outputs / wanted, kSumsAtOnce / least(panels, kPanelsAtOnce)) / kGroup * kGroup;
+    if (outputs < kGroup) outputs = kGroup;
+    int64_t groups = (p.outputs + outputs - 1) / outputs;
+    if (groups * splits < enough) splits = least(panels, (enough + groups - 1) / groups);
     parallel_for(groups * splits, [&](int64_t block) {
-      int64_t group = block / splits, split = block % splits;
-      int64_t panel = panels * group / groups, tile = tiles * split / splits;
-      Block at = {panel, panels * (group + 1) / groups - panel, tile, tiles * (split + 1) / splits - tile};
+      // Blocks that follow each other share the panels.
+      int64_t split = block / groups, first = block % groups * outputs, panel = panels * split / splits;
+      Block at = {panel, panels * (split + 1) / splits - panel, first, least(p.outputs - first, outputs)};
       if (!multiply_block(p, x, at)) has_memory.store(false, std::memory_order_relaxed);
     });
   }
@@ -194,7 +227,7 @@ bool linear(const Linear& product) {
   if (product.rows == 0 || product.outputs == 0) return true;
   Multiplier by = rounds(product) ? multiplier() : Multiplier::kFloat32;
   if (by != Multiplier::kFloat32 && product.rows >= fewest_packed_rows(by)) return linear_by_pairs(product, by);
-  return product.rows < kFewestPackedRows ? linear_by_dots(product) : linear_by_tiles(product);
+  return fills_panels(product) ? linear_by_panels(product) : linear_by_dots(product);
 }
 
 }  // namespace prejit

@@ -23,6 +23,7 @@ struct Weights {
 
 struct Linear {
   int64_t rows = 0;     // M
+  int64_t positions = 1;  // How many of the rows, next to each other, are of one sequence.
   int64_t inputs = 0;   // K
   int64_t outputs = 0;  // N
   const float* x = nullptr;  // [M, K]

@@ -66,6 +66,7 @@ ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets resul
   product.inputs = in[in.size() - 1];
   product.outputs = out[out.size() - 1];
   product.rows = product_of(in.first(in.size() - 1));
+  if (in.size() > 2) product.positions = in[in.size() - 2];
   if (product_of(out.first(out.size() - 1)) != product.rows)
     return wrong("prejit_linear: expected as many rows of y as of x");
   product.x = x->typed_data<float>();

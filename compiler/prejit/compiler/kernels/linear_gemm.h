@@ -1,6 +1,14 @@
-// Products of many rows: x and a panel of W are packed, transposed and widened to float32, and multiplied in tiles that
-// stay in registers (after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
+// Products of many rows (after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
+//
+// Lanes are rows: x is packed in panels, transposed, and each weight is broadcast to all rows of a panel. So W, the
+// larger one for few rows, needs no transposing: some outputs of it, a strip, are multiplied where they lie, or copied
+// next to each other as float32. Only the sums are transposed, on their way out.
+//
+// One accumulator a pair of row and output, filled in one order: a row's result does not depend on which other rows
+// there are.
 #pragma once
+
+#include <type_traits>
 
 #include "linear.h"
 #include "simd.h"
@@ -8,105 +16,122 @@
 
 namespace prejit {
 
-constexpr int kPanel = 2 * kLanes;  // Outputs of a panel: two vectors.
-// Rows of a tile at most; with two accumulators each, and what they are made of, they fill the registers.
-constexpr int kTile = (kRegisters - 4) / 2;
-// Inputs that are summed at once: a panel of them stays in L2, and float32 sums of few terms lose little.
+// Rows of a panel at most: two vectors.
+constexpr int kPanelRows = 2 * kLanes;
+// Outputs of a strip; with two accumulators each, and what they are made of, they fill the registers.
+constexpr int kStrip = (kRegisters - 4) / 12 * 6;
+// Inputs that are summed at once: a strip of them stays in L1, and float32 sums of few terms lose little.
 constexpr int64_t kInputsAtOnce = 384;
+// From one output of a strip to the next: not a power of two, or all would share a few sets of L1.
+constexpr int64_t kStripStride = kInputsAtOnce + 16;
 
-// Floats of a packed tile of `height` rows: a whole vector is stored for the last input.
-inline int64_t packed_tile_floats(int64_t inputs, int height) { return (inputs * height + kLanes + 15) / 16 * 16; }
-
-// to[k, row] = x[row, k], rounded to bfloat16 where asked for: tiles of `height` rows, of which the last may have fewer,
-// `count` of them.
+// to[k, row] = x[row, k], rounded to bfloat16 where asked for, for a panel of `lanes` rows, of which the last may have
+// fewer, `count` of them.
 template <bool rounds>
-inline void pack_rows(const float* x, int64_t count, int64_t inputs, int height, float* to) {
+inline void pack_panel(const float* x, int64_t count, int64_t inputs, int lanes, float* to) {
   for (int64_t k = 0; k < inputs; k += kLanes) {
     int64_t rest = inputs - k;
-    // The later rows first: what is stored beyond a tile's height is the next input's first rows, which come after.
-    for (int first = (height - 1) / kLanes * kLanes; first >= 0; first -= kLanes) {
+    for (int first = 0; first < lanes; first += kLanes) {
       Floats v[kLanes] = {};
-      for (int i = 0; i < kLanes && first + i < count && first + i < height; ++i) {
-        const float* from = x + (first + i) * inputs + k;
-        v[i] = rest >= kLanes ? load(from) : load_first(from, rest);
-        if (rounds) v[i] = rounded(v[i]);
-      }
-      transpose(v);
-      for (int i = 0; i < kLanes && i < rest; ++i) store(to + (k + i) * height + first, v[i]);
-    }
-  }
-}
-
-// to[k, output] = w[output, k] for `count` outputs of a panel (zeros for the others) and `inputs` of a row's `stride`.
-template <typename W>
-inline void pack_panel(const W* w, int64_t count, int64_t inputs, int64_t stride, float* to) {
-  for (int64_t k = 0; k < inputs; k += kLanes) {
-    int64_t rest = inputs - k;
-    for (int first = 0; first < kPanel; first += kLanes) {
-      Floats v[kLanes] = {};
-      const W* from = w + first * stride + k;
+      const float* from = x + first * inputs + k;
       if (first + kLanes <= count && rest >= kLanes) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) v[i] = load(from + i * stride);
+        for (int i = 0; i < kLanes; ++i) v[i] = load(from + i * inputs);
       } else {
         for (int i = 0; i < kLanes && first + i < count; ++i)
-          v[i] = rest >= kLanes ? load(from + i * stride) : load_first(from + i * stride, rest);
+          v[i] = rest >= kLanes ? load(from + i * inputs) : load_first(from + i * inputs, rest);
       }
+      if (rounds)
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) v[i] = rounded(v[i]);
       transpose(v);
       if (rest >= kLanes) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(to + (k + i) * kPanel + first, v[i]);
+        for (int i = 0; i < kLanes; ++i) store(to + (k + i) * lanes + first, v[i]);
       } else {
-        for (int i = 0; i < rest; ++i) store(to + (k + i) * kPanel + first, v[i]);
+        for (int i = 0; i < rest; ++i) store(to + (k + i) * lanes + first, v[i]);
       }
     }
   }
 }
 
-// What is packed next, fetched into L2 while a tile is multiplied: a line for each input, row by row. Packing reads 32
-// rows side by side, which no prefetcher follows.
+// to[output, k] = w[output, k] for the `count` outputs of a strip; what is behind them is zeros.
+template <typename W>
+inline void copy_strip(const W* w, int64_t count, int64_t inputs, int64_t stride, float* to) {
+  for (int64_t o = 0; o < kStrip; ++o, w += stride, to += kStripStride) {
+    if (o >= count) {
+      for (int64_t k = 0; k < inputs; ++k) to[k] = 0;
+      continue;
+    }
+    int64_t k = 0;
+    for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(w + k));
+    if (k < inputs) store(to + k, load_first(w + k, inputs - k));
+  }
+}
+
+// Lines of memory that are wanted next, fetched while a strip is multiplied, one for each input: the first line of each
+// output, then the second. All at once they would hold up what is multiplied.
 struct Fetch {
-  const char* row;
-  int64_t row_bytes;  // From one row to the next.
-  int64_t lines;      // Of a row.
+  const char* line;
+  int64_t output_bytes;  // From one output to the next.
+  int64_t outputs;
+  int64_t lines;  // In all.
 };
 
-// sums[row, output] = (begins ? 0 : sums) + x[row] . w[output], x and w packed, for `height` rows and a panel;
-// rows of sums are `stride` apart.
-template <int height>
-inline void multiply_tile(const float* x, const float* w, int64_t inputs, bool begins, float* sums, int64_t stride,
-                          Fetch fetch) {
-  Floats total[height][2] = {};
-  for (int64_t begin = 0; begin < inputs; begin += fetch.lines, fetch.row += fetch.row_bytes) {
-    int64_t end = inputs - begin < fetch.lines ? inputs : begin + fetch.lines;
-    const char* line = fetch.row;
-    for (int64_t k = begin; k < end; ++k, x += height, w += kPanel, line += 64) {
-      __builtin_prefetch(line, 0, 2);
-      Floats left = load(w), right = load(w + kLanes);
-#pragma GCC unroll 16
-      for (int r = 0; r < height; ++r) {
-        Floats value = splat(x[r]);
-        total[r][0] = multiply_add(value, left, total[r][0]);
-        total[r][1] = multiply_add(value, right, total[r][1]);
+// sums[output, row] = (begins ? 0 : sums) + x[row] . w[output] for a panel of `vectors` and a strip whose outputs are
+// `stride` apart.
+template <int vectors>
+inline void multiply_strip(const float* x, const float* w, int64_t stride, int64_t inputs, bool begins, float* sums,
+                           Fetch fetch) {
+  static_assert(kStrip % 3 == 0);
+  Floats total[kStrip][vectors] = {};
+  const float* some[kStrip / 3];  // Three outputs can be addressed from one of them.
+  for (int s = 0; s < kStrip / 3; ++s) some[s] = w + s * 3 * stride;
+  const char* end = fetch.line + fetch.outputs * fetch.output_bytes;
+  auto multiply = [&](int64_t count, auto fetches) __attribute__((always_inline)) {
+    for (int64_t k = 0; k < count; ++k, x += vectors * kLanes) {
+      if (fetches.value) {
+        __builtin_prefetch(fetch.line, 0, 2);
+        fetch.line += fetch.output_bytes;
+        bool wraps = fetch.line == end;
+        fetch.line -= wraps ? fetch.outputs * fetch.output_bytes - 64 : 0;
+        end += wraps ? 64 : 0;
       }
-    }
-  }
+      Floats xs[vectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) xs[v] = load(x + v * kLanes);
 #pragma GCC unroll 16
-  for (int r = 0; r < height; ++r, sums += stride) {
-    store(sums, begins ? total[r][0] : total[r][0] + load(sums));
-    store(sums + kLanes, begins ? total[r][1] : total[r][1] + load(sums + kLanes));
+      for (int o = 0; o < kStrip; ++o) {
+        Floats weight = splat(some[o / 3][o % 3 * stride]);
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; ++v) total[o][v] = multiply_add(xs[v], weight, total[o][v]);
+      }
+#pragma GCC unroll 16
+      for (int s = 0; s < kStrip / 3; ++s) ++some[s];
+    }
+  };
+  int64_t fetching = fetch.lines < inputs ? fetch.lines : inputs;
+  multiply(fetching, std::true_type{});
+  multiply(inputs - fetching, std::false_type{});
+#pragma GCC unroll 16
+  for (int o = 0; o < kStrip; ++o) {
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v, sums += kLanes)
+      store(sums, begins ? total[o][v] : total[o][v] + load(sums));
   }
 }
 
-using MultiplyTile = void (*)(const float*, const float*, int64_t, bool, float*, int64_t, Fetch);
-
-template <int height>
-MultiplyTile multiply_tile_of(int wanted) {
-  if constexpr (height == 1) {
-    return multiply_tile<1>;
-  } else {
-    return wanted == height ? multiply_tile<height> : multiply_tile_of<height - 1>(wanted);
-  }
+// to[row, output] = sums[output, row] for a panel of so many lanes and whole vectors of outputs.
+inline void unpack_sums(const float* sums, int lanes, int64_t outputs, float* to, int64_t stride) {
+  for (int64_t o = 0; o < outputs; o += kLanes)
+    for (int first = 0; first < lanes; first += kLanes) {
+      Floats v[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) v[i] = load(sums + (o + i) * lanes + first);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(to + (first + i) * stride + o, v[i]);
+    }
 }
 
 }  // namespace prejit
