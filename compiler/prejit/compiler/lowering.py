@@ -444,8 +444,8 @@ def _estimate(kind: str, weights: Shapes, rows: int, hidden: tuple[int, ...]) ->
 def lower_product(product: Product, form: str) -> bytes:
     """One form of a product, to be measured: a program for a CPU, its kernels without a library's name.
 
-    x [rows, inputs], matrix, a factor for each output where it is int8 -> [rows, outputs], as models
-    compute it.
+    x [1, rows, inputs], matrix, a factor for each output where it is int8 -> [1, rows, outputs], as models
+    compute it for one sequence: kernels treat 32 positions of one unlike 32 sequences that decode.
     """
     contracted = 0 if product.in_out else 1
     sizes = (product.outputs, product.inputs)
@@ -457,7 +457,7 @@ def lower_product(product: Product, form: str) -> bytes:
         return y * scale[0] if scale else y
 
     values = [
-        jax.ShapeDtypeStruct((product.rows, product.inputs), jnp.float32),
+        jax.ShapeDtypeStruct((1, product.rows, product.inputs), jnp.float32),
         jax.ShapeDtypeStruct(sizes if contracted else sizes[::-1], jnp.dtype(product.dtype)),
     ]
     if product.dtype == "int8":

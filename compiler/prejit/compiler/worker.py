@@ -252,7 +252,7 @@ def measure_forms(
     executable.register_kernels(_read(cache, kernels))
     found = Product.parse(product)
     device = executable.Device("cpu")
-    x = device.put(np.full((found.rows, found.inputs), 1e-3, np.float32))
+    x = device.put(np.full((1, found.rows, found.inputs), 1e-3, np.float32))
     scale = [device.put(np.ones(found.outputs, np.float32))] if found.dtype == "int8" else []
     shape = (found.outputs, found.inputs)
     shape = shape[::-1] if found.in_out else shape
