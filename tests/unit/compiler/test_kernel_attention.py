@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,64 +16,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler import kernel_library
+from prejit.compiler.kernel_library import SOURCES
 from prejit.compiler.models.decoder import NewTokens
 from prejit.compiler.models.decoder import attention as decoder_form
 from prejit.compiler.models.encoder import attention as encoder_form
-from prejit.runtime.fingerprint import Fingerprint
 
-SOURCES = kernel_library.SOURCES
-DRIVER = Path(__file__).resolve().parents[2] / "kernels" / "attention_driver.cc"
-LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
+from . import kernel_builds
+from .kernel_builds import LEVELS, TESTS
+
+DRIVER = TESTS / "attention_driver.cc"
 TOLERANCE = 3e-6
 """Of means of values between -3 and 3, where scores are exact: what errs is softmax and sums."""
-
-
-def compiler() -> str:
-    for name in ("g++", "clang++", "c++"):
-        if path := shutil.which(name):
-            return path
-    pytest.skip("no C++ compiler on this machine")
-
-
-def compile_sources(level: str, out: Path, *more: object) -> None:
-    features = Fingerprint.current().cpu_features
-    if missing := set(kernel_library.level_features(level)) - set(features):
-        pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
-    command = [
-        compiler(),
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-march={level}",
-        "-pthread",
-    ]
-    done = subprocess.run(
-        [*command, *map(str, more), "-o", str(out)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module", params=LEVELS)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The level whose kernels XLA knows as `attention/LEVEL` and `encoder_attention/LEVEL`."""
     level: str = request.param
-    library = tmp_path_factory.mktemp(level) / "kernels.so"
-    flags = (
-        "-O3",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fvisibility=hidden",
-        "-fPIC",
-        "-shared",
-    )
     sources = (*SOURCES.glob("*attention*.cc"), SOURCES / "threads.cc")
-    compile_sources(level, library, *flags, "-isystem", jax.ffi.include_dir(), *sources)
-    loaded = ctypes.CDLL(str(library))
-    for name in ("attention", "encoder_attention"):
-        handler = jax.ffi.pycapsule(getattr(loaded, f"prejit_{name}"))
-        jax.ffi.register_ffi_target(f"{name}/{level}", handler, platform="cpu")
+    out = tmp_path_factory.mktemp(level) / "kernels.so"
+    kernel_builds.load(level, out, sources, "attention", "encoder_attention")
     return level
 
 
@@ -482,15 +440,5 @@ def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: str) -> None
 
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
-    level = next(
-        level
-        for level in reversed(LEVELS)
-        if set(kernel_library.level_features(level)) <= set(Fingerprint.current().cpu_features)
-    )
-    sources = (SOURCES / "attention.cc", SOURCES / "encoder_attention.cc", SOURCES / "threads.cc")
-    flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
-    compile_sources(level, tmp_path / "driver", *flags, DRIVER, *sources)
-    done = subprocess.run(
-        [tmp_path / "driver"], capture_output=True, text=True, env={**os.environ}, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    names = ("attention.cc", "encoder_attention.cc", "threads.cc")
+    kernel_builds.run_sanitized(DRIVER, names, sanitizers, tmp_path / "driver")

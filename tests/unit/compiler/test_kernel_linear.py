@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,38 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler import kernel_library
+from prejit.compiler.kernel_library import SOURCES
 from prejit.runtime.fingerprint import Fingerprint
 
-SOURCES = kernel_library.SOURCES
-TESTS = Path(__file__).resolve().parents[2] / "kernels"
+from . import kernel_builds
+from .kernel_builds import LEVELS, TESTS
+
 DRIVER, CHOICE = TESTS / "linear_driver.cc", TESTS / "linear_choice.cc"
 MULTIPLIERS = ("float32", "avx512bf16", "amx-bf16")
 """Of kernels/linear_bf16.h, in its order; the others by the feature that they need."""
-LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
-
-
-def compiler() -> str:
-    for name in ("g++", "clang++", "c++"):
-        if path := shutil.which(name):
-            return path
-    pytest.skip("no C++ compiler on this machine")
-
-
-def compile_sources(level: str, out: Path, *more: object) -> None:
-    features = Fingerprint.current().cpu_features
-    if missing := set(kernel_library.level_features(level)) - set(features):
-        pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
-    # GCC 12 warns of its own AVX-512 headers; clang of a warning that it does not know.
-    quiet = ("-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
-    warnings = ("-Wall", "-Wextra", "-Werror", *quiet)
-    command = [compiler(), "-std=c++17", *warnings, f"-march={level}", "-pthread"]
-    done = subprocess.run(
-        [*command, *map(str, more), "-o", str(out)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +36,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctype
 
     @functools.cache
     def library_of(level: str) -> ctypes.CDLL:
-        path = tmp_path_factory.mktemp(level) / "kernels.so"
-        flags = (
-            "-O3",
-            "-fno-math-errno",
-            "-fno-trapping-math",
-            "-fvisibility=hidden",
-            "-fPIC",
-            "-shared",
-        )
         sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
-        include = ("-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
-        compile_sources(level, path, *flags, *include, *sources)
-        library = ctypes.CDLL(str(path))
-        handler = jax.ffi.pycapsule(library.prejit_linear)
-        jax.ffi.register_ffi_target(f"linear/{level}", handler, platform="cpu")
-        return library
+        out = tmp_path_factory.mktemp(level) / "kernels.so"
+        return kernel_builds.load(level, out, sources, "linear")
 
     return library_of
 
@@ -343,30 +307,11 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: str) -> None:
         run(Case(case.x, (np.ones((6, 8), np.int16),)), kernels)
 
 
-@pytest.fixture(scope="module")
-def highest_level() -> str:
-    features = set(Fingerprint.current().cpu_features)
-    return next(
-        level for level in reversed(LEVELS) if set(kernel_library.level_features(level)) <= features
-    )
-
-
-def build_driver(level: str, out: Path, sanitizers: str) -> None:
-    sources = [SOURCES / name for name in ("linear.cc", "linear_bf16.cc", "threads.cc")]
-    flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
-    compile_sources(level, out, *flags, DRIVER, *sources)
-
-
 @pytest.mark.parametrize(
     ("sanitizers", "arguments"),
     [("address,undefined", []), ("thread", []), ("address,undefined", ["fork"])],
     ids=["address", "thread", "fork"],
 )
-def test_sanitizers_find_nothing(
-    highest_level: str, sanitizers: str, arguments: list[str], tmp_path: Path
-) -> None:
-    build_driver(highest_level, tmp_path / "driver", sanitizers)
-    done = subprocess.run(
-        [tmp_path / "driver", *arguments], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_sanitizers_find_nothing(sanitizers: str, arguments: list[str], tmp_path: Path) -> None:
+    names = ("linear.cc", "linear_bf16.cc", "threads.cc")
+    kernel_builds.run_sanitized(DRIVER, names, sanitizers, tmp_path / "driver", *arguments)
