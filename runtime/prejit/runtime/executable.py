@@ -188,6 +188,32 @@ class Device:
             shards = [array[pieces[device]] for device in self._local]
         return self._put(array.shape, array.dtype, placed, shards)
 
+    def zeros(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: tuple[str, ...] = ()
+    ) -> DeviceArray:
+        """Zeros in memory of the device's own, which a program that takes them donated writes in place.
+
+        What `put` does not copy is the caller's, so XLA copies it when it is donated.
+
+        Args:
+            shape: of the whole.
+            dtype: NumPy's.
+            sharding: as of `put`.
+        """
+        if self._only_device is None:
+            return self.put(aligned_zeros(shape, dtype), sharding)
+        _, _jax = _jaxlib()
+        source = _untouched_zeros(dtype.itemsize * math.prod(shape)).view(dtype).reshape(shape)
+        return _jax.batched_device_put(
+            _Aval(shape, dtype),
+            self._only_device,
+            [source],
+            self._local,
+            force_copy=True,
+            host_buffer_semantics=_jax.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL,
+            enable_x64=True,
+        )
+
     def _put(
         self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: list[Any]
     ) -> DeviceArray:
@@ -798,6 +824,14 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+@functools.lru_cache(maxsize=4)
+def _untouched_zeros(size: int) -> np.ndarray[Any, Any]:
+    """So many bytes that nobody writes: the system shows all of them the same page of zeros."""
+    zeros = np.zeros(size, np.uint8)
+    zeros.flags.writeable = False
+    return zeros
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from prejit.runtime.executable import DeviceArray, aligned_zeros
+from prejit.runtime.executable import DeviceArray
 from prejit.runtime.weights import dtype_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class KVCache:
     """
 
     def __init__(self, decoder: DecoderPrograms, batch: int, context: int) -> None:
-        """Makes an empty cache. Its memory is first touched when it is written."""
+        """Makes an empty cache."""
         self._decoder = decoder
         self.batch = batch
         self.context = context
@@ -34,7 +34,7 @@ class KVCache:
         size = (batch, shape.num_kv_heads, context, shape.head_size)
         sharding = decoder.cache_sharding(batch, context)
         self.arrays: list[DeviceArray] = [
-            decoder.device.put(aligned_zeros(size, dtype_of(shape.cache_dtype)), sharding)
+            decoder.device.zeros(size, dtype_of(shape.cache_dtype), sharding)
             for _ in range(2 * shape.num_layers)
         ]
 

@@ -208,6 +208,25 @@ def test_donated_memory_is_reused_and_the_argument_is_gone(device: Device) -> No
             use()
 
 
+def test_zeros_are_the_devices_own(device: Device) -> None:
+    """They are written where they lie, and the next ones are zeros again."""
+    for dtype in ("float32", "bfloat16", "bool"):
+        for shape in ((3, 0), (300, 70)):
+            assert not to_numpy(device.zeros(shape, dtype_of(dtype))).any()
+    size, float32 = 1 << 16, np.dtype(np.float32)
+    step = device.compile(
+        export(lambda cache: cache.at[1].set(7), np.zeros(size, float32), donate_argnums=0)
+    )
+    for _ in range(3):
+        cache = device.zeros((size,), float32)
+        where = address(to_numpy(cache))
+        gc.collect()
+        [result] = step.run([cache])
+        found = to_numpy(result)
+        assert address(found) == where
+        assert (found[1], found.sum()) == (7, 7)
+
+
 def test_donating_a_callers_memory_never_writes_to_it(device: Device) -> None:
     cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
     step = device.compile(export(lambda cache: cache + 1, cache, donate_argnums=0))
