@@ -35,6 +35,8 @@ from prejit.runtime.errors import StoreError
 from prejit.runtime.layout import sync_directory
 
 VERSION = "v1"
+ZIG = "zig"
+"""Directory of a cache that the compiler zig keeps its own in (kernel_library.py)."""
 """Raised when a file of the last version could no longer be read. 1 (2026-11-20): the first."""
 
 _CHUNK_BYTES = 1 << 20

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prejit.compiler import environments
-from prejit.compiler.cache import Cache
+from prejit.compiler.cache import ZIG, Cache
 from prejit.runtime.errors import StoreError
 
 DAY_SECONDS = 86400.0
@@ -30,7 +31,7 @@ class Found:
     """A file or an environment.
 
     Attributes:
-        kind: `environments`, `results`, `reasons`, `contents`, `temporary files`, `locks`.
+        kind: `environments`, `results`, `reasons`, `contents`, `compiler files`, `temporary files`, `locks`.
         name: of an environment, what it is for; else the path.
         size: in bytes.
         reason: why it goes; None: it stays.
@@ -74,7 +75,11 @@ def collect(cache_root: Path, *, days: float, dry_run: bool = False) -> Collecti
         with cache.alone() as alone:
             if not alone:
                 before = min(before, time.time() - DAY_SECONDS)
-            found = (*_environments(before, dry_run), *_files(cache, before, dry_run))
+            found = (
+                *_environments(before, dry_run),
+                *_files(cache, before, dry_run),
+                *_compiler_files(cache, before if alone else 0.0, dry_run),
+            )
         return Collection(found, not alone)
     except OSError as error:
         raise StoreError(
@@ -103,6 +108,17 @@ def _files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
         if reason is None and contents is not None:
             named.update(contents)
         yield Found(kind, str(path), seen.st_size, reason)
+
+
+def _compiler_files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
+    """What zig keeps, 50 s of compiling for each level: all of it, or none."""
+    files = [path.stat() for path in (cache.root / ZIG).rglob("*") if path.is_file()]
+    if not files:
+        return
+    reason = "not used" if max(file.st_mtime for file in files) < before else None
+    if reason and not dry_run:
+        shutil.rmtree(cache.root / ZIG, ignore_errors=True)  # what is left goes the next time
+    yield Found("compiler files", str(cache.root / ZIG), sum(f.st_size for f in files), reason)
 
 
 def _remove(cache: Cache, path: Path, seen: os.stat_result) -> bool:

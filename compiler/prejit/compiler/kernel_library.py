@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from prejit.compiler.cache import Cache
+from prejit.compiler.cache import ZIG, Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.toolchain import Toolchain
@@ -290,7 +290,7 @@ def _compilers(level: str, cache: Cache) -> Iterator[_Compiler]:
     if (version := _first_line([*zig, "version"])) is not None:
         machine = f"x86_64-linux-gnu.{_ZIG_GLIBC}"
         places = {
-            f"ZIG_{kind}_CACHE_DIR": str(cache.root / "zig" / kind.lower())
+            f"ZIG_{kind}_CACHE_DIR": str(cache.root / ZIG / kind.lower())
             for kind in ("GLOBAL", "LOCAL")
         }
         # It builds with the checks of UBSan unless told otherwise.

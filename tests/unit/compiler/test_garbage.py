@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import cli, environments, garbage
-from prejit.compiler.cache import Cache
+from prejit.compiler.cache import ZIG, Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.garbage import DAY_SECONDS, Collection, collect
 
@@ -105,6 +105,21 @@ def test_a_lookup_writes_nothing_while_the_last_is_recent(root: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
     assert Cache.open(root).lookup(OLD) is not None
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*.json")} == before
+
+
+def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) -> None:
+    for name in ("global/o/1.o", "local/h/2.txt"):
+        (root / ZIG / name).parent.mkdir(parents=True)
+        (root / ZIG / name).write_bytes(b"12345")
+    assert "compiler files" not in gone(collect(root, days=30))
+    age(root / ZIG, 40)
+    builder = Cache.open(root)
+    assert "compiler files" not in gone(collect(root, days=30))
+    assert (root / ZIG / "global/o/1.o").exists()
+    del builder
+    [found] = [each for each in collect(root, days=30).found if each.kind == "compiler files"]
+    assert (found.size, found.reason) == (10, "not used")
+    assert not (root / ZIG).exists()
 
 
 def test_a_dry_run_tells_the_same_and_removes_nothing(root: Path, environments_root: Path) -> None:
