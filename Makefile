@@ -55,7 +55,7 @@ format: $(READY) ## format, and fix what the linter can
 bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
 	$(BIN)/python benchmarks/run.py --quick
 
-bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2 as well; encoder, 1B, start-up
+bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2, IREE as well; encoder, 1B, start-up
 	$(BIN)/python benchmarks/run.py
 
 forms: $(READY) ## measure the forms of products that ship as recorded (a quiet machine, 15 minutes)

@@ -44,6 +44,7 @@ ENVIRONMENTS = {
     ),
     "ctranslate2": Environment(("ctranslate2", "numpy")),
     "onnxruntime": Environment(("onnxruntime", "numpy")),
+    "iree": Environment(("iree-base-compiler", "iree-base-runtime", "numpy")),
     "openvino": Environment(("openvino", "openvino-genai")),
     "export-onnx": Environment((TORCH, "optimum-onnx[onnxruntime]", "ctranslate2"), 3),
     "export-openvino": Environment(

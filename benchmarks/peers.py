@@ -59,7 +59,7 @@ class Entrant:
         quick: it is in the quick form.
         environment: it runs in; empty: the benchmark's own.
         packages: whose versions are reported.
-        batches: it tells when a step of several rows is done.
+        one_row: why it takes part with one row at a time alone; empty: it does not.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Entrant:
     quick: bool = False
     environment: str = ""
     packages: tuple[str, ...] = ()
-    batches: bool = True
+    one_row: str = ""
 
 
 def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, str]]:
@@ -148,6 +148,18 @@ def openvino(
     python = environments.interpreter(bench.directory, "openvino")
     path = exported(bench, work, "openvino", TASKS[work.job], weights)
     return child(python, "openvino_child.py", work, path, precision), {}
+
+
+def iree(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
+    """IREE on what plain JAX lowers to, weights mapped into its arrays."""
+    python = environments.interpreter(bench.directory, "iree")
+    bench.model("gpt2")
+    path = bench.directory / "exports" / f"{work.model}-iree"
+    if not path.is_dir():
+        progress(f"exporting {path.name}")
+        compiler = str(Path(python).with_name("iree-compile"))
+        run_once(Row(path.name, ("iree_export.py", compiler, str(path))))
+    return child(python, "iree_child.py", work, str(path), bench.weights), {}
 
 
 def pytorch(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
@@ -236,7 +248,7 @@ ENTRANTS = (
             can,
             environment="openvino",
             packages=("openvino", "openvino-genai"),
-            batches=False,
+            one_row="its pipeline does not tell when a step of several rows is done",
         )
         for name, dtype, weights, precision, can in (
             ("fp32", "float32", "fp32", "f32", _GPT2 | _MINILM),
@@ -267,6 +279,15 @@ ENTRANTS = (
         for dtype in ("float32", "int8")
     ),
     Entrant(
+        "IREE float32",
+        "float32",
+        iree,
+        _GPT2,
+        environment="iree",
+        packages=("iree-base-runtime",),
+        one_row="its programs are compiled for one row",
+    ),
+    Entrant(
         "PyTorch float32, transformers",
         "float32",
         pytorch,
@@ -293,10 +314,8 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
             continue
         if (bench.quick and not entrant.quick) or wanted.lower() not in entrant.name.lower():
             continue
-        if work.batch > 1 and not entrant.batches:
-            failures[entrant.name] = (
-                "its pipeline does not tell when a step of several rows is done"
-            )
+        if work.batch > 1 and entrant.one_row:
+            failures[entrant.name] = entrant.one_row
             continue
         try:
             command, environment = entrant.prepare(bench, work)
