@@ -84,5 +84,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
+            if name == "load":
+                import_module("prejit.runtime.start").import_numpy()
             return getattr(import_module(f"prejit.runtime.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

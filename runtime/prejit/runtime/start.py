@@ -27,26 +27,44 @@ default of 26 keeps every core but one busy for 0.1 s when NumPy is imported (dr
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """For a load: it makes much and no garbage, imports foremost. Also a decorator."""
+    """For a load. Also a decorator."""
     if is_plain_start():
         yield
         return
-    spins = "numpy" in sys.modules or _OPENBLAS_TIMEOUT in os.environ
-    collects = gc.isenabled()
+    with _without_collecting():
+        # NumPy first: it opens libraries of its own, for which it would wait while another is being opened.
+        import_numpy()
+        _open_jaxlib()
+        yield
+
+
+def import_numpy() -> None:
+    """Imports NumPy, whose OpenBLAS does not spin then.
+
+    When `load` is imported, if not before: while a thread of the host program imports what imports NumPy
+    from its C side, as jax does, it must not be imported from here. Python ends that with a half of NumPy.
+    """
+    spins = is_plain_start() or "numpy" in sys.modules or _OPENBLAS_TIMEOUT in os.environ
     if not spins:
         os.environ[_OPENBLAS_TIMEOUT] = "4"
+    try:
+        with contextlib.nullcontext() if is_plain_start() else _without_collecting():
+            import numpy  # noqa: F401
+    finally:
+        if not spins:
+            os.environ.pop(_OPENBLAS_TIMEOUT, None)
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Imports and a load make much and no garbage."""
+    collects = gc.isenabled()
     gc.disable()
     try:
-        # NumPy first: it opens libraries of its own, for which it would wait while another is being opened.
-        import numpy  # noqa: F401
-
-        _open_jaxlib()
         yield
     finally:
         if collects:
             gc.enable()
-        if not spins:
-            os.environ.pop(_OPENBLAS_TIMEOUT, None)
 
 
 def set_log_level() -> None:

@@ -35,7 +35,7 @@ def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir: Path, run_pytho
     done = run_python(
         WATCHED
         + CALL.format(path=str(settled_dir))
-        + "assert seen == [('numpy', False, '4'), ('jaxlib._jax', False, '4')], seen\n"
+        + "assert seen == [('numpy', False, '4'), ('jaxlib._jax', False, None)], seen\n"
         + "assert 'prejit-open-jaxlib' in started, started\n"
         + "assert gc.isenabled() and 'OPENBLAS_THREAD_TIMEOUT' not in os.environ"
     )
@@ -50,6 +50,14 @@ def test_one_switch_turns_all_of_it_off(settled_dir: Path, run_python: Any) -> N
         + "assert 'prejit-open-jaxlib' not in started, started\n"
         + "assert 'numpy' in vars(sys.modules['jax']), 'jax is imported as anybody does'",
         env={"PREJIT_PLAIN_START": "1"},
+    )
+
+
+def test_numpy_is_imported_with_load(run_python: Any) -> None:
+    """Not when it runs, beside what other threads import by then."""
+    run_python(
+        "import sys\nimport prejit.runtime\nassert 'numpy' not in sys.modules\n"
+        "from prejit.runtime import load\nassert 'numpy' in sys.modules"
     )
 
 
@@ -87,7 +95,7 @@ def test_a_host_imports_what_it_wants_when_it_wants(
     code = {"before": f"{host}\n{use}", "after": f"{use}\n{host}"}.get(order)
     if code is None:
         code = (
-            "import threading\nerrors = []\n"
+            "import threading\nfrom prejit.runtime import load\nerrors = []\n"
             f"def other():\n    try:\n        {host}\n"
             "    except BaseException as error:\n        errors.append(error)\n"
             f"thread = threading.Thread(target=other)\nthread.start()\n{use}\nthread.join()\n"
