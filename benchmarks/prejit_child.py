@@ -50,7 +50,9 @@ def generate(bundle: Bundle, size: int = 1) -> None:
     """The main row, or `size` rows at a time."""
     count = workload.NEW_TOKENS
     if size == 1:
-        stream = tokens(bundle, workload.prompt_ids(workload.PROMPT_TOKENS), count)
+        vocabulary = bundle.decoder.decoder.vocab_size  # of 4096 in the smallest model
+        prompt = [token % vocabulary for token in workload.prompt_ids(workload.PROMPT_TOKENS)]
+        stream = tokens(bundle, prompt, count)
     else:
         stream = batch_tokens(bundle, workload.prompts(workload.PROMPT_TOKENS, size), count)
     facts = workload.stream(stream, size)
