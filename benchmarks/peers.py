@@ -305,14 +305,16 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
     Args:
         bench: where, and whether the quick form.
         work: of the section.
-        wanted: part of the names of the rows that are wanted; empty: all.
+        wanted: parts of the names of the rows that are wanted, with commas; empty: all.
         failures: where what cannot be prepared is noted with the reason.
     """
     made = []
     for entrant in ENTRANTS:
         if (work.job, work.model) not in entrant.can or entrant.dtype not in work.dtypes:
             continue
-        if (bench.quick and not entrant.quick) or wanted.lower() not in entrant.name.lower():
+        if bench.quick and not entrant.quick:
+            continue
+        if not any(part in entrant.name.lower() for part in wanted.lower().split(",")):
             continue
         if work.batch > 1 and entrant.one_row:
             failures[entrant.name] = entrant.one_row

@@ -3,7 +3,7 @@
     python benchmarks/run.py --quick         JAX and llama.cpp, under 5 minutes
     python benchmarks/run.py                 every peer and section, hours the first time: `make bench-full`
     python benchmarks/run.py --only prefill  one section
-    python benchmarks/run.py --row int8      rows with this in their names
+    python benchmarks/run.py --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results.
@@ -74,7 +74,7 @@ class Run:
 
     Attributes:
         bench: where, and how often.
-        wanted: part of the names of the rows that are wanted.
+        wanted: parts of the names of the rows that are wanted, with commas.
         samples: by section, then by row.
         failures: by section, then by row: why it is not there.
         rows: by section.
@@ -434,7 +434,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="JAX and llama.cpp, decode alone")
     parser.add_argument("--only", choices=SECTIONS, help="one section")
-    parser.add_argument("--row", default="", help="rows with this in their names")
+    parser.add_argument("--row", default="", help="rows with one of these in their names")
     return parser.parse_args()
 
 
