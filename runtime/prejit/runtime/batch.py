@@ -186,6 +186,7 @@ class Batch:
         in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
         fill(self._decoder, cache, in_place)
         fill_aside(self._decoder, cache, aside)
+        self._decoder.prepare_decode((cache.batch, cache.context))
         seconds = time.perf_counter() - started
         self._sampling = self._place = None
         for slot, member in members.items():

@@ -149,6 +149,9 @@ class DecoderPrograms:
     def prepare(self, rows: int, tokens: int, prompt: int, bucket: tuple[int, int]) -> None:
         """Begins to make the programs of a request ready, then those that would have served it better.
 
+        Decode, where it need not be compiled, comes after the prompt (`prepare_decode`): loading it meanwhile
+        takes a core from the first token.
+
         Args:
             rows: of the request.
             tokens: of the request, as for `bucket_for`.
@@ -159,10 +162,15 @@ class DecoderPrograms:
             BuildError, RejectError: one of the latter failed in the background, and fails again.
         """
         first = [self.prefill_for(*bucket, prompt).name] if prompt > 1 else []
-        self.programs.prepare(*first, self._decode[bucket].name)
+        later = first and self.programs.are_loaded
+        self.programs.prepare(*first, *(() if later else (self._decode[bucket].name,)))
         best = self.batch_for(rows), self.context_for(tokens)
         wanted = _fitting(self._prefill[best], prompt), self._decode[best]
         self.programs.wish(*(p.name for p in wanted if not self.programs.ready(p.name)))
+
+    def prepare_decode(self, bucket: tuple[int, int]) -> None:
+        """Begins to make the decode program of a batch and context ready, once the first token is in hand."""
+        self.programs.prepare(self._decode[bucket].name)
 
     def prepare_growth(self, batch: int, context: int) -> None:
         """Begins to make ready what a cache of this bucket needs to grow and go on."""

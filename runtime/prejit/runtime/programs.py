@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 import mmap
 import threading
@@ -190,7 +189,7 @@ class Programs:
             names: as they were remembered; those that this bundle has not are ignored.
             remember: is told, in a thread, what the first request prepares, if that is anything else.
         """
-        # The first alone: the others would compete with the imports for what the first token needs.
+        # The first alone: others would compete with the imports for what the first token needs.
         self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
         self._expected, self._remember = tuple(names), remember
 
@@ -222,7 +221,8 @@ class Programs:
                 name = entry[-1]
                 if not (name in self._ready or name in self._failed or entry in self._queue):
                     self._underway.add(name)
-                    heapq.heappush(self._queue, entry)
+                    self._queue.append(entry)
+            self._queue.sort()
             if self._working or not self._queue:
                 return
             # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
@@ -239,7 +239,7 @@ class Programs:
                 if not self._queue or not threading.main_thread().is_alive():
                     self._working = False
                     return
-                _, _, name = heapq.heappop(self._queue)
+                _, _, name = self._queue.pop(0)
             try:
                 self[name]
             except Exception:  # the caller who wants the program meets it again
