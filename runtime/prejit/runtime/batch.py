@@ -216,7 +216,7 @@ class Batch:
         longest = max(len(row.token_ids) for row in rows)
         if self._cache is None:
             bucket = decoder.bucket_for(len(self._rows), need)
-            # XLA loads them in a thread while this one makes the first array, which imports parts of jax.
+            # XLA loads them in a thread while this one makes the first arrays.
             decoder.prepare(len(self._rows), need, longest, bucket)
             verify = decoder.verify_for(*bucket)
             if verify is not None and any(row.lookup is not None for row in rows):

@@ -115,6 +115,24 @@ class Heads:
         )
 
 
+class LayerNorm(nnx.Module):
+    """Ba et al. 2016."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        self.weight = nnx.Param(jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
+        if forms.has_kernels():
+            weight, bias = self.weight[...], self.bias[...]
+            return forms.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]
+
+
 class RMSNorm(nnx.Module):
     """Division by the root mean square along the last axis, then a scale.
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from prejit.compiler.models.blocks import LayerNorm
 from prejit.compiler.models.decoder import Embedding, Naming
-from prejit.compiler.models.encoder import LayerNorm, attention, check_activation, product
+from prejit.compiler.models.encoder import attention, check_activation, product
 
 NAMING = Naming(
     prefix="distilbert.",

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from prejit.compiler.models import forms
 from prejit.compiler.models.decoder import ACTIVATIONS, Linear, require
@@ -151,24 +150,6 @@ def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
     1 x 128 1.5 x. Where a bundle has kernels it is stored (out, in), as they read it.
     """
     return Linear(inputs, outputs, bias=bias, in_out=not forms.are_stored_out_in())
-
-
-class LayerNorm(nnx.Module):
-    """Ba et al. 2016."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        self.weight = nnx.Param(jnp.ones(width))
-        self.bias = nnx.Param(jnp.zeros(width))
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
-        if forms.has_kernels():
-            weight, bias = self.weight[...], self.bias[...]
-            return forms.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
-        centred = x - x.mean(-1, keepdims=True)
-        variance = jnp.square(centred).mean(-1, keepdims=True)
-        return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]
 
 
 def attention(

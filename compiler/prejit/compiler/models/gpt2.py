@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from prejit.compiler.models import forms
+from prejit.compiler.models.blocks import LayerNorm
 from prejit.compiler.models.decoder import (
     ACTIVATIONS,
     DecoderConfig,
@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
         self.wte = Embedding(config.vocab_size, config.n_embd)
         self.wpe = Embedding(config.n_positions, config.n_embd)
         self.h = nnx.List([Block(config, layer) for layer in range(config.n_layer)])
-        self.ln_f = LayerNorm(config)
+        self.ln_f = LayerNorm(config.n_embd, config.layer_norm_epsilon)
 
     def __call__(
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
@@ -120,9 +120,9 @@ class Block(nnx.Module):
     """Attention and MLP, each on the normalized sum of what came before."""
 
     def __init__(self, config: Any, layer: int) -> None:
-        self.ln_1 = LayerNorm(config)
+        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, layer)
-        self.ln_2 = LayerNorm(config)
+        self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
     def __call__(
@@ -183,21 +183,3 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
         """X [B, T, D] to [B, T, D], plus a residual."""
         return self.c_proj(self.c_fc(x, activation=self.activation), residual=residual)
-
-
-class LayerNorm(nnx.Module):
-    """Ba et al. 2016."""
-
-    def __init__(self, config: Any) -> None:
-        self.weight = nnx.Param(jnp.ones(config.n_embd))
-        self.bias = nnx.Param(jnp.zeros(config.n_embd))
-        self.epsilon = config.layer_norm_epsilon
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
-        if forms.has_kernels():
-            weight, bias = self.weight[...], self.bias[...]
-            return forms.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
-        centred = x - x.mean(-1, keepdims=True)
-        variance = jnp.square(centred).mean(-1, keepdims=True)
-        return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]
