@@ -14,7 +14,7 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo artifacts test test-fast test-other lint format bench bench-full forms gpu parity demo-model clean
+.PHONY: help demo artifacts test test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -67,6 +67,9 @@ gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
 	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
+
+hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
+	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns
 
 demo-model: $(READY) ## train the demo model again
 	$(BIN)/python -m pip install --quiet --group demo-model

@@ -1,0 +1,101 @@
+"""Run functions in processes of their own, with time and growth of memory measured and bounded.
+
+A fork server imports the build side once and each function runs in a fork of it, so that hundreds of
+builds take minutes. No JAX backend exists in the server, which makes forking it safe.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = (
+    *("prejit.compiler.cli", "prejit.compiler.build", "prejit.compiler.lowering"),
+    *("prejit.compiler.models", "prejit.runtime.commands", "transformers", "tokenizers"),
+)
+_UNEXPECTED = 70
+"""Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a process ended.
+
+    Attributes:
+        status: its exit status; negative: the signal that ended it; None: it ran into the time limit.
+        stdout, stderr: what it printed.
+        seconds: wall time.
+        growth_bytes: resident memory beyond that of the server it was forked from, or that of its largest
+            child if that is more.
+    """
+
+    status: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+    growth_bytes: int
+
+
+def run(
+    function: Callable[[Any], int], argument: Any, directory: Path, *, limit_seconds: float
+) -> Outcome:
+    """Run a function in a fork.
+
+    Args:
+        function: of a module that can be imported by name; it returns the exit status.
+        argument: of the function.
+        directory: the working directory of the process, and where its output is kept.
+        limit_seconds: after this time the process and its children are killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    for name in ("stdout", "stderr", "growth.json"):
+        (directory / name).unlink(missing_ok=True)
+    process = context.Process(target=_child, args=(function, argument, str(directory)))
+    started = time.monotonic()
+    process.start()
+    process.join(limit_seconds)
+    seconds = time.monotonic() - started
+    status = process.exitcode
+    if status is None and process.pid is not None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    growth = directory / "growth.json"
+    return Outcome(
+        status,
+        (directory / "stdout").read_text(errors="replace"),
+        (directory / "stderr").read_text(errors="replace"),
+        seconds,
+        json.loads(growth.read_text()) if growth.exists() else 0,
+    )
+
+
+def _child(function: Callable[[Any], int], argument: Any, directory: str) -> None:
+    os.setsid()  # its compile workers are killed with it
+    os.chdir(directory)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    status = _UNEXPECTED
+    try:
+        status = function(argument)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    Path("growth.json").write_text(json.dumps(max(own, children, 0)))
+    os._exit(status)

@@ -1,0 +1,465 @@
+"""Random configuration that a careless or hostile user could give leads to a clear error or a right result.
+
+`make hostile` tries 500 and writes the figures to hostile.json beside this file; `make test` tries a few.
+Every process must end by itself within the time limit, with a documented exit status, without a traceback
+and without growing by more than a gigabyte. What a build accepts must also run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ..parity import cases, encoder_cases  # noqa: TID252 (tests are no installed package)
+from . import processes
+from .junk import FLOATS, NUMBERS, VALUES, mutated, mutated_bytes, to_json, to_toml
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("hostile.json")
+WHOLE_EXAMPLES = 125
+"""Configurations of each of the four kinds that `make hostile` tries."""
+EXAMPLES = int(os.environ.get("PREJIT_HOSTILE_EXAMPLES", "5"))
+LIMIT_SECONDS = 10 if EXAMPLES >= WHOLE_EXAMPLES else 60
+"""`make test` may share its machine with other work."""
+LIMIT_BYTES = 1 << 30
+DOCUMENTED = frozenset((0, 1, 2, 3, 4, 6, 7, 8))
+"""Exit statuses of the command line, without 9, which only `bench` has."""
+
+
+class Campaign:
+    """What became of the configurations of a run."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.slowest_seconds: Counter[str] = Counter()
+        self.largest_growth_bytes: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    def explore(self, strategy: st.SearchStrategy[Any], attempt: Callable[[Any], None]) -> None:
+        """Try EXAMPLES configurations, then fail if one of them had a bad outcome.
+
+        All are tried, because a campaign should show every defect, and shrinking each would take hours.
+        """
+
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            derandomize=EXAMPLES < WHOLE_EXAMPLES,  # `make test` gives the same answer each time
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategy)
+        def try_one(configuration: Any) -> None:
+            attempt(configuration)
+
+        before = len(self.failures)
+        try_one()
+        found = self.failures[before:]
+        assert not found, f"{len(found)} bad outcomes\n\n" + "\n\n".join(found)
+
+    def judge(self, kind: str, outcome: processes.Outcome, configuration: object) -> bool:
+        """Record an outcome. Returns whether the process did what it should."""
+        status = "time limit" if outcome.status is None else f"exit {outcome.status}"
+        self.outcomes.setdefault(kind, Counter())[status] += 1
+        self.slowest_seconds[kind] = max(self.slowest_seconds[kind], outcome.seconds)
+        growth = max(self.largest_growth_bytes[kind], outcome.growth_bytes)
+        self.largest_growth_bytes[kind] = growth
+        problem = None
+        if outcome.status is None:
+            problem = f"no end after {LIMIT_SECONDS} s"
+        elif outcome.status not in DOCUMENTED:
+            problem = f"exit status {outcome.status} is not documented"
+        elif "Traceback" in outcome.stderr:
+            problem = "a traceback"
+        elif outcome.growth_bytes >= LIMIT_BYTES:
+            problem = f"grew by {outcome.growth_bytes >> 20} MB"
+        if problem is not None:
+            self.fail(kind, problem, outcome, configuration)
+        return problem is None
+
+    def fail(
+        self, kind: str, problem: str, outcome: processes.Outcome, configuration: object
+    ) -> None:
+        """Record a bad outcome."""
+        said = (outcome.stdout[-500:] + outcome.stderr[-1500:]).strip()
+        self.failures.append(f"{kind}: {problem}\n{str(configuration)[:3000]}\n{said}")
+
+    def figures(self) -> dict[str, Any]:
+        """Return the content of hostile.json."""
+        return {
+            "date": str(date.today()),
+            "python": platform.python_version(),
+            "jax": version("jax"),
+            "configurations": 4 * EXAMPLES,
+            "limit_seconds": LIMIT_SECONDS,
+            "bad_outcomes": len(self.failures),
+            "kinds": {
+                kind: {
+                    "outcomes": dict(sorted(outcomes.items())),
+                    "slowest_seconds": round(self.slowest_seconds[kind], 1),
+                    "largest_growth_mb": self.largest_growth_bytes[kind] >> 20,
+                }
+                for kind, outcomes in sorted(self.outcomes.items())
+            },
+        }
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+    """The campaign of this run, with caches of its own that hold the native kernels."""
+    caches = tmp_path_factory.mktemp("caches")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREJIT_CACHE", str(caches / "build"))
+        patch.setenv("PREJIT_RUNTIME_CACHE", str(caches / "runtime"))
+        patch.syspath_prepend(str(ROOT))  # the fork server imports this module by its name
+        warm = _write_model(caches / "warm", "gpt2")
+        with (warm / "m.toml").open("a") as manifest:
+            manifest.write('[[target]]\nname = "cpu-x86-64-v2"\n')
+        _built(warm)
+        made = Campaign()
+        yield made
+    if EXAMPLES >= WHOLE_EXAMPLES:
+        RESULTS.write_text(json.dumps(made.figures(), indent=1) + "\n")
+
+
+_CASES: dict[str, Any] = {
+    **{case.config["model_type"]: case for case in reversed(cases.cases())},
+    **{
+        ("sentence-" if case.pooling else "") + case.config["model_type"]: case
+        for case in reversed(encoder_cases.cases())
+    },
+}
+"""The first case of each family of decoders and encoders."""
+_DECODERS = frozenset(case.config["model_type"] for case in cases.cases())
+_OPTIONAL = (
+    *("head_dim", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "hidden_act"),
+    *("tie_word_embeddings", "max_position_embeddings", "num_key_value_heads", "torch_dtype"),
+    *("partial_rotary_factor", "final_logit_softcapping", "eos_token_id", "unknown"),
+)
+
+
+def _write_model(directory: Path, family: str, dtype: str = "float32") -> Path:
+    """Write a family's checkpoint and the manifest m.toml that builds it."""
+    _CASES[family].write(directory / "model")
+    buckets = (
+        "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [32]"
+        if family in _DECODERS
+        else "[encode]\nshapes = [[1, 8]]"
+    )
+    (directory / "m.toml").write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "{dtype}"\n'
+        f'{buckets}\n[[target]]\nname = "cpu-host"\n'
+    )
+    return directory
+
+
+def _built(directory: Path) -> Path:
+    """Build a good manifest."""
+    built = processes.run(_main, ("build", "m.toml", "-o", "out"), directory, limit_seconds=300)
+    assert built.status == 0, built.stderr
+    return directory / "out" / "m"
+
+
+def _main(arguments: Sequence[str]) -> int:
+    from prejit.runtime.__main__ import main
+
+    try:
+        return main(list(arguments))
+    except SystemExit as error:  # argparse's errors of usage
+        return error.code if isinstance(error.code, int) else 2
+
+
+@st.composite
+def _model_configs(draw: st.DrawFn) -> tuple[str, str, bytes]:
+    """Draw a family, a dtype and the content of config.json."""
+    family = draw(st.sampled_from(list(_CASES)))
+    dtype = draw(st.sampled_from(("float32", "bfloat16", "int8")))
+    config = _CASES[family].config
+    if draw(st.integers(0, 9)) == 9:
+        return family, dtype, draw(mutated_bytes(to_json(config).encode()))
+    return family, dtype, to_json(draw(mutated(config, _OPTIONAL))).encode()
+
+
+def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign: Campaign) -> None:
+    def attempt(drawn: tuple[str, str, bytes]) -> None:
+        family, dtype, config = drawn
+        with tempfile.TemporaryDirectory() as name:
+            directory = _write_model(Path(name), family, dtype)
+            (directory / "model" / "config.json").write_bytes(config)
+            if family in _DECODERS:
+                _build_and_run(campaign, "config.json", directory, drawn, _GENERATE)
+            else:
+                _build_and_run(campaign, "config.json", directory, drawn, _ENCODE)
+
+    campaign.explore(_model_configs(), attempt)
+
+
+_GENERATE = (
+    *("generate", "out/m", "--prompt-ids", "1,2", "--max-new-tokens", "4"),
+    *("--logprobs", "1", "--json", "--require-aot"),
+)
+_ENCODE = ("encode", "out/m")
+
+
+def _build_and_run(
+    campaign: Campaign, kind: str, directory: Path, drawn: object, command: Sequence[str]
+) -> None:
+    """Build m.toml and run what comes out."""
+    build = ("build", "m.toml", "-o", "out", "--no-measure")
+    built = processes.run(_main, build, directory, limit_seconds=LIMIT_SECONDS)
+    if not campaign.judge(kind, built, drawn):
+        return
+    if built.status != 0:
+        if "error[" not in built.stderr:
+            campaign.fail(kind, "no error was printed", built, drawn)
+        return
+    runner = _encode if command is _ENCODE else _main
+    ran = processes.run(runner, command, directory, limit_seconds=LIMIT_SECONDS)
+    if not campaign.judge(f"{kind}, run", ran, drawn):
+        return
+    if ran.status != 0:
+        campaign.fail(kind, "built, but does not run", ran, drawn)
+    elif "NaN" in ran.stdout or "Infinity" in ran.stdout:
+        campaign.fail(kind, "built, but its results are not finite", ran, drawn)
+
+
+def _encode(_: object) -> int:
+    """Print an embedding of token ids, which the command line does not take."""
+    from prejit.runtime import load
+
+    print(json.dumps(load("out/m", on_mismatch="error").encode([[1, 2, 3]]).tolist()))
+    return 0
+
+
+def _tokenizers() -> list[dict[str, Any]]:
+    """Return tokenizer.json of the four kinds of models; their token ids are below 29."""
+    words = ["[UNK]", "<s>", "</s>", *"abcdefghijklmnopqrst", " ", "th", "he"]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    common: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": 1, "content": "<s>", "special": True, **flags}],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}],
+        },
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"\s+|\w+|[^\s\w]+"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, sequence],
+            "pair": [sequence, sequence],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Fuse"},
+    }
+    models: list[dict[str, Any]] = [
+        {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+        {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": [["t", "h"], ["h", "e"]],
+            "unk_token": "[UNK]",
+            "byte_fallback": False,
+        },
+        {
+            "type": "WordPiece",
+            "vocab": vocabulary,
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
+        {
+            "type": "Unigram",
+            "vocab": [[word, -float(place)] for place, word in enumerate(words)],
+            "unk_id": 0,
+        },
+    ]
+    return [{**common, "model": model} for model in models]
+
+
+_BESIDE: dict[str, dict[str, Any]] = {
+    "tokenizer_config.json": {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "model_max_length": 64,
+    },
+    "generation_config.json": {
+        "bos_token_id": 1,
+        "eos_token_id": [2],
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 8,
+    },
+    "special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
+}
+"""Files beside tokenizer.json."""
+
+
+@st.composite
+def _tokenizer_files(draw: st.DrawFn) -> dict[str, bytes]:
+    """Draw tokenizer.json and the files beside it, one or two of them damaged."""
+    trees = {"tokenizer.json": draw(st.sampled_from(_tokenizers())), **_BESIDE}
+    files = {name: to_json(tree).encode() for name, tree in trees.items()}
+    which = st.sampled_from(["tokenizer.json", *files])
+    for name in draw(st.lists(which, min_size=1, max_size=2, unique=True)):
+        if draw(st.integers(0, 4)) == 4:
+            files[name] = draw(mutated_bytes(files[name]))
+        else:
+            more = ("chat_template", "added_tokens", "pre_tokenizer")
+            files[name] = to_json(draw(mutated(trees[name], more))).encode()
+    return files
+
+
+def test_any_tokenizer_is_refused_or_makes_a_bundle_that_takes_text(campaign: Campaign) -> None:
+    command = ("--prompt", "the cat: é", *_GENERATE[4:])
+
+    def attempt(files: dict[str, bytes]) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            directory = _write_model(Path(name), "gpt2")
+            for file, content in files.items():
+                (directory / "model" / file).write_bytes(content)
+            running = (*_GENERATE[:2], *command)
+            _build_and_run(campaign, "tokenizer", directory, files, running)
+
+    campaign.explore(_tokenizer_files(), attempt)
+
+
+_MANIFEST: dict[str, Any] = {
+    "bundle": {"name": "m"},
+    "model": {"source": "model", "dtype": "float32"},
+    "generate": {
+        "batch": [1],
+        "prompt": [8],
+        "context": [32],
+        "draft_tokens": 2,
+        "cache_dtype": "float32",
+    },
+    "program": [
+        {
+            "name": "f",
+            "function": "user:f",
+            "args": {"x": "float32[{n}, 4]", "y": ["int32[]", "bool[{n}]"]},
+            "buckets": {"n": [1, 2]},
+        }
+    ],
+    "target": [{"name": "cpu-host"}, {"name": "cpu-x86-64-v2"}],
+}
+"""A manifest of a decoder and a function."""
+
+
+@st.composite
+def _manifests(draw: st.DrawFn) -> bytes:
+    """Draw the content of a manifest."""
+    tree = draw(mutated(_MANIFEST, most=2))
+    lines = (f"{json.dumps(str(name))} = {to_toml(value)}" for name, value in tree.items())
+    content = "\n".join(lines).encode()
+    return draw(mutated_bytes(content)) if draw(st.integers(0, 9)) == 9 else content
+
+
+def test_any_manifest_is_refused_or_builds(campaign: Campaign) -> None:
+    def attempt(manifest: bytes) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            directory = _write_model(Path(name), "gpt2")
+            (directory / "m.toml").write_bytes(manifest)
+            (directory / "user.py").write_text("def f(x, y):\n    return x.sum() + y[0]\n")
+            for command in (("plan",), ("build", "-o", "out", "--no-measure")):
+                outcome = processes.run(
+                    _main, (*command, "m.toml"), directory, limit_seconds=LIMIT_SECONDS
+                )
+                campaign.judge(f"manifest, {command[0]}", outcome, manifest)
+
+    campaign.explore(_manifests(), attempt)
+
+
+_METHODS = {
+    "generate": (
+        *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+        *("logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "stop_token_ids", "token_mask", "prompt_lookup", "prefix"),
+    ),
+    "generate_n": ("prompt", "n", "temperature", "seed", "max_new_tokens"),
+    "generate_batch": ("prompts", "sampling", "max_new_tokens"),
+    "stream": ("prompt", "max_new_tokens", "stop", "logprobs"),
+    "prefix": ("prompt",),
+    "batch": ("slots",),
+    "request": ("prompt", "max_new_tokens", "top_k", "stop_token_ids"),
+    "encode": ("sentences", "on_too_long"),
+    "call": ("name", "x"),
+    "apply_chat_template": ("messages", "template", "add_generation_prompt", "tools"),
+}
+"""Methods of Bundle and names of their arguments; the first is passed by position."""
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> tuple[str, list[Any], dict[str, Any]]:
+    """Draw a method and its arguments, some of them junk."""
+    method = draw(st.sampled_from(list(_METHODS)))
+    first, *others = _METHODS[method]
+    names = draw(st.lists(st.sampled_from((first, *others)), max_size=3))
+    given = {name: draw(VALUES) for name in names if name != first}
+    if "max_new_tokens" in others:
+        given.setdefault("max_new_tokens", 3)
+    numbers = st.sampled_from((*NUMBERS, *FLOATS))
+    ids = st.lists(st.one_of(st.integers(0, 28), numbers), max_size=6)
+    prompt = draw(st.one_of(VALUES, ids, st.just([1, 2]), st.just("abc")))
+    return method, [prompt], given
+
+
+def test_any_argument_of_the_api_gives_a_result_or_an_error_of_prejit(
+    campaign: Campaign, tmp_path: Path
+) -> None:
+    directory = _write_model(tmp_path / "api", "gpt2")
+    for name, tree in {"tokenizer.json": _tokenizers()[1], **_BESIDE}.items():
+        (directory / "model" / name).write_text(json.dumps(tree))
+    bundle = _built(directory)
+
+    def attempt(drawn: tuple[str, list[Any], dict[str, Any]]) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            argument = (str(bundle), *drawn)
+            outcome = processes.run(_call, argument, Path(name), limit_seconds=LIMIT_SECONDS)
+            campaign.judge("api", outcome, drawn)
+
+    campaign.explore(_calls(), attempt)
+
+
+def _call(argument: tuple[str, str, list[Any], dict[str, Any]]) -> int:
+    from prejit.runtime import load
+    from prejit.runtime.errors import PrejitError
+
+    path, method, positional, named = argument
+    bundle = load(path, on_mismatch="error")
+    try:
+        result = getattr(bundle, method)(*positional, **named)
+        if method == "stream":
+            list(result)
+    except PrejitError as error:
+        return error.exit_code
+    return 0
