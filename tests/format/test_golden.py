@@ -244,6 +244,41 @@ def test_programs_compile_from_their_portable_form(version: str) -> None:
     assert result["sums"][1].tolist() == [[2, 2], [2, 2]]
 
 
+def forged(path: Path, directory: Path) -> Path:
+    """A copy of a bundle that names the platforms of its programs in another order; all digests are right."""
+    copy = Path(shutil.copytree(path, directory / "forged"))
+
+    def replaced(descriptor: dict[str, Any], content: dict[str, Any]) -> None:
+        raw = bundle.to_json(content)
+        descriptor.update(digest=bundle.digest_of(raw), size=len(raw))
+        (copy / "blobs/sha256" / descriptor["digest"].removeprefix("sha256:")).write_bytes(raw)
+
+    def read(descriptor: dict[str, Any]) -> Any:
+        return json.loads(
+            (copy / "blobs/sha256" / descriptor["digest"].removeprefix("sha256:")).read_bytes()
+        )
+
+    index = json.loads((copy / "index.json").read_bytes())
+    for of_target in index["manifests"]:
+        manifest = read(of_target)
+        config = read(manifest["config"])
+        for program in config["programs"]:
+            program["platforms"] = program["platforms"][::-1]
+        replaced(manifest["config"], config)
+        replaced(of_target, manifest)
+    del index["annotations"][bundle.INDEX_DIGEST]
+    index["annotations"][bundle.INDEX_DIGEST] = bundle.digest_of(bundle.to_json(index))
+    (copy / "index.json").write_bytes(bundle.to_json(index))
+    return copy
+
+
+def test_a_forged_copy_cannot_decide_what_an_honest_bundle_runs(v2: Path, tmp_path: Path) -> None:
+    fallen_back(forged(v2 / "call", tmp_path)).call("score", x=X)
+    honest = fallen_back(v2 / "call")
+    honest.call("score", x=X)
+    assert {each.source for each in honest.report()} == {"compiled", "unused"}
+
+
 def test_v1_decoder_generates_from_its_portable_form(v1: Path) -> None:
     loaded = fallen_back(v1 / "decoder")
     wanted = expected(v1 / "decoder")

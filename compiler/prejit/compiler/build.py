@@ -19,12 +19,13 @@ from prejit.compiler import costs, packaging
 from prejit.compiler.cache_key import Key
 from prejit.compiler.chat_files import read_chat
 from prejit.compiler.compatibility import readable_until
-from prejit.compiler.compilation import Compiled, CompileJob, CompilePool, find_compiled
+from prejit.compiler.compilation import Compiled, CompileJob, CompilePool
 from prejit.compiler.form_table import merge_into, own_path
 from prejit.compiler.kernel_library import KernelLibrary, NoKernels
+from prejit.compiler.keys import ACCURACY, WEIGHTS, code_digest
 from prejit.compiler.measuring import measure_products, runs_here
 from prejit.compiler.packaging import Layer, PackedTarget, Tensor
-from prejit.compiler.plan import Inputs, Lowered, file_digest, source_digest, versions
+from prejit.compiler.plan import Inputs, Lowered, file_digest, versions
 from prejit.compiler.progress import Progress
 from prejit.compiler.specs import ENCODER_KINDS
 from prejit.compiler.toolchain import Toolchain
@@ -104,9 +105,9 @@ def build(
     keys: dict[tuple[str, str], Key] = {}
     libraries: dict[tuple[str, str], KernelLibrary | None] = {}
     compiled = 0
-    model_layers = tuple(
-        _model_layers(inputs)
-    )  # what is wrong with them, before hours of compiling
+    # What is wrong with them, before hours of compiling.
+    model_layers = tuple(_model_layers(inputs))
+    inputs.check()
     toolchains = {t.name: inputs.made_toolchain(t, progress) for t in inputs.targets}
     told = (each for each in inputs.kernels(progress).values() if isinstance(each, NoKernels))
     for reason in dict.fromkeys(each.reason for each in told if each.worth_telling):
@@ -124,8 +125,7 @@ def build(
                 source = inputs.source(spec, toolchain.target, program)
                 libraries[spec.name, name] = source.kernels
                 key = keys[spec.name, name] = inputs.compile_key(toolchain, spec, source)
-                compiled += find_compiled(inputs.cache, key) is None
-                pool.submit(CompileJob(spec.name, toolchain, source, key))
+                compiled += pool.submit(CompileJob(spec.name, toolchain, source, key))
         with progress.phase("packing weights"):
             weights = _weights(inputs, lowered)
         results = pool.results()
@@ -447,14 +447,13 @@ def _model_layers(inputs: Inputs) -> Iterator[Layer]:
 
 def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
     """The weights layer, from the cache or packed now."""
-    ingredients = [("layout", "safetensors, tensors at multiples of 64 bytes")]
+    ingredients = [("our code", code_digest(*WEIGHTS))]
     model = None
     if inputs.manifest.model is not None:
         model = inputs.checkpoint()
         ingredients += [
             ("dtype", inputs.manifest.model.dtype),
             ("matrices", inputs.matrices),
-            ("model code", source_digest()),
             *(
                 (f"file {file.relative_to(inputs.directory)}", file_digest(file))
                 for file in model.files
@@ -507,8 +506,9 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         ("cache_dtype", inputs.cache_dtype),
         ("text", "none" if file is None else f"{file.name} {file_digest(file)}"),
         ("tokenizer", file_digest(tokenizer) if file and tokenizer.is_file() else "none"),
-        ("model code", source_digest()),
-        ("measuring", file_digest(Path(__file__).with_name("accuracy.py"))),
+        ("matrices", inputs.matrices),
+        ("our code", code_digest(*ACCURACY)),
+        ("jax configuration", inputs.jax_configuration),
         *((f"file {each.name}", file_digest(each)) for each in published.files),
         *versions("jax", "jaxlib", "flax", "transformers").items(),
     ]

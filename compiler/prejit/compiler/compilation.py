@@ -52,6 +52,21 @@ class Source:
     kernels: KernelLibrary | None = None
 
 
+def compile_ingredients(toolchain: Toolchain, source: Source) -> tuple[tuple[str, str], ...]:
+    """The ingredients of an executable's key: everything that decides it.
+
+    Raises:
+        StoreError: XLA_FLAGS names a file, and it cannot be read.
+    """
+    kernels = () if source.kernels is None else (("kernels", source.kernels.digest),)
+    return (
+        ("stablehlo", source.program),
+        ("platforms", " ".join(source.platforms)),  # which of them is the target, is compiled in
+        *kernels,
+        *toolchain.ingredients(os.environ),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CompileJob:
     """One program to compile for one target.
@@ -192,15 +207,19 @@ class CompilePool:
         self._lanes: list[threading.Thread] = []
         self._workers: set[_Worker] = set()
 
-    def submit(self, job: CompileJob) -> None:
-        """Takes a job: answers it from the cache, or compiles it as soon as a worker is free."""
+    def submit(self, job: CompileJob) -> bool:
+        """Takes a job: answers it from the cache, or compiles it as soon as a worker is free.
+
+        Returns:
+            Whether it is compiled.
+        """
         self._progress.add()
         stored = find_compiled(self._cache, job.key)
         if stored is not None:
             with self._changed:
                 self._results[job.program, job.target.name] = stored
             self._progress.cached()
-            return
+            return False
         with self._changed:
             self._waiting.append(job)
             self._unfinished += 1
@@ -209,6 +228,7 @@ class CompilePool:
                 self._lanes.append(lane)
                 lane.start()
             self._changed.notify_all()
+        return True
 
     def results(self) -> dict[tuple[str, str], Compiled]:
         """Waits for all jobs; results by (program, name of the target).

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 from prejit.runtime.errors import BuildError
-from prejit.runtime.executable import edit_protobuf, protobuf_fields
+from prejit.runtime.executable import edit_protobuf, protobuf_fields, sort_protobuf
 from prejit.runtime.fingerprint import CPU_FEATURES
 
 LLVM_NAMES = {
@@ -160,13 +160,38 @@ def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
         BuildError: the bytes are not such an executable.
     """
     try:
-        _, header = next(protobuf_fields(b"\x0a" + serialized))
-        assert isinstance(header, bytes)
-        start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
+        header, program = _parts(serialized)
         told = ",".join(f"+{name}" for name in features).encode()
-        return serialized[:start] + edit_protobuf(serialized[start:], (1, 9), {3: told})
+        return header + edit_protobuf(program, (1, 9), {3: told})
     except ValueError as error:
         raise _not_an_executable(serialized) from error
+
+
+def in_order(serialized: bytes) -> bytes:
+    """An XLA:CPU executable with its objects in one order: the same bytes for the same objects.
+
+    XLA writes them as its threads finish them, and finds the functions in them by name.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+    """
+    try:
+        header, program = _parts(serialized)
+        return header + sort_protobuf(program, (1,), 8)
+    except ValueError as error:
+        raise _not_an_executable(serialized) from error
+
+
+def _parts(serialized: bytes) -> tuple[bytes, bytes]:
+    """The first message with its length before it, and the second.
+
+    Raises:
+        ValueError: the bytes are no such messages.
+    """
+    _, header = next(protobuf_fields(b"\x0a" + serialized))
+    assert isinstance(header, bytes)
+    start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
+    return serialized[:start], serialized[start:]
 
 
 def object_files(serialized: bytes) -> tuple[bytes, ...]:

@@ -71,6 +71,9 @@ _ZIG_GLIBC = "2.17"
 _JAXLIB_GLIBC = "2.27"
 """That jaxlib's wheels want: their tag is manylinux_2_27 (0.10.2 to 0.12.0.1)."""
 
+KERNELS_ARCHITECTURE = "x86_64"
+"""The architecture of CPUs that kernels are for."""
+
 _LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
 """Of the x86-64 psABI, rising; the catalogue has a target of each."""
 
@@ -204,6 +207,10 @@ def build_kernels(
             "another g++ or pip install 'prejit[kernels]'. " + "\n".join(failures),
             worth_telling=True,
         )
+    return _no_compiler()
+
+
+def _no_compiler() -> NoKernels:
     return NoKernels(
         "no C++ compiler: kernels are left out, int8 and bfloat16 will be slow; install g++ or "
         "pip install 'prejit[kernels]'",
@@ -213,19 +220,25 @@ def build_kernels(
 
 def find_kernels(
     toolchain: Toolchain, cache: Cache, *, sources: Path = SOURCES
-) -> KernelLibrary | None:
-    """The kernels for a target where the cache has them; compiles nothing.
+) -> KernelLibrary | NoKernels | None:
+    """What `build_kernels` would give, from the cache alone; None: it would compile.
+
+    Compilers are asked for their versions and for nothing else.
 
     Raises:
         StoreError: the cache, the sources or the headers cannot be read.
     """
-    level, headers = level_of(toolchain.target), ffi_headers(toolchain)
-    if isinstance(level, NoKernels) or headers is None:
-        return None
-    for compiler in _compilers(level, cache):
+    level = level_of(toolchain.target)
+    if isinstance(level, NoKernels):
+        return level
+    headers = ffi_headers(toolchain)
+    if headers is None:
+        return NoKernels(f"jaxlib {toolchain.jaxlib} comes without its FFI headers")
+    compilers = list(_compilers(level, cache))
+    for compiler in compilers:
         if known := _find(cache, _key(toolchain, level, compiler, sources, headers)):
             return known
-    return None
+    return None if compilers else _no_compiler()
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -234,7 +247,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def level_of(target: Target) -> str | NoKernels:
     """The highest x86-64 level whose instructions a target has."""
-    if target.platform != "cpu" or target.architecture != "x86_64":
+    if target.platform != "cpu" or target.architecture != KERNELS_ARCHITECTURE:
         what = target.platform if target.platform != "cpu" else target.architecture
         return NoKernels(f"kernels are for CPUs of x86-64, and {target.name} is {what}")
     features = target.cpu_features
@@ -274,8 +287,8 @@ def _compilers(level: str, cache: Cache) -> Iterator[_Compiler]:
         if called in seen:
             continue
         seen.add(called)
-        # With its glibc come the versions of symbols that the library asks for.
-        identity = f"{says}; {os.confstr('CS_GNU_LIBC_VERSION')}"
+        # With its glibc come the versions of symbols that the library asks for; with its arguments, anything.
+        identity = "; ".join((says, os.confstr("CS_GNU_LIBC_VERSION") or "", *command[1:]))
         yield _Compiler(
             (path, *command[1:]),
             _short_name(says),

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from flax import linen, nnx, traverse_util
 from jax import export, lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from prejit.compiler import manifest, models
+from prejit.compiler import models
 from prejit.compiler.kernel_calls import KERNEL_CALLS
 from prejit.compiler.models.decoder import dot
 from prejit.compiler.models.forms import Forms, Operand, linear, using
@@ -40,6 +40,9 @@ from prejit.compiler.wording import nearest
 from prejit.runtime.bundle import MESH_AXES, Array, Mesh
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.target import PLATFORMS
+
+if TYPE_CHECKING:
+    from prejit.compiler import manifest
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 

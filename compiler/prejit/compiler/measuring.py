@@ -17,7 +17,13 @@ from typing import Any
 
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import Compiled, CompileJob, CompilePool, Source
+from prejit.compiler.compilation import (
+    Compiled,
+    CompileJob,
+    CompilePool,
+    Source,
+    compile_ingredients,
+)
 from prejit.compiler.form_table import FormTable, Measured, conditions_of
 from prejit.compiler.kernel_library import KernelLibrary
 from prejit.compiler.products import KERNEL, Product
@@ -128,17 +134,12 @@ def _compile(
         for product, form in forms:
             program = cache.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)
-            key = _key(f"{product} by {form}", toolchain, source)
+            name = f"forms/{toolchain.target.name}/{product} by {form}"
+            key = Key("compile", name, compile_ingredients(toolchain, source))
             pool.submit(CompileJob(f"{product} by {form}", toolchain, source, key))
         results = pool.results()
     target = toolchain.target.name
     return {(product, form): results[f"{product} by {form}", target] for product, form in forms}
-
-
-def _key(name: str, toolchain: Toolchain, source: Source) -> Key:
-    kernels = () if source.kernels is None else (("kernels", source.kernels.digest),)
-    ingredients = (("stablehlo", source.program), *kernels, *toolchain.ingredients(os.environ))
-    return Key("compile", f"forms/{toolchain.target.name}/{name}", ingredients)
 
 
 def _today() -> str:

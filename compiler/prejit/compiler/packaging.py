@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prejit.compiler.cache import BlobWriter, Cache
-from prejit.compiler.kernel_library import KernelLibrary
 from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import Config, Descriptor, Manifest, Segment
 from prejit.runtime.errors import BuildError
+
+if TYPE_CHECKING:  # what compiles kernels does not decide what is packed
+    from prejit.compiler.cache import BlobWriter, Cache
+    from prejit.compiler.kernel_library import KernelLibrary
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in verify.SAFETENSORS_DTYPES.items()}
 _OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}

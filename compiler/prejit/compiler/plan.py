@@ -13,7 +13,6 @@ each time; its compile is cached all the same, under the digest of what tracing 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -29,7 +28,7 @@ from prejit.compiler import environments
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key, why
 from prejit.compiler.checkpoint import Checkpoint, open_checkpoint, open_encoder
-from prejit.compiler.compilation import Source, find_compiled
+from prejit.compiler.compilation import Source, compile_ingredients, find_compiled
 from prejit.compiler.form_table import (
     Choice,
     Conditions,
@@ -42,7 +41,14 @@ from prejit.compiler.form_table import (
     read_table,
 )
 from prejit.compiler.kernel_calls import called
-from prejit.compiler.kernel_library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.kernel_library import (
+    KERNELS_ARCHITECTURE,
+    KernelLibrary,
+    NoKernels,
+    build_kernels,
+    find_kernels,
+)
+from prejit.compiler.keys import LOWERING, code_digest, jax_configuration
 from prejit.compiler.manifest import Manifest
 from prejit.compiler.packaging import Tensor
 from prejit.compiler.products import Product
@@ -53,7 +59,6 @@ from prejit.compiler.specs import ProgramSpec, program_specs
 from prejit.compiler.target import can_build, chosen
 from prejit.compiler.tensor_files import read_parameters
 from prejit.compiler.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
-from prejit.runtime import bundle
 from prejit.runtime.bundle import Segment
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.receipt import Receipts
@@ -153,7 +158,7 @@ class PlannedProgram:
 
 
 def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
-    """What a build of a manifest would do. Compiles nothing and writes no bundle.
+    """What a build of a manifest would do. Compiles nothing, traces no model and writes no bundle.
 
     Raises:
         ManifestError, CheckpointError, StoreError, NetworkError: the manifest, its model or its
@@ -173,7 +178,11 @@ def make_plan(inputs: Inputs) -> tuple[PlannedProgram, ...]:
                 reason = "its environment has still to be made"
                 planned.append(PlannedProgram(spec, target, False, reason))
                 continue
-            key = inputs.compile_key(toolchain, spec, inputs.source(spec, target, lowered))
+            source = inputs.planned_source(spec, target, lowered)
+            if isinstance(source, str):
+                planned.append(PlannedProgram(spec, target, False, source))
+                continue
+            key = inputs.compile_key(toolchain, spec, source)
             if find_compiled(inputs.cache, key) is not None:
                 planned.append(PlannedProgram(spec, target, True))
             else:
@@ -223,6 +232,7 @@ class Inputs:
         self._conditions: dict[str, Conditions] = {}
         self._toolchains: dict[str, Toolchain] = {}
         self._kernels: dict[str, KernelLibrary | NoKernels] | None = None
+        self._found_kernels: dict[str, KernelLibrary | NoKernels | None] = {}
         for target in self.targets:
             if reason := can_build(target):
                 raise BuildError(f"{manifest.path}: target {target.name}: {reason}")
@@ -293,10 +303,17 @@ class Inputs:
                 ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
                 ("matrices", self.matrices),
                 *self._configs(),
-                ("model code", source_digest()),
+                ("our code", code_digest(*LOWERING)),
+                ("jax configuration", self.jax_configuration),
                 *versions("jax", "jaxlib", "flax", "transformers").items(),
             ),
         )
+
+    @property
+    def jax_configuration(self) -> str:
+        """The settings of jax that decide what is lowered, as an ingredient of keys."""
+        _ = self._user  # a module of the user's may set them when it is imported
+        return jax_configuration(os.environ)
 
     def _configs(self) -> list[tuple[str, str]]:
         """The files that say what the model is, with their digests."""
@@ -308,17 +325,8 @@ class Inputs:
 
     def compile_key(self, toolchain: Toolchain, spec: ProgramSpec, source: Source) -> Key:
         """The key of a compile: everything that decides the executable."""
-        kernels = () if source.kernels is None else (("kernels", source.kernels.digest),)
-        return Key(
-            "compile",
-            f"{self.manifest.bundle.name}/{toolchain.target.name}/{spec.name}",
-            (
-                ("stablehlo", source.program),
-                *kernels,
-                *toolchain.ingredients(os.environ),
-                ("format", str(bundle.FORMAT_VERSION)),
-            ),
-        )
+        name = f"{self.manifest.bundle.name}/{toolchain.target.name}/{spec.name}"
+        return Key("compile", name, compile_ingredients(toolchain, source))
 
     def cached(self, spec: ProgramSpec) -> Lowered | None:
         """A model's lowered program, where it is in the cache."""
@@ -335,17 +343,41 @@ class Inputs:
             return self._store(self._lower_function(spec))
         if self.manifest.encode is not None:
             return self._lower_encoder(spec)
-        from prejit.compiler.lowering import check_mesh, lower_decoder
+        from prejit.compiler.lowering import lower_decoder
 
         self._check_size(spec)
-        if (mesh := self.manifest.mesh) is not None:
-            config = self.directory / "config.json"
-            check_mesh(mesh, self.model, self.shape, self.manifest.path, config)
-        program = lower_decoder(self.model, self.shape, spec, mesh)
+        self._check_mesh()
+        program = lower_decoder(self.model, self.shape, spec, self.manifest.mesh)
         lowered = self._store(program, asdict(self.shape))
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
         self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
         return lowered
+
+    def check(self) -> None:
+        """Checks what takes seconds, before environments are made and kernels are compiled for minutes.
+
+        Programs that are in the cache were checked when they were lowered.
+
+        Raises:
+            ManifestError, CheckpointError: a function cannot be found, a model is not built here, its files
+                are missing, or it does not allow what the manifest asks of it.
+        """
+        _ = self._user
+        new = [spec for spec in self.specs if spec.kind != "call" and self.cached(spec) is None]
+        if not new:
+            return
+        self.checkpoint()
+        for spec in new:
+            self._check_size(spec)
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        """Checks that the model can be split as the manifest says."""
+        from prejit.compiler.lowering import check_mesh
+
+        if (mesh := self.manifest.mesh) is not None and self.manifest.encode is None:
+            config = self.directory / "config.json"
+            check_mesh(mesh, self.model, self.shape, self.manifest.path, config)
 
     def _check_size(self, spec: ProgramSpec) -> None:
         """Checks that a bucket is none that the model was not made for."""
@@ -360,7 +392,7 @@ class Inputs:
             longest = self.shape.max_positions
             config = self.directory / "config.json"
             limit = f"{longest}, the positions that {config} gives the model"
-        if found > longest:
+        if longest is not None and found > longest:
             raise ManifestError(
                 f"{self.manifest.path}: {section}: expected at most {limit}; found {found}"
             )
@@ -373,7 +405,7 @@ class Inputs:
         """
         if self._kernels is None:
             self._kernels = {}
-            if self.manifest.model is not None and self.manifest.mesh is None:
+            if self._has_kernels:
                 toolchains = filter(None, map(self.toolchain, self.targets))
                 self._kernels = {
                     each.target.name: build_kernels(each, self.cache, progress)
@@ -387,11 +419,48 @@ class Inputs:
         if isinstance(library, KernelLibrary) and spec.kind not in _WITHOUT_KERNELS:
             native = self.native(spec)
             if native.products:
-                choices = (self.choice(product, target, library) for product, _ in native.products)
-                differing = {c.product: c.form for c in choices if c.form != c.product.forms[-1]}
+                differing = self._differing(native, target, library)
                 native = self.native(spec, differing) if differing else native
                 return Source(native.program, ("cpu",), library)
         return Source(lowered.portable.raw_digest, lowered.platforms)
+
+    def planned_source(self, spec: ProgramSpec, target: Target, lowered: Lowered) -> Source | str:
+        """What `source` would give, from the cache alone; a text: why a build has to make it first."""
+        portable = Source(lowered.portable.raw_digest, lowered.platforms)
+        toolchain = self.toolchain(target)
+        if not self._has_kernels or spec.kind in _WITHOUT_KERNELS or toolchain is None:
+            return portable
+        if target.name not in self._found_kernels:
+            self._found_kernels[target.name] = find_kernels(toolchain, self.cache)
+        library = self._found_kernels[target.name]
+        if isinstance(library, NoKernels):
+            return portable
+        if library is None:
+            return "its kernels have still to be compiled"
+        chosen: Mapping[Product, str] = {}
+        while True:
+            key = self._native_key(spec, chosen)
+            if (known := self.cache.lookup(key)) is None:
+                return why(self.cache.last_key(key.kind, key.name), key)
+            native = Native.from_json(known)
+            if not native.products:
+                return portable
+            differing = self._differing(native, target, library)
+            if chosen == differing:
+                return Source(native.program, ("cpu",), library)
+            chosen = differing
+
+    def _differing(
+        self, native: Native, target: Target, library: KernelLibrary
+    ) -> dict[Product, str]:
+        """The products of a program that have another form than the kernel for a target."""
+        choices = (self.choice(product, target, library) for product, _ in native.products)
+        return {c.product: c.form for c in choices if c.form != c.product.forms[-1]}
+
+    def _native_key(self, spec: ProgramSpec, chosen: Mapping[Product, str]) -> Key:
+        lower = self.lower_key(spec)
+        differing = ((f"form of {each}", form) for each, form in sorted(chosen.items()))
+        return Key("native", lower.name, (*lower.ingredients, *differing))
 
     def native(self, spec: ProgramSpec, chosen: Mapping[Product, str] | None = None) -> Native:
         """A model's program with kernels, from the cache or lowered now.
@@ -401,9 +470,7 @@ class Inputs:
             chosen: forms of products; others have the kernel.
         """
         chosen = chosen or {}
-        lower = self.lower_key(spec)
-        differing = ((f"form of {each}", form) for each, form in sorted(chosen.items()))
-        key = Key("native", lower.name, (*lower.ingredients, *differing))
+        key = self._native_key(spec, chosen)
         if (known := self.cache.lookup(key)) is not None:
             return Native.from_json(known)
         from prejit.compiler.lowering import lower_decoder, lower_encoder
@@ -498,9 +565,18 @@ class Inputs:
         return opened(self.directory, out_in=self.out_in)
 
     @property
+    def _has_kernels(self) -> bool:
+        """Whether programs of a target may call kernels: those of a model on one device."""
+        return self.manifest.model is not None and self.manifest.mesh is None
+
+    @property
     def out_in(self) -> bool:
-        """Whether all matrices are stored (out, in): a target has kernels."""
-        return any(isinstance(each, KernelLibrary) for each in self.kernels().values())
+        """Whether all matrices are stored (out, in), as kernels read them.
+
+        That is decided by what no other target changes: all targets of a bundle have the architecture of
+        the build host. Where no compiler for kernels is found, XLA's forms read the same weights.
+        """
+        return self._has_kernels and self.targets[0].architecture == KERNELS_ARCHITECTURE
 
     @property
     def matrices(self) -> str:
@@ -609,18 +685,6 @@ def file_digest(path: Path) -> str:
     digest = receipts.digest_of(path)
     receipts.save()
     return digest
-
-
-@cache
-def source_digest() -> str:
-    """Digest of our own sources that decide what a decoder's program is."""
-    here = Path(__file__).parent
-    names = ("lowering.py", "sampling.py", "sentence_layout.py")
-    files = [*(here / name for name in names), *sorted((here / "models").glob("*.py"))]
-    hasher = hashlib.sha256()
-    for file in files:
-        hasher.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return f"sha256:{hasher.hexdigest()}"
 
 
 @cache

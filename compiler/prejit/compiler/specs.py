@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from prejit.compiler.manifest import Encode, Generate, Manifest
+if TYPE_CHECKING:
+    from prejit.compiler.manifest import Encode, Generate, Manifest
 
 ENCODER_KINDS = ("embed", "layer", "pool")
 """Of an encoder's programs, in the order in which they run."""

@@ -7,25 +7,27 @@ worker processes of its own.
 from __future__ import annotations
 
 import base64
-import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler import cpu_count
 from prejit.compiler.cache import Cache
 from prejit.compiler.environments import Environment, worker_command
+from prejit.compiler.keys import COMPILING, code_digest
 from prejit.compiler.target import cross_compiles
 from prejit.runtime import bundle
 from prejit.runtime.errors import BuildError
-from prejit.runtime.fingerprint import Fingerprint, read_xla_flags
+from prejit.runtime.fingerprint import Fingerprint, effective_environment, read_xla_flags
 from prejit.runtime.target import PLUGINS, Target, capabilities
 from prejit.runtime.tuning import Tuning
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
-"""Kernels come out in the same order each time, if XLA has one CPU to run on (`taskset -c 0`). With more
-they come out as they are finished. Costs nothing: GPT-2's programs compile as fast as without (2 CPUs)."""
+"""Kernels come out in the same objects on every build host, whose order `disassembly.in_order` sets. Costs
+nothing: GPT-2's programs compile as fast as without (2 CPUs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Toolchain:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
         worker = dict(inherited)
-        # They set the size of XLA's thread pool, which XLA partitions loops for: see `ingredients`.
+        # They set the size of XLA's thread pool, which XLA partitions loops for: see cpu_count.py.
         for name in ("NPROC", "PJRT_NPROC"):
             worker.pop(name, None)
         if self.isolated:
@@ -118,13 +120,14 @@ class Toolchain:
         if self.target.xla_max_isa is not None and not self.is_exact:
             flags.append(f"--xla_cpu_max_isa={self.target.xla_max_isa}")
         if self.tuned is not None:
-            flags.append(f"--xla_gpu_load_autotune_results_from={self.tuned.results}")
+            flags.append(f"--xla_gpu_load_autotune_results_from={_quoted(self.tuned.results)}")
         return " ".join(flags)
 
     def ingredients(self, inherited: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-        """The ingredients that a target, its environment and the build host add to the key of a program.
+        """The ingredients that our code, a target and its environment add to the key of an executable.
 
-        Beside them a key needs the digest of the portable program.
+        The rest is in `compile_ingredients` of compilation.py. A target's name is none of them: what is
+        compiled for the same machine is the same.
 
         Args:
             inherited: this process's environment variables.
@@ -133,32 +136,27 @@ class Toolchain:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
         target = self.target
+        machine = self.machine(())
+        if target.platform == "cpu" and not self.is_exact:
+            # What the host has goes into the code; --xla_cpu_max_isa only leaves out some of it.
+            host = Fingerprint.current()
+            machine |= {"cpu": host.cpu_model, "cpu_features": host.cpu_features}
+        if target.platform == "cpu":
+            machine["cpus"] = cpu_count.seen_by_xla()
+        # The digest of the tuning is below; which platforms a program is for, in `compile_ingredients`.
+        for name in ("described", "platforms"):
+            del machine[name]
         listed = [
-            ("target", target.name),
-            ("platform", target.platform),
-            ("architecture", target.architecture),
+            ("our code", code_digest(*COMPILING)),
             *self.versions,
+            ("architecture", target.architecture),
+            *((name, _text(value)) for name, value in machine.items() if value is not None),
+            # What was measured counts by what it says, not by where it lies.
+            ("xla_flags", replace(self, tuned=None).xla_flags(inherited)),
+            ("environment", " ".join(effective_environment(target.platform, inherited))),
         ]
-        # What was measured counts by what it says, not by where it lies.
-        listed.append(("xla_flags", replace(self, tuned=None).xla_flags(inherited)))
         if self.tuned is not None:
             listed.append(("tuning", self.tuned.digest))
-        if target.platform == "cpu":
-            if self.is_exact:
-                cpu, features = target.cpu or "", target.cpu_features or ()
-            else:  # what the host has goes into the code; --xla_cpu_max_isa only leaves out some of it
-                host = Fingerprint.current()
-                cpu, features = host.cpu_model, host.cpu_features
-            listed += [
-                ("cpu", cpu),
-                ("cpu_features", " ".join(features)),
-                # XLA:CPU splits loops at compile time, into as many parts as the build host has CPUs.
-                ("cpus", str(len(os.sched_getaffinity(0)))),
-            ]
-        else:
-            described = replace(target, name="", tuning=None, jax=None, constraints=())
-            listed.append(("device", bundle.to_json(described).decode()))
-        listed.append(("devices", str(target.device_count)))
         return tuple(listed)
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
@@ -178,6 +176,18 @@ class Toolchain:
             "described": self.tuned.topology if self.tuned is not None else None,
             "topology": f"{target.generation}:{target.topology}" if target.topology else None,
         }
+
+
+def _text(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _quoted(path: str) -> str:
+    """A path as the value of a flag in XLA_FLAGS (xla/parse_flags_from_env.cc: there are no escapes)."""
+    if not re.search(r"\s", path):
+        return path
+    quote = "'" if '"' in path else '"'
+    return f"{quote}{path}{quote}"
 
 
 def host_toolchain(target: Target, versions: Mapping[str, str]) -> Toolchain:

@@ -24,32 +24,27 @@ import mmap
 import os
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import zstandard
 
+from prejit.compiler import cpu_count
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import Compiled
-from prejit.compiler.disassembly import narrowed, used_features
-from prejit.compiler.kernel_calls import with_library
+from prejit.compiler.compiling import Compile, compile_program, compress, with_kernels
 from prejit.compiler.products import Product
 from prejit.runtime import bundle, executable
-from prejit.runtime.bundle import Memory
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.executable import CompileFor
-
-ZSTD_LEVEL = 9
-"""Of a GPT-2 program of 776 kB, which compiles in 1.3 s: level 3 makes 91 kB in 2 ms, 9 makes 80 kB in
-13 ms, 15 the same in 37 ms, 19 makes 71 kB in 256 ms. All decompress in 0.4 ms."""
 
 _PASSES = 2
 _PASS_SECONDS = 0.1
@@ -66,38 +61,6 @@ _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a compiler gave.
-
-    Attributes:
-        serialized: the executable.
-        cpu_features: the extensions that its code really uses, in LLVM's names; none where it is not a CPU's.
-        memory: what it needs while it runs.
-    """
-
-    serialized: bytes
-    cpu_features: tuple[str, ...]
-    memory: Memory
-
-
-Compile = Callable[[bytes, CompileFor], Output]
-"""`compile_program`, or a stand-in for it."""
-
-
-def compile_program(portable: bytes, machine: CompileFor) -> Output:
-    """Compiles a portable program; code of a CPU is read again for what it really uses.
-
-    Raises:
-        BuildError: XLA does not compile it.
-    """
-    program = executable.compile_portable(portable, machine)
-    if machine.platform != "cpu":
-        return Output(program.serialized, (), program.memory)
-    features = used_features(program.serialized)
-    return Output(narrowed(program.serialized, features), features, program.memory)
-
-
 def serve(cache: Cache, compile_program: Compile, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers requests until there are no more.
 
@@ -109,23 +72,21 @@ def serve(cache: Cache, compile_program: Compile, requests: BinaryIO, answers: B
     """
     for line in iter(requests.readline, b""):
         parent = os.getpid()
+        ours, its = socket.socketpair()
         process = os.fork()
         if process == 0:
             _die_with(parent)
-            _answer_and_exit(cache, compile_program, json.loads(line), answers)
-        code = _wait(process, requests)
+            request = json.loads(line)
+            if request.get("machine", {}).get("platform") == "cpu":
+                cpu_count.install(its)
+            _answer_and_exit(cache, compile_program, request, answers)
+        its.close()
+        with ours:
+            code = _wait(process, requests, ours)
         if code is None:
             return
         if code != 0:
             _send(answers, {"exit": code})
-
-
-def compress(content: bytes) -> bytes:
-    """One zstd frame with its content's size and checksum; the same bytes for the same content."""
-    compressor = zstandard.ZstdCompressor(
-        level=ZSTD_LEVEL, write_checksum=True, write_content_size=True, threads=0
-    )
-    return compressor.compress(content)
 
 
 def _die_with(parent: int) -> None:
@@ -164,9 +125,7 @@ def _answer_and_exit(
 def _compile(cache: Cache, compile_program: Compile, request: dict[str, Any]) -> dict[str, Any]:
     program, library = _read(cache, request["program"]), request["kernels"]
     if library is not None:
-        # Not the kernels themselves: this machine may lack their instructions, or their glibc.
-        executable.stand_in_for_kernels(_read(cache, library))
-        program = with_library(program, library)
+        program = with_kernels(program, _read(cache, library))
     told: dict[str, Any] = request["machine"]
     told = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
     machine = CompileFor(**told)
@@ -318,16 +277,32 @@ def _runner(
     return run
 
 
-def _wait(process: int, requests: BinaryIO) -> int | None:
-    """The child's exit code, or minus its signal; None if the requests ended, and with them the child."""
-    descriptor = os.pidfd_open(process)
+def _wait(process: int, requests: BinaryIO, from_child: socket.socket) -> int | None:
+    """Answers the child's questions for its CPUs until it ends.
+
+    Returns:
+        Its exit code, or minus its signal; None if the requests ended, and with them the child.
+    """
+    descriptor, listeners = os.pidfd_open(process), list[int]()
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.register(requests, 0)  # 0: nothing but its end
-        ready = {ready for ready, _ in poll.poll()}
+        poll.register(from_child, select.POLLIN)
+        while not (ready := dict(poll.poll())).keys() & {descriptor, requests.fileno()}:
+            if from_child.fileno() in ready:
+                poll.unregister(from_child)
+                _, listeners, _, _ = socket.recv_fds(from_child, 1, 1)
+                for listener in listeners:
+                    poll.register(listener, select.POLLIN)
+            for listener in listeners:
+                if ready.get(listener, 0) & select.POLLIN:
+                    cpu_count.answer(listener)
+                elif listener in ready:  # nobody is left who could ask
+                    poll.unregister(listener)
     finally:
-        os.close(descriptor)
+        for each in (descriptor, *listeners):
+            os.close(each)
     if descriptor not in ready:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

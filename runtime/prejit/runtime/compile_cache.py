@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -26,11 +28,13 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import zstandard
 
 from prejit.runtime import bundle
+from prejit.runtime.bundle import Mesh
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.fingerprint import Fingerprint, read_xla_flags
 from prejit.runtime.layout import write_file
@@ -43,10 +47,26 @@ _LEFTOVER = re.compile(r"\.?([0-9a-f]{64})\.(?:lock|.*\.tmp)")
 _warned: set[Path] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class Portable:
+    """A portable program, by all that decides what it compiles to on a machine.
+
+    Attributes:
+        digest: of the program, decompressed.
+        platforms: that it was lowered for, in the order of its platform index.
+        device: what it is compiled for, where a machine has several: the platform of the device.
+        mesh: the devices that it is split over; None: one.
+    """
+
+    digest: str
+    platforms: tuple[str, ...]
+    device: str
+    mesh: Mesh | None
+
+
 def compiled_here(
-    portable_digest: str,
+    program: Portable,
     machine: Fingerprint,
-    device: str,
     compile_program: Callable[[], bytes],
     *,
     refused: bytes | None = None,
@@ -54,9 +74,8 @@ def compiled_here(
     """The executable of a portable program for this machine: from the cache, or compiled and kept.
 
     Args:
-        portable_digest: digest of the portable program, decompressed.
+        program: what is compiled.
         machine: this machine's real fingerprint.
-        device: what it is compiled for, where a machine has several: the platform of the device.
         compile_program: gives the serialized executable.
         refused: an executable that this function gave and that XLA does not load: that one is replaced.
 
@@ -69,7 +88,7 @@ def compiled_here(
     limit = limit_bytes()
     if limit == 0:
         return compile_program(), True
-    path = _path(portable_digest, machine, device)
+    path = _path(program, machine)
     if (kept := _read(path)) is not None and kept != refused:
         return kept, False
     with _locked(path.with_suffix(".lock")):
@@ -85,9 +104,9 @@ def compiled_here(
     return serialized, True
 
 
-def is_kept(portable_digest: str, machine: Fingerprint, device: str) -> bool:
+def is_kept(program: Portable, machine: Fingerprint) -> bool:
     """Whether there is an executable of a program already; nothing is read, so it may be damaged."""
-    return limit_bytes() != 0 and os.path.isfile(_path(portable_digest, machine, device))
+    return limit_bytes() != 0 and os.path.isfile(_path(program, machine))
 
 
 def limit_bytes() -> int:
@@ -107,7 +126,20 @@ def limit_bytes() -> int:
     return int(text)
 
 
-def _path(portable_digest: str, machine: Fingerprint, device: str) -> Path:
+@functools.cache
+def _our_code() -> str:
+    """Digest of our own code that compiles, so that a mended one serves nothing that the old one made.
+
+    Not of what it imports: none of that decides what it compiles.
+    """
+    found = importlib.util.find_spec("prejit.runtime.executable")
+    assert found is not None
+    assert found.origin is not None
+    content: bytes = found.loader.get_data(found.origin)  # type: ignore[union-attr]
+    return bundle.digest_of(content)
+
+
+def _path(program: Portable, machine: Fingerprint) -> Path:
     """The file of a program. Not in its key: what may change without the executable being another.
 
     That is memory, which a container may get more of, the driver, and the name of the CPU, which says
@@ -115,8 +147,12 @@ def _path(portable_digest: str, machine: Fingerprint, device: str) -> Path:
     """
     flags = read_xla_flags(os.environ).split()
     ingredients = {
-        "program": portable_digest,
-        "device": device,
+        "program": program.digest,
+        # Not in the digest: a bundle says it, and another bundle may say it of the same program.
+        "platforms": program.platforms,
+        "device": program.device,
+        "mesh": program.mesh and [program.mesh.data, program.mesh.tensor],
+        "code": _our_code(),
         "platform": machine.platform,
         "architecture": machine.architecture,
         "cpu_features": machine.cpu_features,

@@ -767,14 +767,38 @@ def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
     return edit_protobuf(topology, (9, 2, 5), machine)
 
 
-def edit_protobuf(message: bytes, path: tuple[int, ...], values: dict[int, bytes]) -> bytes:
+def edit_protobuf(message: bytes, path: tuple[int, ...], values: Mapping[int, bytes]) -> bytes:
     """A protobuf message with fields of the submessage at path replaced."""
+    return _with_changed_fields(
+        message, path, lambda fields: [(number, values.get(number, v)) for number, v in fields]
+    )
+
+
+def sort_protobuf(message: bytes, path: tuple[int, ...], number: int) -> bytes:
+    """A protobuf message with the fields of a number sorted by their bytes, in the submessage at path."""
+
+    def change(fields: _Fields) -> _Fields:
+        ordered = iter(sorted(v for n, v in fields if n == number and isinstance(v, bytes)))
+        return [
+            (n, next(ordered) if n == number and isinstance(v, bytes) else v) for n, v in fields
+        ]
+
+    return _with_changed_fields(message, path, change)
+
+
+_Fields = list[tuple[int, bytes | int]]
+
+
+def _with_changed_fields(
+    message: bytes, path: tuple[int, ...], change: Callable[[_Fields], _Fields]
+) -> bytes:
+    fields = list(protobuf_fields(message))
+    if not path:
+        fields = change(fields)
     out = bytearray()
-    for number, value in protobuf_fields(message):
+    for number, value in fields:
         if path and number == path[0] and isinstance(value, bytes):
-            value = edit_protobuf(value, path[1:], values)
-        elif not path:
-            value = values.get(number, value)
+            value = _with_changed_fields(value, path[1:], change)
         if isinstance(value, bytes):
             out += _varint(number << 3 | 2) + _varint(len(value)) + value
         else:

@@ -150,9 +150,8 @@ class Programs:
         refused = None
         while True:
             serialized, now = compile_cache.compiled_here(
-                program.portable.raw_digest,
+                self._as_kept(program),
                 self._machine,
-                self._device.platform,
                 compile_program,
                 refused=refused,
             )
@@ -162,6 +161,15 @@ class Programs:
                 return self._device.load(serialized, self._portable.path, results), "cached"
             except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
                 refused = serialized
+
+    def _as_kept(self, program: Program) -> compile_cache.Portable:
+        """A program as the cache of what is compiled here knows it."""
+        return compile_cache.Portable(
+            program.portable.raw_digest,
+            program.platforms or (),
+            self._device.platform,
+            self._device.mesh,
+        )
 
     @cached_property
     def _machine(self) -> Fingerprint:
@@ -179,8 +187,7 @@ class Programs:
         """
         if not self._serve_smaller or name in self._ready:
             return True
-        digest = self.table[name].portable.raw_digest
-        return compile_cache.is_kept(digest, self._machine, self._device.platform)
+        return compile_cache.is_kept(self._as_kept(self.table[name]), self._machine)
 
     def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
         """Begins to make ready what the first request will likely run first, before there is one.

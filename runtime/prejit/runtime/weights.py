@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prejit.runtime import verify
-from prejit.runtime.programs import Layer
+
+if TYPE_CHECKING:
+    from prejit.runtime.programs import Layer
 
 
 def tensors(layer: Layer) -> dict[str, np.ndarray[Any, Any]]:

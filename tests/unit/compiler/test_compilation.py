@@ -27,10 +27,10 @@ from prejit.compiler.compilation import (
     compile_all,
     find_compiled,
 )
+from prejit.compiler.compiling import compress
 from prejit.compiler.progress import Plain
 from prejit.compiler.target import jaxlib_version, target
 from prejit.compiler.toolchain import Toolchain, host_toolchain
-from prejit.compiler.worker import compress
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.target import Target
 
@@ -42,7 +42,7 @@ V3 = target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler import worker
+from prejit.compiler import compiling, worker
 from prejit.runtime.bundle import Memory
 from prejit.runtime.errors import BuildError
 
@@ -86,7 +86,7 @@ def compile_program(portable, machine):
             sys.exit("nobody came")
     if action == "break-cache":
         Path(argument).rename(argument + ".gone")
-    return worker.Output(
+    return compiling.Output(
         portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
     )
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import compile_cache
-from prejit.runtime.compile_cache import compiled_here, is_kept
+from prejit.runtime.bundle import Mesh
+from prejit.runtime.compile_cache import Portable, compiled_here, is_kept
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.fingerprint import Fingerprint
 
 MACHINE = Fingerprint.current()
-PROGRAM = f"sha256:{1:064x}"
+
+
+def program(number: int) -> Portable:
+    return Portable(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
+
+
+PROGRAM = program(1)
 
 
 def made(content: bytes) -> Callable[[], bytes]:
@@ -48,11 +56,11 @@ def directory(runtime_cache: Path) -> Path:
 
 
 def keep(number: int, content: bytes) -> None:
-    assert compiled_here(f"sha256:{number:064x}", MACHINE, "cpu", made(content)) == (content, True)
+    assert compiled_here(program(number), MACHINE, made(content)) == (content, True)
 
 
 def kept(number: int) -> bool:
-    return is_kept(f"sha256:{number:064x}", MACHINE, "cpu")
+    return is_kept(program(number), MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +84,10 @@ def kept(number: int) -> bool:
 def test_another_machine_never_takes_a_kept_executable(change: dict[str, Any]) -> None:
     """A home directory may be shared by machines that are not alike."""
     keep(1, b"ours")
-    other = dataclasses.replace(MACHINE, **change)
-    assert not is_kept(PROGRAM, other, "cpu")
-    assert compiled_here(PROGRAM, other, "cpu", made(b"theirs")) == (b"theirs", True)
-    assert compiled_here(PROGRAM, MACHINE, "cpu", never) == (b"ours", False)
+    other = replace(MACHINE, **change)
+    assert not is_kept(PROGRAM, other)
+    assert compiled_here(PROGRAM, other, made(b"theirs")) == (b"theirs", True)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +105,8 @@ def test_another_machine_never_takes_a_kept_executable(change: dict[str, Any]) -
 def test_what_changes_no_executable_costs_no_compile(change: dict[str, Any]) -> None:
     """A container that is given more memory, a driver that is updated."""
     keep(1, b"ours")
-    other = dataclasses.replace(MACHINE, **change)
-    assert compiled_here(PROGRAM, other, "cpu", never) == (b"ours", False)
+    other = replace(MACHINE, **change)
+    assert compiled_here(PROGRAM, other, never) == (b"ours", False)
 
 
 def test_every_axis_of_a_fingerprint_was_thought_of() -> None:
@@ -117,8 +125,26 @@ def test_every_axis_of_a_fingerprint_was_thought_of() -> None:
 
 def test_another_program_or_device_has_a_file_of_its_own() -> None:
     keep(1, b"ours")
-    assert compiled_here(f"sha256:{2:064x}", MACHINE, "cpu", made(b"x")) == (b"x", True)
-    assert compiled_here(PROGRAM, MACHINE, "cuda", made(b"y")) == (b"y", True)
+    assert compiled_here(program(2), MACHINE, made(b"x")) == (b"x", True)
+    assert compiled_here(replace(PROGRAM, device="cuda"), MACHINE, made(b"y")) == (b"y", True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"platforms": ("cuda", "cpu")}, {"platforms": ()}, {"mesh": Mesh(2, 1)}], ids=str
+)
+def test_what_a_bundle_says_of_a_program_is_in_the_key(change: dict[str, Any]) -> None:
+    """Another bundle may hold the same program and say something else of it."""
+    keep(1, b"ours")
+    other = replace(PROGRAM, **change)
+    assert not is_kept(other, MACHINE)
+    assert compiled_here(other, MACHINE, made(b"theirs")) == (b"theirs", True)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+
+
+def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(1, b"made by an older prejit")
+    monkeypatch.setattr(compile_cache, "_our_code", lambda: "sha256:of mended code")
+    keep(1, b"ours")
 
 
 def test_slow_code_of_a_capped_start_is_not_served_to_others(
@@ -135,7 +161,7 @@ def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock(directory: Pa
         raise ValueError("out of luck")
 
     with pytest.raises(ValueError, match="out of luck"):
-        compiled_here(PROGRAM, MACHINE, "cpu", failing)
+        compiled_here(PROGRAM, MACHINE, failing)
     assert list(directory.iterdir()) == []
     keep(1, b"good")
     assert [path.suffix for path in directory.iterdir()] == [""]
@@ -144,10 +170,10 @@ def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock(directory: Pa
 def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
     keep(1, b"of another build")
     refused = b"of another build"
-    again = compiled_here(PROGRAM, MACHINE, "cpu", made(b"ours"), refused=refused)
+    again = compiled_here(PROGRAM, MACHINE, made(b"ours"), refused=refused)
     assert again == (b"ours", True)
     # A process that was refused the same one, a little later: it takes what the first one made.
-    assert compiled_here(PROGRAM, MACHINE, "cpu", never, refused=refused) == (b"ours", False)
+    assert compiled_here(PROGRAM, MACHINE, never, refused=refused) == (b"ours", False)
 
 
 @settings(
@@ -160,13 +186,13 @@ def test_no_flipped_bit_and_no_cut_file_is_ever_served(
     directory: Path, where: float, bits: int, cut: bool
 ) -> None:
     content = b"machine code " * 40
-    compiled_here(PROGRAM, MACHINE, "cpu", made(content))
+    compiled_here(PROGRAM, MACHINE, made(content))
     [path] = directory.iterdir()
     whole = path.read_bytes()
     at = int(where * len(whole))
     path.write_bytes(whole[:at] + (b"" if cut else bytes([whole[at] ^ bits]) + whole[at + 1 :]))
-    assert compiled_here(PROGRAM, MACHINE, "cpu", made(content)) == (content, True)
-    assert compiled_here(PROGRAM, MACHINE, "cpu", never) == (content, False)
+    assert compiled_here(PROGRAM, MACHINE, made(content)) == (content, True)
+    assert compiled_here(PROGRAM, MACHINE, never) == (content, False)
 
 
 def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(
@@ -176,7 +202,7 @@ def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(
     for number in (1, 2, 3):
         keep(number, noise(1000, number))
         time.sleep(0.02)  # the kernel's clock of mtimes ticks every 4 to 10 ms
-    compiled_here(PROGRAM, MACHINE, "cpu", never)  # used: now 2 is the oldest
+    compiled_here(PROGRAM, MACHINE, never)  # used: now 2 is the oldest
     time.sleep(0.02)
     keep(4, noise(1000, 4))
     assert [kept(number) for number in (1, 2, 3, 4)] == [True, False, True, True]
@@ -223,7 +249,7 @@ def test_a_limit_of_nothing_keeps_and_reads_nothing(
 def test_a_limit_that_is_no_number_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", text)
     with pytest.raises(UsageError, match=r"PREJIT_COMPILE_CACHE_BYTES: expected a number of bytes"):
-        compiled_here(PROGRAM, MACHINE, "cpu", never)
+        compiled_here(PROGRAM, MACHINE, never)
 
 
 def test_what_is_not_ours_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +292,7 @@ def test_readers_and_writers_and_eviction_at_once_give_right_bytes_only(
         try:
             for number in random.integers(1, 7, 60):
                 content = noise(1000, int(number))
-                found, _ = compiled_here(f"sha256:{number:064x}", MACHINE, "cpu", made(content))
+                found, _ = compiled_here(program(number), MACHINE, made(content))
                 if found != content:
                     wrong.append(number)
         except BaseException as error:
@@ -290,7 +316,7 @@ def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(
 
     monkeypatch.setattr(compile_cache, "write_file", full)
     monkeypatch.setattr(os, "utime", full)
-    assert compiled_here(PROGRAM, MACHINE, "cpu", never) == (b"ours", False)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
     with pytest.warns(PrejitWarning, match="No space left on device") as told:
         keep(2, b"not kept")
     assert len(told) == 1
@@ -318,14 +344,15 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 WRITE_FOR_EVER = """
 import itertools, sys
-from prejit.runtime.compile_cache import compiled_here
+from prejit.runtime.compile_cache import Portable, compiled_here
 from prejit.runtime.fingerprint import Fingerprint
 machine = Fingerprint.current()
 for turn in itertools.count():
     for number in range(4):
         content = bytes([number]) * 200_000
         refused = content if turn % 2 else None
-        compiled_here(f"sha256:{number:064x}", machine, "cpu", lambda: content, refused=refused)
+        program = Portable(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
+        compiled_here(program, machine, lambda: content, refused=refused)
     if turn == 0:
         print("running", flush=True)
 """
@@ -350,7 +377,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
                 process.communicate()
         for number in range(4):
             content = bytes([number]) * 200_000
-            found, _ = compiled_here(f"sha256:{number:064x}", MACHINE, "cpu", made(content))
+            found, _ = compiled_here(program(number), MACHINE, made(content))
             assert found == content
     keep(99, b"one more, which removes what was left")
     names = [path.name for path in directory.iterdir()]
@@ -360,12 +387,12 @@ def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
 
 HOLD = f"""
 import time
-from prejit.runtime.compile_cache import compiled_here
+from prejit.runtime.compile_cache import Portable, compiled_here
 from prejit.runtime.fingerprint import Fingerprint
 def compile_for_ever():
     print("compiling", flush=True)
     time.sleep(1000)
-compiled_here({PROGRAM!r}, Fingerprint.current(), "cpu", compile_for_ever)
+compiled_here({PROGRAM!r}, Fingerprint.current(), compile_for_ever)
 """
 
 
@@ -397,7 +424,7 @@ def test_who_waited_for_a_lock_that_was_removed_still_compiles_alone(directory: 
     def use() -> None:
         for _ in range(5):
             with pytest.raises(ValueError):  # noqa: PT011
-                compiled_here(PROGRAM, MACHINE, "cpu", failing)
+                compiled_here(PROGRAM, MACHINE, failing)
 
     threads = [threading.Thread(target=use) for _ in range(8)]
     for thread in threads:
