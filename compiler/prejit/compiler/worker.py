@@ -55,7 +55,7 @@ _FORM_SECONDS = 0.04
 _SLOW_SECONDS = 1.0
 """A form that takes so long is run once."""
 _COPIED_BYTES = 128 << 20
-"""Of the matrices that one product is measured with: more than a processor's last cache has."""
+"""Least bytes of the matrices that one product is measured with; twice what the last caches hold, if more."""
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -216,7 +216,8 @@ def measure_forms(
     shape = (found.outputs, found.inputs)
     shape = shape[::-1] if found.in_out else shape
     ones = np.ones(shape, dtype_of(found.dtype))
-    copies = max(1, _COPIED_BYTES // found.matrix_bytes)
+    copied_bytes = max(_COPIED_BYTES, 2 * last_cache_bytes())
+    copies = max(1, copied_bytes // found.matrix_bytes)
     matrices = itertools.cycle([device.put(ones.copy()) for _ in range(copies)])
 
     def runner(digest: str) -> Callable[[], float]:
@@ -248,6 +249,24 @@ def measure_forms(
                 spent += seconds
                 least[form] = min(least[form], seconds)
     return {form: max(1, round(seconds * 1e9)) for form, seconds in least.items()}
+
+
+def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the bytes of all last-level caches of the CPUs that this process may use; 0: unknown.
+
+    Args:
+        cpus: a directory as Linux has it (Documentation/ABI/testing/sysfs-devices-system-cpu).
+    """
+    sizes: dict[tuple[int, str], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for cache in cpus.glob(f"cpu{cpu}/cache/index*"):
+            with suppress(OSError, ValueError, KeyError):
+                level = int((cache / "level").read_text())
+                shared = (cache / "shared_cpu_list").read_text().strip()
+                size = (cache / "size").read_text().strip()
+                sizes[level, shared] = int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]]
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 def _runner(
