@@ -156,7 +156,7 @@ class KnownForms:
 
         Args:
             product: the product.
-            conditions: of this build. What this machine measured with others does not count.
+            conditions: of this build. What this machine measured with others counts as `nearest` only.
             fresh: whether what ships does not count.
         """
         at = (conditions.level, product)
@@ -176,10 +176,10 @@ class KnownForms:
         )
 
     def choice(self, product: Product, conditions: Conditions) -> Choice:
-        """The form of a product: by what was measured of it, or of the nearest one that ships or was given.
+        """The form of a product: by what was measured of it, or of the nearest one.
 
-        What this machine measured of other products does not count: it was for another model, whose build
-        must not change this one's programs.
+        What this machine measured of other products does not count: that was for another model, whose
+        build must not change this one's programs.
         """
         measured = self.exact(product, conditions) or self.nearest(product, conditions.level)
         form = None if measured is None else measured.form(product)
@@ -188,12 +188,16 @@ class KnownForms:
         return Choice(product, form, measured)
 
     def nearest(self, product: Product, level: str) -> Measured | None:
-        """What was measured, of all that ships or was given, of the product most like one; None: of none."""
+        """What was measured of the product most like one; None: of none with such a matrix.
+
+        What this machine measured counts for the same product alone, under other conditions.
+        """
         alike = (
             each
-            for table in (self.given, self.recorded)
+            for table in (self.given, self.own, self.recorded)
             for each in table.by_level.values()
             if (each.product.dtype, each.product.in_out) == (product.dtype, product.in_out)
+            and (table is not self.own or each.product == product)
         )
         return min(
             alike,

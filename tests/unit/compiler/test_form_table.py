@@ -171,6 +171,16 @@ def test_a_product_with_one_form_is_never_measured() -> None:
     assert KnownForms().missing([only_dot], HERE, fresh=True) == ()
 
 
+def test_measuring_for_one_manifest_changes_no_choice_of_another() -> None:
+    """What builds measure goes into one table, and products of two models may be nearly the same."""
+    recorded = table(measured(SMALL, kernel=100, loop=300))
+    alone = KnownForms(recorded=recorded)
+    beside = KnownForms(own=table(measured(LARGE, kernel=300, loop=100)), recorded=recorded)
+    other = replace(LARGE, outputs=LARGE.outputs + 64)
+    assert beside.choice(other, HERE) == alone.choice(other, HERE)
+    assert beside.choice(LARGE, HERE).form == LOOP
+
+
 def test_the_nearest_product_answers_for_one_that_was_not_measured() -> None:
     near = measured(replace(LARGE, rows=4, inputs=1024), loop=1, kernel=9)
     far = measured(replace(LARGE, rows=64), kernel=1, widened_dot=9)

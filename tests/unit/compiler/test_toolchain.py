@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prejit.compiler import toolchain
 from prejit.compiler.cache import Cache
 from prejit.compiler.target import target
 from prejit.compiler.toolchain import Toolchain, Tuned, gpu_config, host_toolchain, read_tuning
@@ -88,6 +92,55 @@ def test_each_target_has_ingredients_of_its_own() -> None:
 )
 def test_whatever_describes_a_gpu_is_in_the_key(changed: Target) -> None:
     assert for_gpu(changed).ingredients({}) != for_gpu().ingredients({})
+
+
+def test_how_a_gpu_is_described_to_xla_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that all GPUs share is no field of a target."""
+    before = for_gpu().ingredients({})
+    monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
+    assert for_gpu().ingredients({}) != before
+
+
+def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = new(V3).ingredients({})
+    monkeypatch.setattr(toolchain, "code_digest", lambda *modules: f"sha256:of mended {modules}")
+    after = new(V3).ingredients({})
+    assert after != before
+    assert "prejit.compiler.compiling" in dict(after)["our code"]
+
+
+def test_flags_of_libtpu_are_in_the_key() -> None:
+    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
+    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
+    assert tpu.ingredients({"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != tpu.ingredients({})
+    assert new(V3).ingredients({"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == new(V3).ingredients({})
+
+
+def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
+    renamed = replace(V3, name="web-servers")
+    assert new(renamed).ingredients({}) == new(V3).ingredients({})
+    host = os.sched_getaffinity(0)
+    before = new(V3).ingredients({})
+    os.sched_setaffinity(0, {min(host)})
+    try:
+        assert new(V3).ingredients({}) == before
+    finally:
+        os.sched_setaffinity(0, host)
+
+
+def test_a_path_with_spaces_stays_one_flag() -> None:
+    """XLA ends the process with unknown flags."""
+    tuned = Tuned("/home/a user/.cache/x", "", "one")
+    flags = replace(for_gpu(), tuned=tuned).xla_flags({})
+    assert flags.endswith('--xla_gpu_load_autotune_results_from="/home/a user/.cache/x"')
+    done = subprocess.run(
+        [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_not() -> None:
