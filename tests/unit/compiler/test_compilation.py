@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from prejit.compiler import compilation
+from prejit.compiler import compilation, cpu_count
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import (
@@ -169,6 +169,35 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(cache: Cache) -> No
     assert "avx512f" not in results["f", "cpu-x86-64-v3"].cpu_features
     # A build that changes nothing compiles nothing: no worker could be started with this command.
     assert run(cache, ("/nonexistent",), *jobs) == results
+
+
+def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> None:
+    """They decided into how many parts loops are split, and in which order kernels are in the file."""
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+
+    def program(x: jax.Array) -> tuple[jax.Array, ...]:
+        y = x
+        for _ in range(20):
+            y = y * y * 0.5 - x * y + 1.25  # enough for a part on every CPU
+        z = jax.nn.softmax(x @ x) + jnp.sin(x).T @ x[:, :1]
+        return y, jnp.tanh(x), jnp.sum(jnp.sin(x), axis=0), z
+
+    shape = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    portable = export.export(jax.jit(program), platforms=["cpu"])(shape).mlir_module_serialized
+    host = os.sched_getaffinity(0)
+    found = []
+    for cpus in ({min(host)}, host, host):
+        cache = Cache.open(tmp_path / f"cache-{len(found)}")
+        os.sched_setaffinity(0, cpus)
+        try:
+            compiled = compile_all([job(cache, "p", portable)], cache)["p", "cpu-host"]
+        finally:
+            os.sched_setaffinity(0, host)
+        found.append(compiled.executable.digest)
+    assert found[0] == found[1] == found[2]
+    assert cpu_count.seen_by_xla() == cpu_count.CPUS, "without this, cores are in the key"
 
 
 def test_programs_are_compiled_side_by_side(
