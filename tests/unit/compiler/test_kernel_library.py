@@ -92,7 +92,7 @@ def test_a_library_is_compiled_once(fake_compiler: Path, cache: Cache) -> None:
 def test_what_decides_the_library_is_in_its_key(
     fake_compiler: Path, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Level, sources, flags, headers, the compiler's version; not the place of the sources."""
+    """Level, sources, flags, headers, the compiler's version and arguments; not the place of the sources."""
     sources = tmp_path / "elsewhere"
     shutil.copytree(TOY, sources)
 
@@ -118,6 +118,9 @@ def test_what_decides_the_library_is_in_its_key(
     with monkeypatch.context() as patch:
         patch.setattr(kernel_library, "_COMPILE_FLAGS", ("-O0",))
         assert compiles(toolchain(), sources)
+    monkeypatch.setenv("CXX", "g++ -O0 -ffast-math")
+    assert compiles(toolchain(), sources)
+    monkeypatch.delenv("CXX")
     compiler = Path(os.environ["PATH"]) / "g++"
     compiler.write_text(compiler.read_text().replace("1.2.3", "1.2.4"))
     assert compiles(toolchain(), sources)
@@ -145,7 +148,7 @@ def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
     assert found.worth_telling
     assert found.reason.startswith("no C++ compiler: kernels are left out, int8 and bfloat16 will")
     assert "pip install 'prejit[kernels]'" in found.reason
-    assert find_kernels(toolchain(), cache, sources=TOY) is None
+    assert find_kernels(toolchain(), cache, sources=TOY) == found
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
