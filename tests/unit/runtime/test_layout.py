@@ -319,6 +319,19 @@ def test_writing_again_mends_what_is_no_blob(
     loader.load(bundle_dir)
 
 
+def test_writing_again_mends_a_damaged_blob_of_the_right_size(
+    recipe: Any, bundle_dir: Path
+) -> None:
+    before = digest_of_bundle(bundle_dir)
+    for file in (bundle_dir / "blobs" / "sha256").iterdir():
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert digest_of_bundle(bundle_dir) is None
+    write_layout(bundle_dir, *recipe.assemble())
+    assert digest_of_bundle(bundle_dir) == before
+
+
 WRITER = """
 import sys
 from pathlib import Path
