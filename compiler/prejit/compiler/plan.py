@@ -274,7 +274,10 @@ class Inputs:
             parameters = None
             if program.params is not None:
                 parameters = read_parameters(self.manifest.resolve(program.params))
-            found[program.name] = find_function(program, self.manifest.path, parameters, modules)
+            with modules.in_use():
+                found[program.name] = find_function(
+                    program, self.manifest.path, parameters, modules
+                )
         return found
 
     def lower_key(self, spec: ProgramSpec) -> Key:

@@ -2,8 +2,9 @@
 
 One command may build several manifests, each with a `model.py` beside it. While a manifest's code runs, its
 directory is first on `sys.path` and its modules are in `sys.modules`; afterwards both are as they were. So
-relative imports, imports inside of functions and everything that finds a class by the name of its module
-work as in a process of its own.
+relative imports, imports inside of functions and everything that finds a class by the name of its module work
+as in a process of its own. The working directory, environment variables and jax's settings are kept apart
+too: modules change them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, final
@@ -41,6 +43,8 @@ class UserModules:
         self._path: list[str] = []  # sys.path, as the user's code left it
         self._path_before: list[str] = []
         self._own: dict[str, ModuleType] = {}
+        self._settings = _Settings()
+        self._depth = 0
 
     def find(self, function: str, where: str) -> Any:
         """Imports what `function` of a [[program]] names.
@@ -53,7 +57,7 @@ class UserModules:
             ManifestError: there is no such module or attribute, or the module raises.
         """
         module_name, _, attribute = function.partition(":")
-        with self._in_use():
+        with self.in_use():
             found = self._import(module_name, where)
             for name in attribute.split("."):
                 try:
@@ -85,7 +89,7 @@ class UserModules:
         Raises:
             BuildError: what was raised, with the line of the user's code.
         """
-        with self._in_use():
+        with self.in_use():
             try:
                 yield
             except KeyboardInterrupt:
@@ -110,13 +114,27 @@ class UserModules:
             ) from error
 
     @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Makes the modules the ones that are imported, and sends what they print to stderr."""
+    def in_use(self) -> Iterator[None]:
+        """Makes the modules the ones that are imported, and sends what they print to stderr. It nests."""
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+            else:
+                with self._alone():
+                    yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         path, modules = list(sys.path), dict(sys.modules)
+        before = _Settings.now()
         self._path_before = path
         sys.path[:] = self._path or [self._directory, *path]
         sys.modules.update(self._own)
         importlib.invalidate_caches()  # the module may have been written just now
+        self._settings.apply()
         try:
             with _printing_to_stderr():
                 yield
@@ -134,6 +152,8 @@ class UserModules:
                 else:
                     del sys.modules[name]
             sys.path[:] = path
+            self._settings = _Settings.now().since(before)
+            before.since(_Settings.now()).apply()
 
     def _is_own(self, name: str) -> bool:
         """Whether a module was found beside the manifest, or where the user's code added to sys.path."""
@@ -168,6 +188,55 @@ class UserModules:
         return not _INSTALLED & {*Path(file).parts} and any(
             file.startswith(root + os.sep) for root in (*self._roots, *added)
         )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What belongs to the process and a module may change; None: an environment variable that is not set."""
+
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+    jax: Mapping[str, Any] = field(default_factory=dict)
+    directory: str | None = None
+
+    @classmethod
+    def now(cls) -> _Settings:
+        """As they are."""
+        jax = sys.modules.get("jax")
+        directory = None
+        with suppress(OSError):  # it was deleted
+            directory = os.getcwd()
+        return cls(dict(os.environ), {} if jax is None else dict(jax.config.values), directory)
+
+    def since(self, before: _Settings) -> _Settings:
+        """Those that differ from what they were before."""
+        names = {*self.environ, *before.environ}
+        environ = {
+            name: self.environ.get(name)
+            for name in names
+            if self.environ.get(name) != before.environ.get(name)
+        }
+        jax = {
+            name: value
+            for name, value in self.jax.items()
+            if name in before.jax and before.jax[name] != value
+        }
+        return _Settings(
+            environ, jax, None if self.directory == before.directory else self.directory
+        )
+
+    def apply(self) -> None:
+        """Makes them so."""
+        for name, value in self.environ.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        for name, value in self.jax.items():
+            with suppress(Exception):  # some only change before jax has a device, and then stay
+                sys.modules["jax"].config.update(name, value)
+        if self.directory is not None:
+            with suppress(OSError):
+                os.chdir(self.directory)
 
 
 def _text(error: BaseException) -> str:

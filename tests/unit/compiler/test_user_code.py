@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,41 @@ def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path: Path) 
     assert lower(both[0]).portable.raw_digest == first, "used again after the other"
     assert sys.path == path
     assert not {"mymodel", "helper"} & (set(sys.modules) - modules)
+
+
+SETTING = """
+import os
+import jax
+import jax.numpy as jnp
+
+assert os.environ.get("SET_BY_A_MODULE") is None
+assert not jax.config.jax_enable_x64
+os.environ["SET_BY_A_MODULE"] = "1"
+del os.environ["PREJIT_TEST_VARIABLE"]
+jax.config.update("jax_enable_x64", {x64})
+os.chdir(os.path.dirname(__file__))
+
+
+def f(x):
+    assert os.environ["SET_BY_A_MODULE"] == "1"
+    assert "PREJIT_TEST_VARIABLE" not in os.environ
+    assert os.getcwd() == os.path.dirname(__file__)
+    return x + jnp.arange(3, dtype=float)
+"""
+
+
+def test_what_a_module_sets_in_the_process_holds_for_its_own_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_TEST_VARIABLE", "1")
+    environ, directory = dict(os.environ), os.getcwd()
+    both = [
+        inputs(tmp_path / f"{x64}", SETTING.replace("{x64}", f"{x64}")) for x64 in (True, False)
+    ]
+    for _ in range(2):
+        results = [lower(each).results for each in both]
+        assert results == [("[] float64[3]",), ("[] float32[3]",)]
+        assert (dict(os.environ), os.getcwd()) == (environ, directory)
 
 
 BY_NAME = """
