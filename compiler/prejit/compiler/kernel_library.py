@@ -215,6 +215,23 @@ def build_kernels(
     )
 
 
+def find_kernels(
+    toolchain: Toolchain, cache: Cache, *, sources: Path = SOURCES
+) -> KernelLibrary | None:
+    """The kernels for a target where the cache has them; compiles nothing.
+
+    Raises:
+        StoreError: the cache, the sources or the headers cannot be read.
+    """
+    level, headers = level_of(toolchain.target), ffi_headers(toolchain)
+    if isinstance(level, NoKernels) or headers is None:
+        return None
+    for compiler in _compilers(level, cache):
+        if known := _find(cache, _key(toolchain, level, compiler, sources, headers)):
+            return known
+    return None
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
