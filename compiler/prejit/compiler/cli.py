@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -197,7 +198,7 @@ def build(
                 f"{seconds:.1f} s, {result.digest[:19]}"
             )
             if result.accuracy is not None:
-                click.echo(accuracy_table(result.accuracy))
+                tell(accuracy_table(result.accuracy), sys.stdout)  # others are still to be built
     if as_json:
         click.echo(json.dumps(built, indent=2))
     return 0

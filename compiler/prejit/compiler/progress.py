@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, TextIO, cast, final
 
 HEARTBEAT_SECONDS = 10.0
-_STDERR = 2
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
@@ -30,9 +29,9 @@ def open_progress(stream: TextIO | None = None) -> Progress:
     return Plain(stream)
 
 
-def tell(text: str) -> None:
-    """Writes a line to stderr, if anybody reads it."""
-    stream = Unbreakable(sys.stderr)
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Writes a line to a stream (None: stderr), if anybody reads it."""
+    stream = Unbreakable(stream or sys.stderr).as_text()
     stream.write(f"{text}\n")
     stream.flush()
 
@@ -70,10 +69,10 @@ class Unbreakable:
         except (OSError, ValueError):  # ValueError: the stream was closed
             self._silent = True
             with suppress(OSError, ValueError, AttributeError):
-                if sys.stderr is self._stream and self._stream.fileno() == _STDERR:
+                if (found := self._stream) is sys.stdout or found is sys.stderr:
                     # Or Python fails on what is left in the buffer when it ends, with exit status 120.
-                    null = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(null, _STDERR)
+                    descriptor, null = found.fileno(), os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, descriptor)
                     os.close(null)
 
     def __getattr__(self, name: str) -> Any:

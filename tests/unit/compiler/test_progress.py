@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 import time
 
@@ -176,6 +178,18 @@ def test_a_stream_that_cannot_be_written_breaks_no_build(
         build(progress)
         build(progress)
         progress.note("a note")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_process_whose_reader_has_gone_ends_well(stream: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys\nfrom prejit.compiler.progress import tell\ntell('a line', sys.{stream})"
+    command = [sys.executable, "-c", code]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environ, check=False, **{stream: writer})
+    os.close(writer)
+    assert done.returncode == 0
 
 
 def test_no_stream_at_all_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
