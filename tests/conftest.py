@@ -477,7 +477,7 @@ def kernel_recipe(
 
     library, content = toy_library
     cache = Cache.open(tmp_path_factory.mktemp("recipe") / "cache")
-    name = library.target_name("scale")
+    name = bundle.kernel_target("scale", library.digest)
 
     def with_kernel(x: jax.Array) -> Any:
         call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))

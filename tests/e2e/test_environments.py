@@ -17,7 +17,7 @@ import pytest
 from prejit.compiler import environments
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import CompileJob, Source, compile_all
+from prejit.compiler.compilation import CompileJob, CompilePool, Source
 from prejit.compiler.environments import Wanted
 from prejit.compiler.listing import EXACT_JAX
 from prejit.compiler.target import target
@@ -225,7 +225,9 @@ def test_a_worker_compiles_in_an_environment_with_another_jax(
     source = Source(portable, ("cpu",))
     key = Key("compile", "square", ())
     job = CompileJob("square", toolchain_of(level, made), source, key)
-    compiled = compile_all([job], cache)["square", "cpu-x86-64-v2"]
+    with CompilePool(cache) as pool:
+        pool.submit(job)
+        compiled = pool.results()["square", "cpu-x86-64-v2"]
     assert compiled.executable.raw_size > 0
     assert level.cpu_features is not None
     assert set(compiled.cpu_features) <= set(level.cpu_features), "exact: not the build host's"

@@ -20,15 +20,16 @@ from prejit.compiler.cache_key import Key
 from prejit.compiler.chat_files import read_chat
 from prejit.compiler.compatibility import readable_until
 from prejit.compiler.compilation import Compiled, CompileJob, CompilePool
-from prejit.compiler.form_table import merge_into, own_path
+from prejit.compiler.form_table import merge_into, own_path, read_own
 from prejit.compiler.kernel_library import KernelLibrary, NoKernels
 from prejit.compiler.keys import ACCURACY, WEIGHTS, code_digest
-from prejit.compiler.measuring import measure_products, runs_here
+from prejit.compiler.measuring import measure_products, measuring_alone, runs_here
 from prejit.compiler.packaging import Layer, PackedTarget, Tensor
 from prejit.compiler.plan import Inputs, Lowered, file_digest, versions
 from prejit.compiler.progress import Progress
-from prejit.compiler.specs import ENCODER_KINDS
+from prejit.compiler.specs import ENCODER_KINDS, ProgramSpec
 from prejit.compiler.toolchain import Toolchain
+from prejit.compiler.worker_process import JOB_SECONDS
 from prejit.runtime import bundle
 from prejit.runtime.bundle import (
     Accuracy,
@@ -55,7 +56,9 @@ _FORM_SECONDS = 0.4
 """Of compiling and measuring one form of a product, on two cores."""
 
 MODEL_WEIGHTS = "model"
-"""Name of the weight set of the manifest's [model]; those of [[program]] sections have their names."""
+"""Name of the weight set of the manifest's [model]; an encoder's begin with it and a colon."""
+PROGRAM_WEIGHTS = "program"
+"""Weight sets of [[program]] sections begin with it and a colon: a section may be called `model`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def build(
     workers: int,
     progress: Progress,
     measure: bool | None = None,
+    timeout_seconds: float = JOB_SECONDS,
 ) -> Built:
     """Builds a manifest's bundle into `output/NAME`.
 
@@ -96,15 +100,16 @@ def build(
         progress: told of every step.
         measure: whether forms of products are measured: those that this machine has not measured itself,
             or none; None: large ones of which no table says anything.
+        timeout_seconds: how long one job of a worker may take: one compile, or measuring one product.
 
     Raises:
-        BuildError: a program does not compile, or its worker died; finished programs stay cached.
+        BuildError: a program does not compile, or its worker died or took too long; finished programs
+            stay cached.
         ManifestError, CheckpointError, StoreError, NetworkError: what it starts from cannot be read.
     """
     lowered: dict[str, Lowered] = {}
     keys: dict[tuple[str, str], Key] = {}
     libraries: dict[tuple[str, str], KernelLibrary | None] = {}
-    compiled = 0
     # What is wrong with them, before hours of compiling.
     model_layers = tuple(_model_layers(inputs))
     inputs.check()
@@ -113,25 +118,34 @@ def build(
     for reason in dict.fromkeys(each.reason for each in told if each.worth_telling):
         progress.note(reason)
     if measure is not False:
-        _measure_forms(inputs, toolchains, progress, workers, fresh=bool(measure))
-    with CompilePool(inputs.cache, workers=workers, progress=progress) as pool:
+        _measure_forms(inputs, toolchains, progress, workers, timeout_seconds, fresh=bool(measure))
+    with CompilePool(
+        inputs.cache, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+    ) as pool:
         for spec in inputs.specs:
-            program = inputs.cached(spec) if spec.kind != "call" else None
-            if program is None:
-                with progress.phase(f"lowering {spec.name}"):
-                    program = inputs.lower(spec)
-            lowered[spec.name] = program
+            program = lowered[spec.name] = _lowered(inputs, spec, progress)
             for name, toolchain in toolchains.items():
                 source = inputs.source(spec, toolchain.target, program)
                 libraries[spec.name, name] = source.kernels
                 key = keys[spec.name, name] = inputs.compile_key(toolchain, spec, source)
-                compiled += pool.submit(CompileJob(spec.name, toolchain, source, key))
+                pool.submit(CompileJob(spec.name, toolchain, source, key))
         with progress.phase("packing weights"):
             weights = _weights(inputs, lowered)
         results = pool.results()
-    with progress.phase("measuring accuracy"):
+    measured = Key("measure", "accuracy", (("weights", weights.digest if weights else "none"),))
+    with progress.phase("measuring accuracy"), inputs.cache.making(measured):
         accuracy = _accuracy(inputs, weights)
-    spent = _costs(inputs, toolchains, keys, results, lowered, libraries, weights, progress)
+    spent = _costs(
+        inputs,
+        toolchains,
+        keys,
+        results,
+        lowered,
+        libraries,
+        weights,
+        progress,
+        timeout_seconds,
+    )
     layers = [*model_layers, *([weights] if weights is not None else [])]
     portable, portables = packaging.pack(
         {name: program.portable for name, program in lowered.items()}, inputs.cache
@@ -176,10 +190,24 @@ def build(
     current = is_current(path, index)
     if not current:
         with progress.phase(f"writing {path}"):
-            _remove_damaged(path)
-            write_layout(path, index, blobs)
+            write_layout(path, index, blobs, digest_of=Receipts(path).digest_of)
     digest = bundle.digest_of(index)
-    return Built(path, digest, compiled, len(keys) - compiled, not current, accuracy)
+    return Built(path, digest, pool.compiled, len(keys) - pool.compiled, not current, accuracy)
+
+
+def _lowered(inputs: Inputs, spec: ProgramSpec, progress: Progress) -> Lowered:
+    """A portable program: from the cache, or lowered by one of the builds that want it."""
+    if spec.kind == "call":  # traced each time: its function can read anything
+        with progress.phase(f"lowering {spec.name}"):
+            return inputs.lower(spec)
+    program = inputs.cached(spec)
+    if program is None:
+        with (
+            progress.phase(f"lowering {spec.name}"),
+            inputs.cache.making(inputs.lower_key(spec)),
+        ):
+            program = inputs.cached(spec) or inputs.lower(spec)
+    return program
 
 
 def _measure_forms(
@@ -187,6 +215,7 @@ def _measure_forms(
     toolchains: Mapping[str, Toolchain],
     progress: Progress,
     workers: int,
+    timeout_seconds: float,
     *,
     fresh: bool,
 ) -> None:
@@ -200,21 +229,33 @@ def _measure_forms(
         with progress.phase("looking for products"):
             products = inputs.products()
         conditions = inputs.conditions(toolchains[name].target, library)
-        missing = inputs.known_forms.missing(products, conditions, fresh=fresh)
-        if not missing:
+        if not inputs.known_forms.missing(products, conditions, fresh=fresh):
             continue
-        seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
-        progress.note(
-            f"measuring the forms of {len(missing)} products for {name}, about {seconds:.0f} s"
-        )
-        try:
-            measured = measure_products(
-                missing, toolchains[name], library, inputs.cache, progress, workers=workers
+        with measuring_alone(inputs.cache, progress):
+            inputs.learn(
+                read_own(own_path(inputs.cache.root))
+            )  # what another build measured meanwhile
+            missing = inputs.known_forms.missing(products, conditions, fresh=fresh)
+            if not missing:
+                continue
+            seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
+            progress.note(
+                f"measuring the forms of {len(missing)} products for {name}, about {seconds:.0f} s"
             )
-        except BuildError as error:  # it decides about speed only
-            progress.note(f"forms are not measured, recorded ones are taken: {error}")
-            continue
-        inputs.learn(merge_into(own_path(inputs.cache.root), measured))
+            try:
+                measured = measure_products(
+                    missing,
+                    toolchains[name],
+                    library,
+                    inputs.cache,
+                    progress,
+                    workers=workers,
+                    timeout_seconds=timeout_seconds,
+                )
+            except BuildError as error:  # it decides about speed only
+                progress.note(f"forms are not measured, recorded ones are taken: {error}")
+                continue
+            inputs.learn(merge_into(own_path(inputs.cache.root), measured))
 
 
 def _forms(inputs: Inputs, target: Target) -> tuple[ProductForm, ...] | None:
@@ -332,9 +373,10 @@ def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
     """The sets of tensors that a program is run with, by name; none where it has no weights."""
     if not program.weights:
         return {}
-    if program.weight_sets:  # the colon: no [[program]] has such a name
+    if program.weight_sets:
         return {f"{MODEL_WEIGHTS}:{name}": names for name, names in program.weight_sets.items()}
-    return {section or MODEL_WEIGHTS: _tensor_names(section, program)}
+    name = f"{PROGRAM_WEIGHTS}:{section}" if section else MODEL_WEIGHTS
+    return {name: _tensor_names(section, program)}
 
 
 def _encoder(lowered: Mapping[str, Lowered]) -> Encoder | None:
@@ -358,6 +400,7 @@ def _costs(
     libraries: Mapping[tuple[str, str], KernelLibrary | None],
     weights: Layer | None,
     progress: Progress,
+    timeout_seconds: float,
 ) -> dict[tuple[str, str], int]:
     """Microseconds of one run of an encoder's programs, by program and target.
 
@@ -384,6 +427,8 @@ def _costs(
                 weights.content,
                 inputs.cache,
                 kernels,
+                progress,
+                timeout_seconds,
             )
     any_measured = next(filter(None, found.values()), {})
     estimated = {spec.name: lowered[spec.name].estimated_microseconds for spec in specs}
@@ -467,20 +512,23 @@ def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
     if model is None and not user:
         return None
     key = Key("weights", inputs.manifest.bundle.name, tuple(ingredients))
-    result = inputs.cache.lookup(key)
-    if result is None:
-        tensors: list[Tensor] = []
-        if model is not None:
-            tensors = inputs.tensors(model.read)
-        tensors += [
-            Tensor(f"{section}:{name}", str(value.dtype), value.shape, partial(np.asarray, value))
-            for section, values in user.items()
-            for name, value in values.items()
-        ]
-        with inputs.cache.blob_writer() as blob:
-            packaging.write_weights(tensors, blob)
-        result = {"digest": blob.digest, "size": blob.size}
-        inputs.cache.store(key, result, blobs=[blob.digest])
+    with inputs.cache.making(key):
+        result = inputs.cache.lookup(key)
+        if result is None:
+            tensors: list[Tensor] = []
+            if model is not None:
+                tensors = inputs.tensors(model.read)
+            tensors += [
+                Tensor(
+                    f"{section}:{name}", str(value.dtype), value.shape, partial(np.asarray, value)
+                )
+                for section, values in user.items()
+                for name, value in values.items()
+            ]
+            with inputs.cache.blob_writer() as blob:
+                packaging.write_weights(tensors, blob)
+            result = {"digest": blob.digest, "size": blob.size}
+            inputs.cache.store(key, result, blobs=[blob.digest])
     path = inputs.cache.blob_path(result["digest"])
     if path is None:
         raise BuildError("the weights are gone from the build cache", hint="build again")
@@ -559,14 +607,3 @@ def is_current(path: Path, index: bytes) -> bool:
     except (RejectError, StoreError):
         return False
     return True
-
-
-def _remove_damaged(path: Path) -> None:
-    """Removes blobs that are not what their name says, so that they are written again."""
-    receipts = Receipts(path)
-    directory = path / "blobs" / "sha256"
-    for blob in directory.iterdir() if directory.is_dir() else ():
-        if not bundle.is_digest(f"sha256:{blob.name}"):
-            continue  # another writer's temporary file
-        if receipts.digest_of(blob) != f"sha256:{blob.name}":
-            blob.unlink()

@@ -3,12 +3,12 @@
     <root>/v1/blobs/sha256/<digits>        contents, named by their own digest
     <root>/v1/actions/<kind>/<digits>.json a result, named by the digest of its key
     <root>/v1/last/<kind>/<digits>.json    the last key of a name, so that a miss can be explained
-    <root>/v1/temp/                        files that are being written
+    <root>/v1/temp/                        files that are being written; the locks of results that are made
     <root>/v1/in-use                       locked, shared, by every process that has the cache open
 
 Every file appears whole by a rename, blobs before the action that names them, so a process may be
-killed at any moment. Nobody waits for anybody: two that make the same thing write the same contents
-twice. What is read is checked; what is damaged is deleted and made again: the cache heals itself.
+killed at any moment. What several builds want is made by one of them, whose lock the others wait for
+(`Cache.making`). What is read is checked; what is damaged is deleted and made again: the cache heals itself.
 A file's mtime says, to the hour, when it was last written or looked up: garbage.py goes by it.
 """
 
@@ -22,7 +22,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
@@ -35,11 +35,12 @@ from prejit.runtime.errors import StoreError
 from prejit.runtime.layout import sync_directory
 
 VERSION = "v1"
+"""Raised when a file of the last version could no longer be read. 1 (2026-11-20): the first."""
 ZIG = "zig"
 """Directory of a cache that the compiler zig keeps its own in (kernel_library.py)."""
-"""Raised when a file of the last version could no longer be read. 1 (2026-11-20): the first."""
 
-_CHUNK_BYTES = 1 << 20
+_POLL_SECONDS = 0.05
+"""How often a lock is tried that another build holds."""
 
 _NOTE_SECONDS = 3600
 """A use is noted when the last noted one is older."""
@@ -189,6 +190,52 @@ class Cache:
         finally:
             os.close(lock)
 
+    @contextmanager
+    def making(self, key: Key, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Held by whoever makes the result of a key: all others wait, and then find it in the cache.
+
+        The system releases it with the process, so nobody waits for a maker that was killed.
+
+        Args:
+            key: of what is made.
+            give_up: asked while it is waited for; true: it is wanted no more.
+
+        Yields:
+            Whether it is held, which only `give_up` prevents.
+
+        Raises:
+            StoreError: the directory cannot be written.
+        """
+        path = self._temp / f"{key.digest.removeprefix('sha256:')}.lock"
+        while (lock := self._try_lock(path)) is None:
+            if give_up():
+                yield False
+                return
+            time.sleep(_POLL_SECONDS)
+        try:
+            yield True
+        finally:
+            with suppress(OSError):
+                path.unlink()
+            os.close(lock)
+
+    def _try_lock(self, path: Path) -> int | None:
+        """An open lock file that nobody else holds; None: somebody does."""
+        with _storing(path):
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever held it, or swept it, removed the file: another may hold a new one by now.
+                if os.path.samestat(os.fstat(lock), os.stat(path)):
+                    return lock
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+            return None
+
     def put_blob(self, content: bytes) -> str:
         """Stores content; gives its digest.
 
@@ -197,23 +244,6 @@ class Cache:
         """
         with self.blob_writer() as blob:
             blob.write(content)
-        return blob.digest
-
-    def put_blob_from(self, path: Path) -> str:
-        """Stores the content of a file, read once; gives its digest.
-
-        Raises:
-            StoreError: the file cannot be read, or the blob cannot be written.
-        """
-        with _reading(path):
-            file = path.open("rb")
-        with file, self.blob_writer() as blob:
-            while True:
-                with _reading(path):
-                    chunk = file.read(_CHUNK_BYTES)
-                if not chunk:
-                    break
-                blob.write(chunk)
         return blob.digest
 
     def blob_writer(self) -> BlobWriter:

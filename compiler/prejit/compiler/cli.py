@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -134,6 +135,14 @@ def _print_plan(programs: Sequence[PlannedProgram]) -> None:
     help="Compile processes side by side (default: cores).",
 )
 @click.option(
+    "--timeout",
+    type=click.IntRange(min=1),
+    default=3600,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up on a program that takes longer to compile, or to measure.",
+)
+@click.option(
     "--skip-unbuildable",
     is_flag=True,
     help="Leave out targets that this machine cannot compile for, and say so.",
@@ -152,6 +161,7 @@ def build(
     output: Path,
     targets: tuple[str, ...],
     jobs: int | None,
+    timeout: int,
     skip_unbuildable: bool,
     forms: Path | None,
     measure: bool | None,
@@ -161,7 +171,7 @@ def build(
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
     from prejit.compiler.build import build as build_bundle
     from prejit.compiler.compilation import default_workers
-    from prejit.compiler.progress import open_progress
+    from prejit.compiler.progress import open_progress, tell
     from prejit.runtime.tables import accuracy_table
 
     built = []
@@ -177,18 +187,18 @@ def build(
                 workers=jobs or default_workers(),
                 progress=progress,
                 measure=measure,
+                timeout_seconds=timeout,
             )
         seconds = time.perf_counter() - started
         built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
         if not as_json:
             wrote = "wrote" if result.written else "up to date:"
-            click.echo(
+            tell(
                 f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "
-                f"{seconds:.1f} s, {result.digest[:19]}",
-                file=sys.stderr,
+                f"{seconds:.1f} s, {result.digest[:19]}"
             )
             if result.accuracy is not None:
-                click.echo(accuracy_table(result.accuracy))
+                tell(accuracy_table(result.accuracy), sys.stdout)  # others are still to be built
     if as_json:
         click.echo(json.dumps(built, indent=2))
     return 0
@@ -198,12 +208,13 @@ def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a manifest's targets that this machine can compile for; the others are told."""
     from prejit.compiler.manifest import read_manifest
     from prejit.compiler.plan import why_not
+    from prejit.compiler.progress import tell
     from prejit.compiler.target import chosen
 
     buildable = []
     for target in chosen(read_manifest(manifest).targets, only, str(manifest)):
         if reason := why_not(target):
-            click.echo(f"{manifest}: left out {target.name}: {reason}", err=True)
+            tell(f"{manifest}: left out {target.name}: {reason}")
         else:
             buildable.append(target.name)
     return tuple(buildable)
@@ -286,7 +297,8 @@ def _print_targets(listed: Sequence[Listed]) -> None:
 
 @commands.command(
     epilog="Examples:\n\n\b\n  prejit gc --dry-run\n  prejit gc --days 7\n\n"
-    "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache."
+    "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache. With --cache "
+    "nothing outside of DIR is touched."
 )
 @click.option(
     "--days",
@@ -301,10 +313,9 @@ def _print_targets(listed: Sequence[Listed]) -> None:
 @_json
 def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
     """Remove cache entries and environments that were not used for some days, and leftovers."""
-    from prejit.compiler.cache import default_root
     from prejit.compiler.garbage import collect
 
-    result = collect((cache or default_root()).absolute(), days=days, dry_run=dry_run)
+    result = collect(cache, days=days, dry_run=dry_run)
     gone = [found for found in result.found if found.reason]
     freed = sum(found.size for found in gone)
     if as_json:
@@ -350,6 +361,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
+    _open_closed_streams()
     try:
         return commands.main(list(arguments), prog_name="prejit", standalone_mode=False) or 0
     except click.ClickException as error:
@@ -357,3 +369,12 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except click.Abort:
         return 130
+
+
+def _open_closed_streams() -> None:
+    """Opens stdin, stdout and stderr where they were closed: else a file of ours would get their number."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

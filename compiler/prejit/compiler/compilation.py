@@ -8,33 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.kernel_library import KernelLibrary
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.toolchain import Toolchain
+from prejit.compiler.worker_process import JOB_SECONDS, Death, WorkerProcess
 from prejit.runtime import bundle
 from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
 from prejit.runtime.target import Target
 
 WORKER_BYTES = 1 << 30
 """Memory that a worker may need: 180 to 530 MB were measured for the programs of GPT-2 124M."""
-
-_ANSWER_SECONDS = 5.0
-"""How long a worker that said nothing usable may take to end by itself."""
-_LAST_LINES = 15
-_LAST_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +126,6 @@ class _Failure:
         return "\n".join((head, *(f"    | {line}" for line in self.output)))
 
 
-def compile_all(
-    jobs: Iterable[CompileJob],
-    cache: Cache,
-    *,
-    workers: int | None = None,
-    progress: Progress | None = None,
-) -> dict[tuple[str, str], Compiled]:
-    """Compiles what the cache does not hold; results by (program, name of the target).
-
-    Raises:
-        BuildError: programs that did not compile, each with its reason. The others are cached.
-        StoreError: the cache cannot be written.
-    """
-    with CompilePool(cache, workers=workers, progress=progress) as pool:
-        for job in jobs:
-            pool.submit(job)
-        return pool.results()
-
-
 def find_compiled(cache: Cache, key: Key) -> Compiled | None:
     """The result of a compile that the cache holds, undamaged; None: it has to be compiled.
 
@@ -185,6 +159,7 @@ class CompilePool:
         workers: int | None = None,
         progress: Progress | None = None,
         environ: Mapping[str, str] | None = None,
+        timeout_seconds: float = JOB_SECONDS,
     ) -> None:
         """Starts nothing yet.
 
@@ -193,11 +168,15 @@ class CompilePool:
             workers: how many side by side; None: `default_workers()`.
             progress: who is told.
             environ: what workers inherit; None: this process's environment.
+            timeout_seconds: how long one job may take; then its worker is killed.
         """
         self._cache = cache
         self._limit = workers or default_workers()
         self._progress = progress or Quiet()
         self._environ = dict(os.environ if environ is None else environ)
+        self._timeout_seconds = timeout_seconds
+        self.compiled = 0
+        """Programs that workers of this pool compiled; all others were in the cache."""
         self._changed = threading.Condition()  # guards all that follows
         self._waiting: list[CompileJob] = []
         self._unfinished = 0
@@ -205,21 +184,17 @@ class CompilePool:
         self._results: dict[tuple[str, str], Compiled] = {}
         self._failures: list[_Failure] = []
         self._lanes: list[threading.Thread] = []
-        self._workers: set[_Worker] = set()
+        self._workers: set[WorkerProcess] = set()
 
-    def submit(self, job: CompileJob) -> bool:
-        """Takes a job: answers it from the cache, or compiles it as soon as a worker is free.
-
-        Returns:
-            Whether it is compiled.
-        """
+    def submit(self, job: CompileJob) -> None:
+        """Takes a job: answers it from the cache, or compiles it as soon as a worker is free."""
         self._progress.add()
         stored = find_compiled(self._cache, job.key)
         if stored is not None:
             with self._changed:
                 self._results[job.program, job.target.name] = stored
             self._progress.cached()
-            return False
+            return
         with self._changed:
             self._waiting.append(job)
             self._unfinished += 1
@@ -228,7 +203,6 @@ class CompilePool:
                 self._lanes.append(lane)
                 lane.start()
             self._changed.notify_all()
-        return True
 
     def results(self) -> dict[tuple[str, str], Compiled]:
         """Waits for all jobs; results by (program, name of the target).
@@ -268,25 +242,43 @@ class CompilePool:
 
     def _run_lane(self) -> None:
         """A thread: job after job, with a worker for as long as the target stays the same."""
-        worker: _Worker | None = None
+        worker: WorkerProcess | None = None
         try:
             while (job := self._next_job(worker)) is not None:
-                if worker is None or worker.toolchain != job.toolchain or not worker.alive:
-                    self._drop(worker)
-                    worker = None
+                outcome: Compiled | _Failure | None = None
+                compiled = False
                 try:
-                    worker = worker or self._new_worker(job.toolchain)
-                    self._progress.started(job.program, job.target.name)
-                    outcome = worker.compile(job) if worker else None
+                    with self._turn(job) as held:
+                        # Another build may have compiled it since it was submitted.
+                        outcome = find_compiled(self._cache, job.key) if held else None
+                        if held and outcome is None:
+                            if not (worker and worker.alive and worker.toolchain == job.toolchain):
+                                self._drop(worker)
+                                worker = None
+                                worker = self._new_worker(job.toolchain)
+                            if worker is not None:
+                                self._progress.started(job.program, job.target.name)
+                                outcome = self._compile(worker, job)
+                                compiled = True
                 except Exception as error:
                     # Any: a thread that ended here would leave `results` waiting for ever.
                     hint = error.hint if isinstance(error, PrejitError) else None
                     outcome = _Failure(job, str(error), hint, store=isinstance(error, StoreError))
-                self._finish(job, outcome)
+                self._finish(job, outcome, compiled)
         finally:
             self._drop(worker)
 
-    def _next_job(self, worker: _Worker | None) -> CompileJob | None:
+    @contextmanager
+    def _turn(self, job: CompileJob) -> Iterator[bool]:
+        """Held by the one build that compiles a job; false where the pool is closed meanwhile."""
+        label = f"waiting for another build, which compiles {job.program} for {job.target.name}"
+        with ExitStack() as stack:
+            with self._progress.phase(label):
+                making = self._cache.making(job.key, give_up=lambda: self._closed)
+                held = stack.enter_context(making)
+            yield held
+
+    def _next_job(self, worker: WorkerProcess | None) -> CompileJob | None:
         """The next job, one for the worker's own target if there is one; None: the pool is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
@@ -300,25 +292,35 @@ class CompilePool:
             )
             return self._waiting.pop(next(fitting, 0))
 
-    def _new_worker(self, toolchain: Toolchain) -> _Worker | None:
-        environment = toolchain.environment(self._environ)
-        command = (*toolchain.command, str(self._cache.root), toolchain.target.platform)
+    def _new_worker(self, toolchain: Toolchain) -> WorkerProcess | None:
+        """A worker for a toolchain; None: the pool is closed."""
         with self._changed:  # closing must either see the worker or keep it from being started
             if self._closed:
                 return None
-            worker = _Worker(toolchain, command, environment)
+            worker = WorkerProcess(toolchain, self._cache, self._environ)
             self._workers.add(worker)
         return worker
 
-    def _drop(self, worker: _Worker | None) -> None:
+    def _drop(self, worker: WorkerProcess | None) -> None:
         if worker is not None:
             with self._changed:
                 self._workers.discard(worker)
             worker.release()
 
-    def _finish(self, job: CompileJob, outcome: Compiled | _Failure | None) -> None:
+    def _compile(self, worker: WorkerProcess, job: CompileJob) -> Compiled | _Failure:
+        answer = worker.ask(_request(job), self._timeout_seconds)
+        if isinstance(answer, Death):
+            return _Failure(job, answer.reason, answer.hint, answer.output)
+        if "result" in answer:
+            return Compiled.from_plain(answer["result"])
+        error = answer["error"]
+        store = error["code"] == StoreError.code
+        return _Failure(job, error["message"], error["hint"], store=store)
+
+    def _finish(self, job: CompileJob, outcome: Compiled | _Failure | None, compiled: bool) -> None:
         with self._changed:
             self._unfinished -= 1
+            self._changed.notify_all()  # first: whatever follows, `results` must not wait for ever
             if self._closed or outcome is None:
                 pass  # what was killed did not fail
             elif isinstance(outcome, _Failure):
@@ -326,8 +328,11 @@ class CompilePool:
                 self._progress.failed(job.program, job.target.name, outcome.reason)
             else:
                 self._results[job.program, job.target.name] = outcome
-                self._progress.finished(job.program, job.target.name)
-            self._changed.notify_all()
+                self.compiled += compiled
+                if compiled:
+                    self._progress.finished(job.program, job.target.name)
+                else:
+                    self._progress.cached()
 
     def _error(self) -> PrejitError:
         failures = sorted(self._failures, key=lambda f: (f.job.program, f.job.target.name))
@@ -343,94 +348,6 @@ class CompilePool:
         return BuildError(message, hint=hint)
 
 
-@final
-class _Worker:
-    """A worker process for one target. Its stderr goes to a file, of which only a failure is told."""
-
-    def __init__(
-        self, toolchain: Toolchain, command: Sequence[str], environment: dict[str, str]
-    ) -> None:
-        self.toolchain = toolchain
-        # No pipe: nobody would have to read it, and the last lines are there after a crash.
-        self._stderr: BinaryIO = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (see release)
-        self._lock = threading.Lock()
-        self._killed = False
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise BuildError(
-                f"cannot start a worker process, {command[0]}: {error.strerror}",
-                hint="try fewer workers: --jobs 1",
-            ) from error
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can take another job."""
-        return self._process.poll() is None
-
-    def compile(self, job: CompileJob) -> Compiled | _Failure:
-        """Asks the process and waits for its answer."""
-        start = self._stderr.seek(0, os.SEEK_END)
-        answer: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # it is dead, or died in the middle of its answer
-            answer = self._ask(_request(job))
-        if "result" in answer:
-            return Compiled.from_plain(answer["result"])
-        if "error" in answer:
-            error = answer["error"]
-            store = error["code"] == StoreError.code
-            return _Failure(job, error["message"], error["hint"], store=store)
-        # Without an answer the process itself is gone, not only its fork that compiled.
-        code = answer["exit"] if answer else self._exit_code()
-        reason, hint = _death(code)
-        return _Failure(job, reason, hint, self._last_lines(start))
-
-    def kill(self) -> None:
-        """Ends the process and its forks now. Safe from any thread, and again."""
-        with self._lock:
-            if not self._killed:
-                self._killed = True
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-
-    def release(self) -> None:
-        """Kills and closes everything; for the thread that talks with it."""
-        self.kill()
-        with suppress(OSError), self._process:  # closes the pipes and waits
-            pass
-        self._stderr.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps(request).encode() + b"\n")
-        stdin.flush()
-        answer: dict[str, Any] = json.loads(stdout.readline())
-        return answer
-
-    def _exit_code(self) -> int:
-        try:
-            return self._process.wait(timeout=_ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:  # it lives, but what it said was no answer
-            self.kill()
-            return self._process.wait()
-
-    def _last_lines(self, start: int) -> tuple[str, ...]:
-        end = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(start, end - _LAST_BYTES))
-        text = self._stderr.read().decode("utf-8", "replace")
-        return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
-
-
 def _request(job: CompileJob) -> dict[str, Any]:
     """What worker.py reads."""
     key = {"kind": job.key.kind, "name": job.key.name, "ingredients": job.key.ingredients}
@@ -440,23 +357,6 @@ def _request(job: CompileJob) -> dict[str, Any]:
         "machine": job.toolchain.machine(job.source.platforms),
         "key": key,
     }
-
-
-def _death(code: int) -> tuple[str, str]:
-    """How a worker ended, and what to do about it."""
-    if code >= 0:
-        return (
-            f"its worker ended with exit code {code}",
-            "if the last lines do not tell the cause, report them to prejit's authors",
-        )
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    reason = f"its worker was killed by {name}"
-    if -code == signal.SIGKILL:
-        return reason, "often memory ran out (`dmesg` tells): try fewer workers, --jobs 1"
-    return reason, "XLA crashed: try another jaxlib, or simplify the program"
 
 
 def _available_bytes() -> int:

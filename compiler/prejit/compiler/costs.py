@@ -14,8 +14,9 @@ from pathlib import Path
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import Compiled
-from prejit.compiler.measuring import worker
+from prejit.compiler.measuring import measuring_alone, worker
 from prejit.compiler.plan import Lowered
+from prejit.compiler.progress import Progress
 from prejit.compiler.specs import ProgramSpec
 from prejit.compiler.toolchain import Toolchain
 from prejit.runtime.bundle import Requirement
@@ -31,7 +32,9 @@ def measured(
     lowered: Mapping[str, Lowered],
     weights: Path,
     cache: Cache,
-    kernels: str | None = None,
+    kernels: str | None,
+    progress: Progress,
+    timeout_seconds: float,
 ) -> dict[str, int]:
     """Microseconds of one run of each program on this machine, by name.
 
@@ -45,6 +48,8 @@ def measured(
         weights: the packed weights.
         cache: keeps what was measured.
         kernels: the library that programs call, a blob of the cache; None: they call none.
+        progress: told of a wait for another build.
+        timeout_seconds: how long measuring all of them may take.
 
     Returns:
         Nothing where this machine is no such target, or has no CPU to run them on.
@@ -56,28 +61,37 @@ def measured(
     under = {
         spec.name: Key("cost", keys[spec.name].name, keys[spec.name].ingredients) for spec in specs
     }
-    found = {name: cache.lookup(key) for name, key in under.items()}
-    known = {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}
-    missing = [spec for spec in specs if spec.name not in known]
-    if not missing:
+    known = _known(cache, under)
+    if len(known) == len(specs):
         return known
     if target.platform != "cpu" or not compare(target.name, needs, Fingerprint.current()).matches:
         return {}
-    request = {
-        "weights": str(weights),
-        "kernels": kernels,
-        "programs": [
-            {
-                "executable": programs[spec.name].executable.digest,
-                "weight_sets": list(lowered[spec.name].weight_sets.values()) or [[]],
-                "arguments": lowered[spec.name].arguments,
-            }
-            for spec in missing
-        ],
-    }
-    with worker(toolchain, cache) as ask:
-        costs = ask({"measure": request})
-    for spec, microseconds in zip(missing, costs, strict=True):
-        cache.store(under[spec.name], {"microseconds": microseconds})
-        known[spec.name] = microseconds
+    with measuring_alone(cache, progress):
+        known = _known(cache, under)  # another build may have measured them
+        missing = [spec for spec in specs if spec.name not in known]
+        if not missing:
+            return known
+        request = {
+            "weights": str(weights),
+            "kernels": kernels,
+            "programs": [
+                {
+                    "executable": programs[spec.name].executable.digest,
+                    "weight_sets": list(lowered[spec.name].weight_sets.values()) or [[]],
+                    "arguments": lowered[spec.name].arguments,
+                }
+                for spec in missing
+            ],
+        }
+        with worker(toolchain, cache, timeout_seconds) as ask:
+            costs = ask({"measure": request})
+        for spec, microseconds in zip(missing, costs, strict=True):
+            cache.store(under[spec.name], {"microseconds": microseconds})
+            known[spec.name] = microseconds
     return known
+
+
+def _known(cache: Cache, keys: Mapping[str, Key]) -> dict[str, int]:
+    """What was measured before, by name."""
+    found = {name: cache.lookup(key) for name, key in keys.items()}
+    return {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}

@@ -194,18 +194,6 @@ def _parts(serialized: bytes) -> tuple[bytes, bytes]:
     return serialized[:start], serialized[start:]
 
 
-def object_files(serialized: bytes) -> tuple[bytes, ...]:
-    """The ELF objects of an XLA:CPU executable.
-
-    Raises:
-        BuildError: the bytes are not such an executable.
-    """
-    try:
-        return _objects(_compilation_result(serialized))
-    except (ValueError, KeyError) as error:
-        raise _not_an_executable(serialized) from error
-
-
 def _compilation_result(serialized: bytes) -> Mapping[int, list[bytes]]:
     try:
         # The first message has a length before it and no tag: with one, both read as fields 1.

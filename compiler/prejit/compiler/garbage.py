@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prejit.compiler import environments
-from prejit.compiler.cache import ZIG, Cache
+from prejit.compiler.cache import ZIG, Cache, default_root
 from prejit.runtime.errors import StoreError
 
 DAY_SECONDS = 86400.0
@@ -56,11 +56,12 @@ class Collection:
     builds_running: bool
 
 
-def collect(cache_root: Path, *, days: float, dry_run: bool = False) -> Collection:
+def collect(named: Path | None = None, *, days: float, dry_run: bool = False) -> Collection:
     """Removes environments and cache entries.
 
     Args:
-        cache_root: of the build cache; environments are where `environments.root` says.
+        named: the build cache: nothing outside of it is touched, environments neither. None: the default one,
+            and environments where `environments.root` says.
         days: that something must have been without use.
         dry_run: whether to only tell what would go.
 
@@ -68,15 +69,17 @@ def collect(cache_root: Path, *, days: float, dry_run: bool = False) -> Collecti
         StoreError: a directory cannot be read, or a lock not be written.
     """
     before = time.time() - days * DAY_SECONDS
-    cache = Cache(cache_root)
+    cache_root = (named or default_root()).absolute()
+    cache, root = Cache(cache_root), environments.root()
+    in_reach = named is None or root.resolve().is_relative_to(cache_root.resolve())
     try:
         if not cache.exists():
-            return Collection((*_environments(before, dry_run),), False)
+            return Collection((*(_environments(root, before, dry_run) if in_reach else ()),), False)
         with cache.alone() as alone:
             if not alone:
                 before = min(before, time.time() - DAY_SECONDS)
             found = (
-                *_environments(before, dry_run),
+                *(_environments(root, before, dry_run) if in_reach else ()),
                 *_files(cache, before, dry_run),
                 *_compiler_files(cache, before if alone else 0.0, dry_run),
             )
@@ -141,8 +144,7 @@ def _remove_unlocked(path: Path, dry_run: bool) -> str | None:
     return None
 
 
-def _environments(before: float, dry_run: bool) -> Iterator[Found]:
-    root = environments.root()
+def _environments(root: Path, before: float, dry_run: bool) -> Iterator[Found]:
     suffix = environments.LOCK_SUFFIX
     if not root.is_dir():
         return

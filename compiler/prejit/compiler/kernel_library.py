@@ -29,7 +29,7 @@ from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.toolchain import Toolchain
 from prejit.runtime import bundle
 from prejit.runtime.elf import read_shared_library
-from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.errors import BuildError, StoreError, UsageError
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.target import Target, catalogue
 
@@ -102,10 +102,6 @@ class KernelLibrary:
     glibc: str | None
     handlers: tuple[str, ...]
 
-    def target_name(self, kernel: str) -> str:
-        """The name that XLA knows a kernel by: `prejit_linear.0123456789abcdef`."""
-        return bundle.kernel_target(kernel, self.digest)
-
     def described(self) -> bundle.Kernels:
         """As a bundle tells of it."""
         return bundle.Kernels(self.digest, self.level, self.compiler, self.handlers)
@@ -177,6 +173,7 @@ def build_kernels(
 
     Raises:
         StoreError: the cache, the sources or the headers cannot be read, or the cache not be written.
+        UsageError: CXX has a quote that is not closed.
         BuildError: a compiler made something that is no library of kernels.
     """
     level = level_of(toolchain.target)
@@ -194,12 +191,19 @@ def build_kernels(
         key = _key(toolchain, level, compiler, sources, headers)
         if (known := _find(cache, key)) is not None:
             return known
-        with progress.phase(f"compiling kernels for {level} with {compiler.name}"):
+        with (
+            progress.phase(f"compiling kernels for {level} with {compiler.name}"),
+            cache.making(key),
+        ):
+            if (
+                known := _find(cache, key)
+            ) is not None:  # another build has compiled them meanwhile
+                return known
             made = _compile(compiler, files, headers)
-        if isinstance(made, bytes):
-            library = _library(made, level, compiler, cache)
-            cache.store(key, asdict(library), blobs=[library.digest])
-            return library
+            if isinstance(made, bytes):
+                library = _library(made, level, compiler, cache)
+                cache.store(key, asdict(library), blobs=[library.digest])
+                return library
         failures.append(f"{compiler.name}: {made}")
     if failures:
         return NoKernels(
@@ -277,7 +281,13 @@ def ffi_headers(toolchain: Toolchain) -> Path | None:
 def _compilers(level: str, cache: Cache) -> Iterator[_Compiler]:
     """The C++ compilers of this machine, as they are to be tried."""
     seen = set[str]()
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise UsageError(
+            f"CXX: expected a command as a shell reads it, found {os.environ['CXX']!r}: {error}",
+            hint="balance its quotes, or unset it to take g++, clang++ or c++",
+        ) from error
     of_machine = (chosen, ["g++"], ["clang++"], ["c++"]) if chosen != ["zig"] else ()
     for command in of_machine:
         path = shutil.which(command[0]) if command else None

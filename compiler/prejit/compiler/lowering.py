@@ -6,9 +6,7 @@ arguments, never constants. Nothing of this machine's paths is in it: equal inpu
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +34,7 @@ from prejit.compiler.sampling import (
 )
 from prejit.compiler.shape_string import parse_shape
 from prejit.compiler.specs import ProgramSpec
-from prejit.compiler.wording import nearest
+from prejit.compiler.user_code import UserModules
 from prejit.runtime.bundle import MESH_AXES, Array, Mesh
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.target import PLATFORMS
@@ -476,17 +474,20 @@ class UserFunction:
         function: takes a flat dict of weights, then the arguments of the manifest.
         weights: their shapes, by flat name; sorted.
         values: the weights themselves where they come from the object (a flax.nnx module).
+        modules: among which it was found.
     """
 
     function: Callable[..., Any]
     weights: Shapes
     values: Mapping[str, np.ndarray[Any, Any]]
+    modules: UserModules
 
 
 def find_function(
     program: manifest.Program,
     at: Path,
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
+    modules: UserModules,
 ) -> UserFunction:
     """Imports what `function` of a [[program]] names.
 
@@ -496,13 +497,14 @@ def find_function(
 
     Args:
         program: the section of the manifest.
-        at: the manifest, for errors; modules are looked for beside it first.
+        at: the manifest, for errors.
         parameters: flat, names joined by dots; None where the manifest gives none.
+        modules: those beside the manifest.
 
     Raises:
-        ManifestError: the module or the attribute is not there, or is nothing that can be called.
+        ManifestError: the module or the attribute is not there, raises, or is nothing that can be called.
     """
-    found = _import(program, at)
+    found = modules.find(program.function, f"{at}: program {program.name!r}: function")
     values = dict(sorted((parameters or {}).items()))
 
     def nested(weights: Mapping[str, Any]) -> Any:
@@ -549,7 +551,7 @@ def find_function(
             f"{type(found).__name__} {program.function!r}"
         )
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
-    return UserFunction(function, shapes, values)
+    return UserFunction(function, shapes, values, modules)
 
 
 def lower_function(
@@ -565,7 +567,7 @@ def lower_function(
         user: the function.
         program: its section of the manifest.
         spec: the program.
-        at: the manifest, for errors and for modules beside it.
+        at: the manifest, for errors.
         platforms: those of the manifest's targets, for which it must be possible.
 
     Raises:
@@ -578,19 +580,13 @@ def lower_function(
         return user.function(weights, *args, **kwargs)
 
     values = (user.weights, args, kwargs)
-    try:
+    with user.modules.tracing(f"{at}: program {spec.name}: cannot lower {program.function}"):
         try:
             exported = _export(function, values)
         except NotImplementedError:  # it calls what only some platforms have
             wanted = tuple(name for name in PLATFORMS if name in platforms)
             exported = _export(function, values, wanted)
         results = jax.eval_shape(function, user.weights, args, kwargs)
-    except Exception as error:
-        raise BuildError(
-            f"{at}: program {spec.name}: cannot lower {program.function}: "
-            f"{type(error).__name__}: {error}",
-            hint="call it under jax.jit with these shapes to see where it fails",
-        ) from error
     return LoweredProgram(
         exported.mlir_module_serialized,
         exported.platforms,
@@ -666,29 +662,6 @@ def _export_on(
             out_shardings=out,
             donate_argnums=donated,
         )
-
-
-def _import(program: manifest.Program, at: Path) -> Any:
-    module_name, _, attribute = program.function.partition(":")
-    where = f"{at}: program {program.name!r}: function"
-    if str(at.parent.absolute()) not in sys.path:
-        sys.path.insert(0, str(at.parent.absolute()))
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ManifestError(
-            f"{where}: cannot import {module_name!r}: {error}",
-            hint="put the module beside the manifest, or install it into this environment",
-        ) from error
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            near = nearest(name, tuple(vars(found)))
-            raise ManifestError(
-                f"{where}: {module_name!r} has no {attribute!r}",
-                hint=f"did you mean {near!r}?" if near else None,
-            )
-        found = getattr(found, name)
-    return found
 
 
 def _shapes(args: Any, bucket: Mapping[str, int], where: str) -> Any:

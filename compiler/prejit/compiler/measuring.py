@@ -8,11 +8,9 @@ processor's cache. How encoders are measured is in costs.py.
 from __future__ import annotations
 
 import datetime
-import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from prejit.compiler.cache import Cache
@@ -29,6 +27,7 @@ from prejit.compiler.kernel_library import KernelLibrary
 from prejit.compiler.products import KERNEL, Product
 from prejit.compiler.progress import Progress
 from prejit.compiler.toolchain import Toolchain
+from prejit.compiler.worker_process import JOB_SECONDS, Death, WorkerProcess
 from prejit.runtime.errors import BuildError
 from prejit.runtime.fingerprint import Fingerprint
 
@@ -37,37 +36,47 @@ Ask = Callable[[dict[str, Any]], Any]
 
 
 @contextmanager
-def worker(toolchain: Toolchain, cache: Cache) -> Iterator[Ask]:
-    """A worker process for requests of one's own, one after another."""
-    command = (*toolchain.command, str(cache.root), toolchain.target.platform)
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=toolchain.environment(os.environ),
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        requests, answers = process.stdin, process.stdout
+def worker(
+    toolchain: Toolchain, cache: Cache, timeout_seconds: float = JOB_SECONDS
+) -> Iterator[Ask]:
+    """A worker process for requests of one's own, one after another.
 
-        def ask(request: dict[str, Any]) -> Any:
-            requests.write(json.dumps(request).encode() + b"\n")
-            requests.flush()
-            answer = json.loads(answers.readline() or b"{}")
-            if "result" not in answer:
-                reason = answer.get("error", {}).get("message") or f"exit {answer.get('exit')}"
-                raise BuildError(
-                    f"target {toolchain.target.name}: its programs fail on this machine, which it fits: "
-                    f"{reason}",
-                    hint="what compiled them has an error: try another jax",
-                )
+    Args:
+        toolchain: what it runs with.
+        cache: holds the executables.
+        timeout_seconds: how long one request may take; then the worker is killed.
+    """
+    process = WorkerProcess(toolchain, cache, os.environ)
+
+    def ask(request: dict[str, Any]) -> Any:
+        answer = process.ask(request, timeout_seconds)
+        if not isinstance(answer, Death) and "result" in answer:
             return answer["result"]
+        name = toolchain.target.name
+        if isinstance(answer, Death):
+            raise BuildError(
+                f"target {name}: cannot measure its programs on this machine: {answer}",
+                hint=answer.hint,
+            )
+        reason = answer["error"]["message"]
+        raise BuildError(
+            f"target {name}: its programs fail on this machine, which it fits: {reason}",
+            hint="what compiled them has an error: try another jax",
+        )
 
-        try:
-            yield ask
-        finally:
-            requests.close()  # only now: its end ends the worker
+    try:
+        yield ask
+    finally:
+        process.release()
+
+
+@contextmanager
+def measuring_alone(cache: Cache, progress: Progress) -> Iterator[None]:
+    """Held by the one build of a cache that measures: two at once would measure each other."""
+    with ExitStack() as stack:
+        with progress.phase("waiting for another build, which measures"):
+            stack.enter_context(cache.making(Key("measure", "alone", ())))
+        yield
 
 
 def runs_here(toolchain: Toolchain, library: KernelLibrary) -> bool:
@@ -85,6 +94,7 @@ def measure_products(
     progress: Progress,
     *,
     workers: int | None = None,
+    timeout_seconds: float = JOB_SECONDS,
 ) -> FormTable:
     """Measures each form of products on this machine, which `runs_here` says can run them.
 
@@ -95,16 +105,17 @@ def measure_products(
         cache: where programs go.
         progress: told of each product.
         workers: how many forms are compiled side by side.
+        timeout_seconds: how long one compile, or measuring one product, may take.
 
     Raises:
         BuildError: a form does not compile, or fails.
     """
     forms = [(product, form) for product in products for form in product.forms]
     with progress.phase(f"compiling {len(forms)} forms of products for {toolchain.target.name}"):
-        compiled = _compile(forms, toolchain, library, cache, workers)
+        compiled = _compile(forms, toolchain, library, cache, workers, timeout_seconds)
     conditions, today = conditions_of(toolchain, library), _today()
     measured = []
-    with worker(toolchain, cache) as ask:
+    with worker(toolchain, cache, timeout_seconds) as ask:
         for number, product in enumerate(products, 1):
             request = {
                 "product": str(product),
@@ -127,10 +138,11 @@ def _compile(
     library: KernelLibrary,
     cache: Cache,
     workers: int | None,
+    timeout_seconds: float,
 ) -> dict[tuple[Product, str], Compiled]:
     from prejit.compiler.lowering import lower_product
 
-    with CompilePool(cache, workers=workers) as pool:
+    with CompilePool(cache, workers=workers, timeout_seconds=timeout_seconds) as pool:
         for product, form in forms:
             program = cache.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)

@@ -59,6 +59,7 @@ from prejit.compiler.specs import ProgramSpec, program_specs
 from prejit.compiler.target import can_build, chosen
 from prejit.compiler.tensor_files import read_parameters
 from prejit.compiler.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
+from prejit.compiler.user_code import UserModules
 from prejit.runtime.bundle import Segment
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.receipt import Receipts
@@ -278,12 +279,15 @@ class Inputs:
             return {}  # and jax is not imported for it
         from prejit.compiler.lowering import find_function
 
-        found = {}
+        found, modules = {}, UserModules(self.manifest.path.parent)
         for program in self.manifest.programs:
             parameters = None
             if program.params is not None:
                 parameters = read_parameters(self.manifest.resolve(program.params))
-            found[program.name] = find_function(program, self.manifest.path, parameters)
+            with modules.in_use():
+                found[program.name] = find_function(
+                    program, self.manifest.path, parameters, modules
+                )
         return found
 
     def lower_key(self, spec: ProgramSpec) -> Key:

@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, TextIO, final
+from typing import Any, TextIO, cast, final
 
 HEARTBEAT_SECONDS = 10.0
 
@@ -22,9 +22,61 @@ def open_progress(stream: TextIO | None = None) -> Progress:
         stream: where to; None: stderr. NO_COLOR is respected.
     """
     stream = stream or sys.stderr
+    if stream is None:  # closed when this process was started
+        return Quiet()
     if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", ""):
         return Live(stream)
     return Plain(stream)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Writes a line to a stream (None: stderr), if anybody reads it."""
+    stream = Unbreakable(stream or sys.stderr).as_text()
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+@final
+class Unbreakable:
+    """A text stream that goes silent where writing fails: whoever reads it is gone, its disk is full.
+
+    What a build says must not decide whether it succeeds.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """Wraps a stream; None: it is closed, and nothing is ever written."""
+        self._stream = stream
+        self._silent = stream is None
+
+    def write(self, text: str) -> int:
+        """Writes text, or drops it."""
+        self._attempt("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes what was written."""
+        self._attempt("flush")
+
+    def as_text(self) -> TextIO:
+        """This stream for what takes a TextIO; all else that those have comes from the wrapped one."""
+        return cast("TextIO", self)
+
+    def _attempt(self, method: str, *arguments: str) -> None:
+        if self._silent:
+            return
+        try:
+            getattr(self._stream, method)(*arguments)
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            self._silent = True
+            with suppress(OSError, ValueError, AttributeError):
+                if (found := self._stream) is sys.stdout or found is sys.stderr:
+                    # Or Python fails on what is left in the buffer when it ends, with exit status 120.
+                    descriptor, null = found.fileno(), os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, descriptor)
+                    os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Progress(abc.ABC):
@@ -36,13 +88,11 @@ class Progress(abc.ABC):
         self._compiling: dict[str, float] = {}  # label: since when
         self._phases: dict[str, float] = {}
         self._seconds = 0.0  # spent on programs that are done
-        self._start: float | None = None
 
     def add(self, count: int = 1) -> None:
         """There are more programs to get."""
         with self._lock:
             self._total += count
-            self._start = self._start or _now()
 
     def cached(self) -> None:
         """One of them was in the cache."""
@@ -88,16 +138,6 @@ class Progress(abc.ABC):
         """A line for the reader."""
         with self._lock:
             self._tell(text)
-
-    def summary(self) -> str:
-        """What came of it: `8 programs: 5 compiled, 2 cached, 1 failed in 12.3 s`."""
-        with self._lock:
-            parts = [f"{self._finished} compiled", f"{self._cached} cached"]
-            if self._failed:
-                parts.append(f"{self._failed} failed")
-            programs = "program" if self._total == 1 else "programs"
-            seconds = _now() - self._start if self._start else 0.0
-            return f"{self._total} {programs}: {', '.join(parts)} in {seconds:.1f} s"
 
     @abc.abstractmethod
     def _tell(self, text: str) -> None:
@@ -162,7 +202,7 @@ class Plain(Progress):
 
     def __init__(self, stream: TextIO, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
         super().__init__()
-        self._stream = stream
+        self._stream = Unbreakable(stream)
         self._heartbeat_seconds = heartbeat_seconds
         self._last_line = _now()
         self._stop = threading.Event()
@@ -182,7 +222,8 @@ class Plain(Progress):
         self._thread.join()
 
     def _tell(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
         self._last_line = _now()
 
     def _tell_finished(self, text: str) -> None:
@@ -215,7 +256,7 @@ class Live(Progress):
         from rich.console import Console
         from rich.live import Live as RichLive
 
-        self._console = Console(file=stream, highlight=False)
+        self._console = Console(file=Unbreakable(stream).as_text(), highlight=False)
         self._live = RichLive(
             console=self._console,
             get_renderable=self._render,

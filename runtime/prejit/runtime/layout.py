@@ -14,7 +14,7 @@ import hashlib
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -256,16 +256,25 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_layout(path: Path, index: bytes, blobs: dict[str, bytes | Path]) -> None:
+def write_layout(
+    path: Path,
+    index: bytes,
+    blobs: dict[str, bytes | Path],
+    *,
+    digest_of: Callable[[Path], str] | None = None,
+) -> None:
     """Writes a bundle, or replaces one.
 
-    The blobs that the old bundle had and the new one has not are removed at the end, and what writers
-    that were killed left. Writers of one bundle wait for each other.
+    New blobs come first, then the index, in place of the old one at once; then the blobs go that the old
+    bundle had and the new one has not, and what writers that were killed left. So whoever has read an index
+    finds its blobs, or another index. Writers of one bundle wait for each other.
 
     Args:
         path: the directory, made where it is missing.
         index: `index.json`.
-        blobs: digest -> bytes, or the file that holds them. Blobs that are there already stay.
+        blobs: digest -> bytes, or the file that holds them. Blobs that are there already, and are what
+            their names say, are not touched.
+        digest_of: gives the digest of a file that is there; None: it is hashed.
 
     Raises:
         StoreError: the disk is full, or writing is not permitted. A bundle that was there still opens.
@@ -280,8 +289,7 @@ def write_layout(path: Path, index: bytes, blobs: dict[str, bytes | Path]) -> No
         with _locked(path):
             for name, content in names.items():
                 size = content.stat().st_size if isinstance(content, Path) else len(content)
-                # A damaged blob is the caller's to remove first: here size is all that is looked at.
-                if not _is_file_of(directory / name, size):
+                if not _is_blob(directory / name, size, digest_of or _digest_of):
                     write_file(directory / name, content)
             write_file(path / "oci-layout", OCI_LAYOUT)
             write_file(path / "index.json", index)
@@ -292,12 +300,20 @@ def write_layout(path: Path, index: bytes, blobs: dict[str, bytes | Path]) -> No
         raise StoreError(f"{path}: cannot write a bundle: {error}") from error
 
 
-def _is_file_of(path: Path, size: int) -> bool:
+def _is_blob(path: Path, size: int, digest_of: Callable[[Path], str]) -> bool:
+    """Whether a file is there and is what its name says."""
     try:
         status = path.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == size
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        return False
+    return digest_of(path) == f"sha256:{path.name}"
+
+
+def _digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return digest_file(file.fileno())
 
 
 @contextlib.contextmanager

@@ -47,11 +47,10 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_what_was_stored_is_found(cache: Cache, tmp_path: Path) -> None:
+def test_what_was_stored_is_found(cache: Cache) -> None:
     content = os.urandom(5000)
-    (tmp_path / "file").write_bytes(content)
     digest = cache.put_blob(content)
-    assert digest == digest_of(content) == cache.put_blob_from(tmp_path / "file")
+    assert digest == digest_of(content)
     with cache.blob_writer() as blob:
         blob.write(content[:10])
         blob.write(memoryview(content)[10:])
@@ -163,11 +162,6 @@ def test_a_result_without_its_blob_is_not_stored(cache: Cache) -> None:
     with pytest.raises(StoreError, match="expected blob sha256:"):
         cache.store(KEY, {}, blobs=[digest_of(b"never written")])
     assert cache.lookup(KEY) is None
-
-
-def test_a_missing_source_file_is_told(cache: Cache, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="none: cannot read: No such file"):
-        cache.put_blob_from(tmp_path / "none")
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])

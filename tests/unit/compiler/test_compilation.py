@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import signal
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from prejit.compiler import compilation, cpu_count
+from prejit.compiler import compilation, cpu_count, measuring, worker_process
 from prejit.compiler.cache import Cache
 from prejit.compiler.cache_key import Key
 from prejit.compiler.compilation import (
@@ -24,7 +26,6 @@ from prejit.compiler.compilation import (
     CompileJob,
     CompilePool,
     Source,
-    compile_all,
     find_compiled,
 )
 from prejit.compiler.compiling import compress
@@ -70,11 +71,25 @@ def compile_program(portable, machine):
         answers.write(b"not an answer\\n")
         answers.flush()
         time.sleep(60)
+    if action == "stop":  # neither it nor the process that waits for it ever does anything again
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if action == "count":
+        with open(argument, "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(0.2)
     if action == "warn":
         print("a warning of another program", file=sys.stderr)
     if action == "sleep":
         Path(argument).write_text(f"{os.getpid()} {os.getppid()}")
         time.sleep(60)
+    if action == "once":
+        mark, count = argument.split(",")
+        if not Path(mark).exists():
+            Path(mark).touch()
+            time.sleep(60)
+        with open(count, "a") as file:
+            file.write("compiled\\n")
     if action == "meet":  # returns only if another program is compiled at the same time
         mine, other = argument.split(",")
         Path(mine).touch()
@@ -141,6 +156,14 @@ def run(
         return pool.results()
 
 
+def compiled(cache: Cache, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
+    """Compiles jobs with their own toolchains."""
+    with CompilePool(cache) as pool:
+        for one in jobs:
+            pool.submit(one)
+        return pool.results()
+
+
 def test_a_real_program_is_compiled_for_each_target_and_runs(cache: Cache) -> None:
     import jax
     from jax import export
@@ -152,7 +175,7 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(cache: Cache) -> No
 
     exported = export.export(jax.jit(f), platforms=["cpu"])(jax.ShapeDtypeStruct((8,), "float32"))
     jobs = [job(cache, "f", exported.mlir_module_serialized, on) for on in (HOST, V3)]
-    results = compile_all(jobs, cache)
+    results = compiled(cache, *jobs)
     assert set(results) == {("f", "cpu-host"), ("f", "cpu-x86-64-v3")}
     device = Device()
     for result in results.values():
@@ -192,10 +215,10 @@ def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> No
         cache = Cache.open(tmp_path / f"cache-{len(found)}")
         os.sched_setaffinity(0, cpus)
         try:
-            compiled = compile_all([job(cache, "p", portable)], cache)["p", "cpu-host"]
+            one = compiled(cache, job(cache, "p", portable))["p", "cpu-host"]
         finally:
             os.sched_setaffinity(0, host)
-        found.append(compiled.executable.digest)
+        found.append(one.executable.digest)
     assert found[0] == found[1] == found[2]
     assert cpu_count.seen_by_xla() == cpu_count.CPUS, "without this, cores are in the key"
 
@@ -297,7 +320,7 @@ def test_a_worker_process_that_is_killed_is_told_at_once(
 def test_a_worker_that_babbles_is_killed(
     cache: Cache, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(worker_process, "_ANSWER_SECONDS", 0.1)
     text = str(failure(cache, fake, job(cache, "bad", "babble:")))
     assert "bad for cpu-host: its worker was killed by SIGKILL" in text
 
@@ -314,7 +337,7 @@ def test_real_xla_tells_of_a_flag_that_it_does_not_know(
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
-        compile_all([job(cache, "f", b"whatever")], cache)
+        compiled(cache, job(cache, "f", b"whatever"))
 
 
 def test_a_portable_program_that_is_damaged_is_told(cache: Cache, fake: tuple[str, str]) -> None:
@@ -442,6 +465,122 @@ def wait_for(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.01)
     pytest.fail("waited for 20 s")
+
+
+@pytest.mark.parametrize("portable", ["sleep:{mark}", "stop:"])
+def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path, portable: str
+) -> None:
+    mark = tmp_path / "mark"
+    late = job(cache, "decode", portable.format(mark=mark), V3, command=fake)
+    with CompilePool(cache, workers=1, timeout_seconds=3.0) as pool:
+        pool.submit(late)
+        pool.submit(job(cache, "good", "ok:", V3, command=fake))
+        with pytest.raises(BuildError) as caught:
+            pool.results()
+    assert str(caught.value).splitlines()[:2] == [
+        "1 of 2 programs did not compile",
+        "  decode for cpu-x86-64-v3: its worker did not answer within 3 s and was killed",
+    ]
+    assert caught.value.hint is not None
+    assert "--timeout SECONDS" in caught.value.hint
+    if mark.exists():
+        wait_for(lambda: not any(is_alive(int(text)) for text in mark.read_text().split()))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(3)", "its worker ended with exit code 3"),
+        ("import sys; sys.stdin.readline(); sys.exit('no such thing')", "    | no such thing"),
+        ("import os; os.kill(os.getpid(), 9)", "its worker was killed by SIGKILL"),
+        ("import time; time.sleep(60)", "its worker did not answer within 1 s and was killed"),
+    ],
+)
+def test_a_worker_that_dies_while_it_measures_is_a_failed_measurement(
+    cache: Cache, code: str, reason: str
+) -> None:
+    toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
+    large = {"measure": {"programs": ["x" * (1 << 20)]}}  # more than a pipe holds
+    with measuring.worker(toolchain, cache, 1.0 if "sleep" in code else 60.0) as ask:
+        with pytest.raises(BuildError) as caught:
+            ask(large)
+        with pytest.raises(BuildError, match="cannot measure"):
+            ask(large)
+    assert str(caught.value).startswith(
+        "target cpu-host: cannot measure its programs on this machine: its worker "
+    )
+    assert reason in str(caught.value)
+    assert caught.value.hint
+
+
+class Closed(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_build_whose_stderr_is_closed_does_not_hang(cache: Cache, fake: tuple[str, str]) -> None:
+    jobs = [job(cache, f"p{n}", f"ok:{n}", command=fake) for n in range(3)]
+    bad = job(cache, "bad", "exit:7", command=fake)
+    with (
+        Plain(Closed(), heartbeat_seconds=0.05) as progress,
+        CompilePool(cache, workers=1, progress=progress) as pool,
+    ):
+        for one in jobs:
+            pool.submit(one)
+        assert len(pool.results()) == 3
+        pool.submit(bad)
+        with pytest.raises(BuildError, match="1 of 4 programs"):
+            pool.results()
+
+
+def test_equal_builds_at_once_compile_each_program_once(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    marks = [tmp_path / f"mark{n}" for n in range(3)]
+    portables = [f"count:{mark}" for mark in marks]
+    command = [sys.executable, "-c", BUILD, str(cache.root), fake[1], *portables]
+    builds = [subprocess.Popen(command) for _ in range(4)]
+    assert [build.wait(timeout=60) for build in builds] == [0] * 4
+    assert [mark.read_text().count("\n") for mark in marks] == [1, 1, 1]
+    assert list((cache.root / "v1" / "temp").iterdir()) == []
+
+
+def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    mark, count = tmp_path / "mark", tmp_path / "count"
+    count.touch()
+    # It sleeps the first time that it is compiled, and the mark says that it does.
+    text = f"once:{mark},{count}"
+    command = [sys.executable, "-c", BUILD, str(cache.root), fake[1], text]
+    first = subprocess.Popen(command)
+    wait_for(mark.exists)
+    second = subprocess.Popen(command)
+    time.sleep(0.5)
+    assert second.poll() is None, "it waits for the first"
+    first.kill()
+    first.wait()
+    assert second.wait(timeout=60) == 0
+    assert count.read_text() == "compiled\n"
+
+
+def test_closing_a_pool_ends_its_wait_for_another_build(
+    cache: Cache, fake: tuple[str, str]
+) -> None:
+    one = job(cache, "a", "ok:", command=fake)
+    with cache.making(one.key) as held:
+        assert held
+        pool = CompilePool(cache, workers=1)
+        pool.submit(one)
+        time.sleep(0.2)
+        pool.close()
+    with CompilePool(cache, workers=1) as pool:
+        pool.submit(one)
+        assert len(pool.results()) == 1
+        assert pool.compiled == 1
 
 
 def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:

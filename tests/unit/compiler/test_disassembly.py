@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prejit.compiler import disassembly
 from prejit.compiler.disassembly import (
     EVERYWHERE,
     LLVM_NAMES,
     declared_features,
     narrowed,
-    object_files,
     used_features,
 )
 from prejit.compiler.target import target
@@ -224,6 +224,11 @@ def compiled(level: str, portable: bytes, tmp_path_factory: pytest.TempPathFacto
     return Compiled(serialized, disassemble(object_files(serialized), at))
 
 
+def object_files(serialized: bytes) -> tuple[bytes, ...]:
+    """The ELF objects whose instructions `used_features` reads."""
+    return disassembly._objects(disassembly._compilation_result(serialized))
+
+
 def disassemble(objects: Iterable[bytes], at: Path) -> str:
     """What another disassembler shows, in AT&T's syntax; empty where none is installed."""
     files = []
@@ -402,7 +407,7 @@ def test_a_function_is_found_in_the_string_table_of_its_object() -> None:
     ],
 )
 def test_what_is_no_executable_is_an_error(other: bytes) -> None:
-    for function in (used_features, declared_features, object_files):
+    for function in (used_features, declared_features):
         with pytest.raises(BuildError, match="expected an executable of XLA:CPU") as raised:
             function(other)
         assert raised.value.hint

@@ -39,6 +39,13 @@ def store(cache: Cache, key: Key, *contents: bytes) -> None:
     cache.store(key, {"key": key.name}, blobs=[cache.put_blob(content) for content in contents])
 
 
+@pytest.fixture
+def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default cache, which nobody has written to."""
+    monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
+    return tmp_path / "none"
+
+
 def age(directory: Path, days: float) -> None:
     """Makes everything in a directory so much older."""
     for path in directory.rglob("*"):
@@ -122,15 +129,18 @@ def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) 
     assert not (root / ZIG).exists()
 
 
-def test_a_dry_run_tells_the_same_and_removes_nothing(root: Path, environments_root: Path) -> None:
+def test_a_dry_run_tells_the_same_and_removes_nothing(
+    root: Path, environments_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_CACHE", str(root))
     age(root, 31)
     (environments_root / "half").mkdir(parents=True)
     (root / "v1" / "temp" / "leftover").touch()
     before = files(root)
-    told = collect(root, days=30, dry_run=True)
+    told = collect(days=30, dry_run=True)
     assert files(root) == before
     assert (environments_root / "half").is_dir()
-    assert gone(told) == gone(collect(root, days=30))
+    assert gone(told) == gone(collect(days=30))
     assert gone(told) == {
         **{"results": 1, "contents": 2, "reasons": 1},
         **{"environments": 1, "temporary files": 1},
@@ -225,7 +235,7 @@ def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
 
 
 def test_environments_go_when_they_are_not_used_or_not_whole(
-    tmp_path: Path, environments_root: Path
+    default: Path, environments_root: Path
 ) -> None:
     used, unused, half, _, running = (
         environment(environments_root, name, python=python)
@@ -240,7 +250,7 @@ def test_environments_go_when_they_are_not_used_or_not_whole(
     environments.lock_path(environments_root / "left").touch()
     with environments.lock_path(running).open() as worker:
         fcntl.flock(worker, fcntl.LOCK_SH)  # as `worker_command` does
-        collection = collect(tmp_path / "no cache", days=30)
+        collection = collect(days=30)
     reasons = {found.reason for found in collection.found if found.kind == "environments"}
     assert gone(collection) == {"environments": 3, "locks": 1}
     assert reasons == {None, "not used", "half made", "broken"}
@@ -250,15 +260,34 @@ def test_environments_go_when_they_are_not_used_or_not_whole(
     [told] = [found for found in collection.found if found.reason == "not used"]
     assert (told.name, told.size > 1000) == ("jax==0.12.0.1", True)
     assert used.is_dir()
-    assert gone(collect(tmp_path / "no cache", days=30)) == {"environments": 1}, "it runs no more"
+    assert gone(collect(days=30)) == {"environments": 1}, "it runs no more"
 
 
-def test_an_environment_that_is_being_made_stays(tmp_path: Path, environments_root: Path) -> None:
+def test_an_environment_that_is_being_made_stays(default: Path, environments_root: Path) -> None:
     path = environment(environments_root, "made")
     (path / environments.MARKER).unlink()
     with environments.locked(path):
-        assert gone(collect(tmp_path, days=0)) == {}
+        assert gone(collect(days=0)) == {}
     assert path.is_dir()
+    assert gone(collect(days=0)) == {"environments": 1}
+
+
+def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it(
+    root: Path, environments_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = environment(environments_root, "old")
+    environments.lock_path(environments_root / "left").touch()
+    age(environments_root, 40)
+    before = files(environments_root)
+    for arguments in ([], ["--dry-run"]):
+        assert cli.run(["gc", "--cache", str(root), *arguments]) == 0
+        assert cli.run(["gc", "--cache", str(root / "none"), *arguments]) == 0
+        assert files(environments_root) == before
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(root / "environments"))
+    inside = environment(environments.root(), "old")
+    age(environments.root(), 40)
+    assert cli.run(["gc", "--cache", str(root)]) == 0
+    assert (inside.exists(), outside.exists()) == (False, True)
 
 
 BUILDER = """

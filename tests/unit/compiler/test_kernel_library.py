@@ -26,8 +26,9 @@ from prejit.compiler.kernel_library import (
 )
 from prejit.compiler.target import target
 from prejit.compiler.toolchain import Toolchain, host_toolchain
+from prejit.runtime.bundle import kernel_target
 from prejit.runtime.elf import read_shared_library
-from prejit.runtime.errors import BuildError
+from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.fingerprint import Fingerprint
 
 TOY = Path(__file__).parents[2] / "toy_kernels"
@@ -86,7 +87,7 @@ def test_a_library_is_compiled_once(fake_compiler: Path, cache: Cache) -> None:
     assert find_kernels(toolchain(), cache, sources=TOY) == first
     assert fake_compiler.read_text() == compiled
     assert (first.compiler, first.level) == ("g++ 1.2.3", "x86-64-v2")
-    assert first.target_name("scale") == f"prejit_scale.{first.digest[7:23]}"
+    assert kernel_target("scale", first.digest) == f"prejit_scale.{first.digest[7:23]}"
 
 
 def test_what_decides_the_library_is_in_its_key(
@@ -149,6 +150,17 @@ def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
     assert found.reason.startswith("no C++ compiler: kernels are left out, int8 and bfloat16 will")
     assert "pip install 'prejit[kernels]'" in found.reason
     assert find_kernels(toolchain(), cache, sources=TOY) == found
+
+
+@pytest.mark.parametrize("cxx", ["g++ -DNAME='a", 'g++ "', "g++ \\"])
+def test_cxx_with_an_unbalanced_quote_is_a_usage_error(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, cxx: str
+) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(UsageError, match="CXX: expected a command as a shell reads it") as caught:
+        build_kernels(toolchain(), cache, sources=TOY)
+    assert repr(cxx) in str(caught.value)
+    assert caught.value.hint
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(

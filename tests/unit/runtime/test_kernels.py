@@ -327,9 +327,8 @@ def compiled(toy_library: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
     at = tmp_path_factory.mktemp("compiled")
     paths = at / "kernels.so", at / "program", at / "executable"
     paths[0].write_bytes(content)
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, library.target_name("scale"), *map(str, paths)], check=False
-    )
+    name = bundle.kernel_target("scale", library.digest)
+    done = subprocess.run([sys.executable, "-c", COMPILE, name, *map(str, paths)], check=False)
     assert done.returncode == 0
     return paths
 
@@ -362,7 +361,9 @@ def test_xla_wants_kernels_to_compile_and_to_load(
     compiled: tuple[Path, Path, Path], toy_library: Any, run_python: Any
 ) -> None:
     """With every jax that we support: or they need not be registered where they are."""
-    missing = f"No FFI handler registered for {toy_library[0].target_name('scale')}"
+    missing = (
+        f"No FFI handler registered for {bundle.kernel_target('scale', toy_library[0].digest)}"
+    )
     said = run_python(WITHOUT, *compiled[1:]).stdout.splitlines()
     assert [missing in line for line in said] == [True, True]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -317,6 +319,42 @@ def test_writing_again_mends_what_is_no_blob(
     replace(blob_of(bundle_dir)[0], tmp_path / "aside")
     write_layout(bundle_dir, *recipe.assemble())
     loader.load(bundle_dir)
+
+
+def test_writing_again_mends_a_damaged_blob_of_the_right_size(
+    recipe: Any, bundle_dir: Path
+) -> None:
+    before = digest_of_bundle(bundle_dir)
+    for file in (bundle_dir / "blobs" / "sha256").iterdir():
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert digest_of_bundle(bundle_dir) is None
+    write_layout(bundle_dir, *recipe.assemble())
+    assert digest_of_bundle(bundle_dir) == before
+
+
+def test_what_is_there_is_looked_at_when_no_other_writer_removes_it(
+    recipe: Any, bundle_dir: Path
+) -> None:
+    index, blobs = recipe.assemble()
+    looked = threading.Event()
+
+    def digest_of(path: Path) -> str:
+        looked.set()
+        return f"sha256:{path.name}"
+
+    def write() -> None:
+        write_layout(bundle_dir, index, blobs, digest_of=digest_of)
+
+    other = os.open(bundle_dir, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert not looked.wait(0.2)
+    os.close(other)
+    writer.join(timeout=20)
+    assert looked.is_set()
 
 
 WRITER = """
