@@ -25,6 +25,7 @@ from prejit.runtime.executable import (
     to_numpy,
 )
 from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.target import PLATFORMS
 from prejit.runtime.verify import SAFETENSORS_DTYPES
 from prejit.runtime.weights import dtype_of
 
@@ -283,6 +284,73 @@ def test_linear_algebra_finds_its_library(device: Device) -> None:
     serialized = device.compile(export(jnp.linalg.inv, x)).serialize()
     [inverse] = device.load(serialized, "somewhere").run([device.put(x)])
     np.testing.assert_allclose(to_numpy(inverse) @ x, np.eye(5), atol=1e-5)
+
+
+def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) -> None:
+    """Compiles a program for all platforms here, and compares it with jax."""
+    import jax
+    from jax import export
+
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in arguments]
+    jitted = jax.jit(function, keep_unused=True)
+    exported = export.export(
+        jitted,
+        platforms=PLATFORMS,
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
+    )(*shapes)
+    inputs = [device.put(np.asarray(a)) for a in arguments]
+    expected = jax.tree.leaves(jitted(*arguments))
+    portable = exported.mlir_module_serialized
+    machine = CompileFor(platforms=exported.platforms)
+    for program in (
+        device.compile(portable, exported.platforms),
+        device.load(compile_portable(portable, machine).serialized, "somewhere"),
+    ):
+        for ours, theirs in zip(program.run(inputs), expected, strict=True):
+            np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_platform_is_chosen_inside_branches_and_loops(device: Device) -> None:
+    """There XLA looks for the custom calls of every platform, unless their branches are dropped."""
+    import jax
+    from jax import lax
+    from jax.scipy.linalg import expm
+
+    x = np.random.default_rng(0).random((3, 3), np.float32)
+    check_on_cpu(expm, x, device=device)
+    check_on_cpu(jax.vmap(expm), np.stack([x, -x]), device=device)
+    check_on_cpu(
+        lambda x, n: lax.cond(
+            n > 1, lambda x: lax.fori_loop(0, 2, lambda _, y: expm(y) / 10, x), jax.numpy.sin, x
+        ),
+        *(x, np.int32(3)),
+        device=device,
+    )
+
+
+def test_no_branch_for_another_platform_is_left(device: Device) -> None:
+    import jax
+    from jax import export, lax
+
+    @jax.jit
+    def elsewhere(x: Any) -> Any:
+        return jax.ffi.ffi_call("nobody_has_this", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def choose(x: Any) -> Any:
+        """The second branch is on CPUs; a default of other places alone is never reached."""
+        return lax.platform_dependent(x, cuda=elsewhere, cpu=lambda x: x + 2, default=elsewhere)
+
+    x = np.arange(4, dtype=np.float32)
+    check_on_cpu(lambda x: lax.fori_loop(0, 3, lambda _, y: choose(y), x), x, device=device)
+    check_on_cpu(lambda x: (choose(x), jax.jit(choose)(x) * 2, x), x, device=device)
+    check_on_cpu(lambda xs: lax.map(choose, xs), np.stack([x, x]), device=device)
+    # A program inside of another numbers platforms in its own order.
+    inner = export.export(
+        jax.jit(lambda x: lax.fori_loop(0, 2, lambda _, y: choose(y), x)),
+        platforms=PLATFORMS[::-1],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
+    )(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    check_on_cpu(lambda x: inner.call(x) + choose(x), x, device=device)
 
 
 def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> None:
