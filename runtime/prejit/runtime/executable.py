@@ -405,18 +405,47 @@ def _compile_options(devices: Sequence[Any]) -> Any:
 def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
     """The array's values, once they are there; on a CPU a read-only view, not a copy.
 
-    Of an array on a mesh every device must have the whole.
+    Of an array that a mesh has split, the whole is put together: a copy.
+
+    Raises:
+        UsageError: a mesh of several processes has split it, and this process holds a part only.
     """
     if isinstance(array._sharding, _only_device()):
         try:
             return np.asarray(memoryview(array))
         except BufferError:  # no dtype of Python's; or the program failed, which is told below
             array.block_until_ready()
-            return _view(array)
+            if array.aval.dtype.name not in _PACKED:
+                return _view(array)
+            _uninterrupted(_import_jax)  # jaxlib unpacks, and wants some of jax for it
+    elif not array._sharding.is_fully_replicated:
+        return _joined(array)
     elif (shards := array._arrays) is not None and len(shards) > 1:
         array = shards[0]
     value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
     return value
+
+
+_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
+
+
+def _import_jax() -> None:
+    with _imports:
+        import jax  # noqa: F401
+
+
+def _joined(array: DeviceArray) -> np.ndarray[Any, Any]:
+    """The values of an array that a mesh has split."""
+    if not array.is_fully_addressable:
+        held = len(array._arrays)
+        raise UsageError(
+            f"expected an array that this process can read whole, found one that a mesh has split over "
+            f"{len(array._sharding.device_set)} devices, of which {held} are of this process",
+            hint="let the function return it whole, or call it in one process that has all devices",
+        )
+    whole: np.ndarray[Any, Any] = np.asarray(array)  # as jax does it, which a mesh has imported
+    return whole
 
 
 def _view(array: DeviceArray) -> np.ndarray[Any, Any]:
@@ -459,12 +488,15 @@ class _OnCpu:
 
 
 def to_jax(array: DeviceArray) -> Any:
-    """The array as one of the host program's own jax client (ours is another), without a copy."""
+    """The array as one of the host program's own jax client (ours is another).
+
+    Nothing is copied, but what a mesh holds and dtypes that DLPack does not know.
+    """
     import jax
 
-    if array.dtype.kind == "V":
-        return jax.device_put(to_numpy(array))
     ours = isinstance(array._sharding, _only_device())
+    if array.dtype.kind == "V" or not (ours or len(array._sharding.device_set) == 1):
+        return jax.device_put(to_numpy(array))
     return jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
 
 
@@ -628,8 +660,8 @@ def _drop_other_platforms(module: Any) -> None:
     XLA drops such branches only where it sees the index. Inside of loops and other conditionals it does not,
     and there it looks for the custom calls of all platforms.
 
-    jax hands the index on from function to function as an argument that is marked as such (jax/_src/interpreters/
-    mlir.py, "_platform_index"). It is the same at each call of one function.
+    jax hands the index on from function to function as an argument that is marked as such
+    (jax/_src/interpreters/mlir.py, "_platform_index"). It is the same at each call of one function.
     """
     functions = _functions(module)
     bound = {"main"}
