@@ -23,7 +23,8 @@ DTYPES = (
 )
 """NumPy's and ml_dtypes' names of the element types that programs take and give.
 
-jax has int1, uint1, float6_e2m3fn and float6_e3m2fn as well, which XLA:CPU takes for bool, or ends the process.
+jax has int1, uint1, float6_e2m3fn and float6_e3m2fn as well. XLA:CPU takes the first two for bool, and the
+others end the process.
 """
 
 MAX_SIZE = 2**31 - 1

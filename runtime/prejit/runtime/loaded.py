@@ -360,7 +360,8 @@ class Bundle:
                 their shapes.
 
         Returns:
-            The results, nested as the function returned them (sequences as tuples); NumPy arrays, or
+            The results, nested as the function returned them (sequences as tuples, named tuples and
+            dataclasses as dicts); NumPy arrays, or
             jax.Arrays where an argument was one.
 
         Raises:
