@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -649,7 +650,14 @@ def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what:
             f"pallas_call{f' at {place}' if place else ''} has no kernel for {platforms}: leave its targets "
             "out, or pass interpret=True, which runs everywhere and is slow"
         )
-    return BuildError(f"{what} for {platforms}: {type(error).__name__}: {error}", hint=hint)
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    unstable = re.search(
+        r"compatibility guarantees.*?custom_call @([\w.$]+)", str(error), re.DOTALL
+    )
+    if unstable:
+        reason = f"it calls {unstable[1]}, which jax may change with any version"
+        hint = "a bundle holds a program that later versions can read: do without this function"
+    return BuildError(f"{what} for {platforms}: {reason}", hint=hint)
 
 
 def _export(
