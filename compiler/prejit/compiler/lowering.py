@@ -6,7 +6,9 @@ arguments, never constants. Nothing of this machine's paths is in it: equal inpu
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx, traverse_util
 from jax import export, lax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from prejit.compiler import models
+from prejit.compiler import models, traced
 from prejit.compiler.kernel_calls import KERNEL_CALLS
 from prejit.compiler.models.decoder import dot
 from prejit.compiler.models.forms import Forms, Operand, linear, using
@@ -32,7 +35,7 @@ from prejit.compiler.sampling import (
     sample_each,
     sampling_shapes,
 )
-from prejit.compiler.shape_string import parse_shape
+from prejit.compiler.shape_string import DTYPES, parse_shape
 from prejit.compiler.specs import ProgramSpec
 from prejit.compiler.user_code import UserModules
 from prejit.runtime.bundle import MESH_AXES, Array, Mesh
@@ -580,20 +583,84 @@ def lower_function(
         return user.function(weights, *args, **kwargs)
 
     values = (user.weights, args, kwargs)
-    with user.modules.tracing(f"{at}: program {spec.name}: cannot lower {program.function}"):
-        try:
-            exported = _export(function, values)
-        except NotImplementedError:  # it calls what only some platforms have
-            wanted = tuple(name for name in PLATFORMS if name in platforms)
-            exported = _export(function, values, wanted)
-        results = jax.eval_shape(function, user.weights, args, kwargs)
+    what = f"{at}: program {spec.name}: cannot lower {program.function}"
+    with user.modules.tracing(what):
+        jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
+    _refuse_callbacks(jaxpr, what)
+    wanted = tuple(name for name in PLATFORMS if name in platforms)
+    with user.modules.tracing(what):
+        exported, refused = _export_where_possible(function, values, wanted)
+    if exported is None:
+        raise _cannot_lower(jaxpr, refused, what)
+    with user.modules.tracing(what):  # makes nodes of the user's own types
+        results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return LoweredProgram(
         exported.mlir_module_serialized,
         exported.platforms,
         tuple(user.weights),
         _arrays(args or kwargs),
-        _arrays(results),
+        _results(results, what),
     )
+
+
+def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
+    """Refuses a function that calls Python while it runs, which a server does not have.
+
+    Raises:
+        BuildError: what it calls, and where.
+    """
+    calls = [
+        f"{traced.CALLBACKS[name]}{f' at {place}' if place else ''}"
+        for name, place in traced.find(function, *traced.CALLBACKS)
+    ]
+    if calls:
+        raise BuildError(
+            f"{what}: expected a function that runs without Python, found {', '.join(dict.fromkeys(calls))}",
+            hint="a bundle holds compiled programs and no Python: take the call out, or return its "
+            "arguments and do it after Bundle.call",
+        )
+
+
+def _export_where_possible(
+    function: Callable[..., Any], values: tuple[Any, ...], wanted: tuple[str, ...]
+) -> tuple[export.Exported | None, dict[str, Exception]]:
+    """A function for all platforms, or for those of the targets; else each platform's error."""
+    for platforms in (PLATFORMS, wanted):
+        with contextlib.suppress(Exception):  # it calls what only some platforms have
+            return _export(function, values, platforms), {}
+    refused: dict[str, Exception] = {}
+    for platform in wanted:
+        try:
+            _export(function, values, (platform,))
+        except Exception as error:
+            refused[platform] = error
+    if not refused:  # each alone, but not together
+        _export(function, values, wanted)
+    return None, refused
+
+
+def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what: str) -> BuildError:
+    """The error of a function that does not lower for some platforms of the manifest's targets."""
+    platforms = " and ".join(refused)
+    error = next(iter(refused.values()))
+    hint = (
+        f"leave the targets of {platforms} out, or give that platform a form of its own with "
+        "jax.lax.platform_dependent"
+    )
+    if kernels := traced.find(function, traced.PALLAS):
+        place = kernels[0][1]
+        hint = (
+            f"pallas_call{f' at {place}' if place else ''} has no kernel for {platforms}: leave its targets "
+            "out, or pass interpret=True, which runs everywhere and is slow"
+        )
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    unstable = re.search(
+        r"compatibility guarantees.*?custom_call @([\w.$]+)", str(error), re.DOTALL
+    )
+    if unstable:
+        reason = f"it calls {unstable[1]}, which jax may change with any version"
+        hint = "a bundle holds a program that later versions can read: do without this function"
+    return BuildError(f"{what} for {platforms}: {reason}", hint=hint)
 
 
 def _export(
@@ -680,20 +747,73 @@ def _shapes(args: Any, bucket: Mapping[str, int], where: str) -> Any:
 
 
 def _arrays(tree: Any) -> tuple[Array, ...]:
-    """The leaves of a pytree. Nodes of the user's own types become dicts by attribute or tuples."""
+    """The leaves of a manifest's args."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(
-        Array(tuple(map(_step, path)), str(leaf.dtype), tuple(leaf.shape)) for path, leaf in leaves
-    )
+    return tuple(_array(path, leaf) for path, leaf in leaves)
+
+
+def _array(path: tuple[Any, ...], leaf: Any) -> Array:
+    return Array(tuple(map(_step, path)), str(leaf.dtype), tuple(leaf.shape))
+
+
+def _results(tree: Any, what: str) -> tuple[Array, ...]:
+    """The leaves of what a function returns.
+
+    A bundle returns arrays in dicts with text as keys, and in tuples. Nodes of other types come back as
+    one of these: lists, and types that have no names, as tuples; named tuples and dataclasses as dicts.
+
+    Raises:
+        BuildError: something would come back as another value, or not at all.
+    """
+    arrays: dict[tuple[str, ...], Array] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)
+    for path, leaf in leaves:
+        at = f"result{jax.tree_util.keystr(path)}"
+        for key in path:
+            if isinstance(key, jax.tree_util.DictKey) and not isinstance(key.key, str):
+                raise BuildError(
+                    f"{what}: expected dicts with text as keys, found the key {key.key!r} at {at}",
+                    hint="return a list in its place, or a dict whose keys are text",
+                )
+        if _is_empty(leaf):
+            raise BuildError(
+                f"{what}: expected an array at {at}, found {_spelled(leaf)}",
+                hint="return arrays alone: leave it out, or return jax.tree.leaves of a structure that has "
+                "such parts",
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise BuildError(
+                f"{what}: expected an array at {at}, found a typed key, {leaf.str_short()}",
+                hint="return jax.random.key_data(key); jax.random.wrap_key_data makes a key of it again",
+            )
+        if str(leaf.dtype) not in DTYPES:
+            raise BuildError(
+                f"{what}: expected one of {', '.join(DTYPES)} at {at}, found {leaf.dtype}",
+                hint="return it as one of these dtypes, with .astype()",
+            )
+        array = _array(path, leaf)
+        other = arrays.setdefault(tuple(map(str, array.path)), array)
+        if other is not array:
+            raise BuildError(
+                f"{what}: expected one result at {at}, found two",
+                hint="give the parts of your own type different names",
+            )
+    return tuple(arrays.values())
+
+
+def _is_empty(node: Any) -> bool:
+    return not jax.tree.leaves(node)
+
+
+def _spelled(empty: Any) -> str:
+    return "None" if empty is None else f"an empty {type(empty).__name__}"
 
 
 def _step(key: Any) -> str | int:
     match key:
-        case jax.tree_util.DictKey(key=name):
-            return name if isinstance(name, int) else str(name)
+        case jax.tree_util.DictKey(key=name) | jax.tree_util.GetAttrKey(name=name):
+            return str(name)
         case jax.tree_util.SequenceKey(idx=place) | jax.tree_util.FlattenedIndexKey(key=place):
             return int(place)
-        case jax.tree_util.GetAttrKey(name=name):
-            return str(name)
         case _:
             raise BuildError(f"expected a pytree of dicts and sequences, found the key {key!r}")

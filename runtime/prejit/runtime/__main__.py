@@ -171,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="an argument; NAME may be a path such as batch.tokens or layers.0",
+        help="an argument; NAME may be a path such as batch.tokens or layers.0 (a dot in a key is %%2E)",
     )
     command.add_argument(
         "-o", "--output", required=True, metavar="DIR", help="where the results go, one .npy each"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -368,11 +367,9 @@ def call(options: Namespace) -> int:
 
     from prejit.runtime import pytree
 
-    given = _read_arguments(options.arg)
+    files = _read_arguments(options.arg)
     bundle = _load(options)
-    for program in bundle.config.programs:
-        if program.name.partition("/")[0] == options.program:
-            _name_extended_dtypes(given, program.arguments)
+    given = _by_path(files, _arguments_of(bundle, options.program), options.program)
     result = bundle.call_leaves(options.program, given)
     directory = Path(options.output)
     written = {}
@@ -380,9 +377,8 @@ def call(options: Namespace) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         for path, value in pytree.leaves(result):
             # Names come out of the bundle: none may lead out of the directory.
-            name = ".".join(map(str, path)) or "result"
-            name = re.sub(r"[/%\x00-\x1f]", lambda match: f"%{ord(match[0]):02X}", name)
-            np.save(directory / f"{name}.npy", value)
+            name = pytree.dotted(path) or "result"
+            np.save(directory / f"{name}.npy", _as_numpy_writes(value))
             written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
     except OSError as error:
         raise StoreError(f"{directory}: cannot write results: {error}") from error
@@ -393,23 +389,34 @@ def call(options: Namespace) -> int:
     return 0
 
 
-def _read_arguments(texts: Sequence[str]) -> dict[tuple[str | int, ...], Any]:
+def _as_numpy_writes(value: Any) -> Any:
+    """float8_e5m2 calls itself a float of one byte, which np.load refuses: it goes as bytes, like its kin."""
+    import numpy as np
+
+    try:
+        np.dtype(value.dtype.str)
+    except TypeError:
+        return value.view(f"V{value.dtype.itemsize}")
+    return value
+
+
+def _read_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """The arrays of `--arg NAME=FILE`, by name."""
     from numpy.lib import format as npy
 
-    given: dict[tuple[str | int, ...], Any] = {}
+    given: dict[str, Any] = {}
     for text in texts:
         name, separator, file = text.partition("=")
         if not separator or not name:
             raise UsageError(f"--arg: expected NAME=FILE, found {text!r}")
-        path = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
-        if path in given:
+        if name in given:
             raise UsageError(
                 f"--arg: expected each name once, found {name!r} twice",
                 hint="a part of a name that is a number is a place in a sequence",
             )
         try:
             with open(file, "rb") as opened:
-                given[path] = npy.read_array(opened, allow_pickle=False)
+                given[name] = npy.read_array(opened, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise StoreError(
                 f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
@@ -417,16 +424,44 @@ def _read_arguments(texts: Sequence[str]) -> dict[tuple[str | int, ...], Any]:
     return given
 
 
-def _name_extended_dtypes(
-    given: dict[tuple[str | int, ...], Any], arguments: Sequence[str]
-) -> None:
-    """.npy files know bfloat16 and its like only as bytes of some width."""
+def _arguments_of(bundle: Bundle, name: str) -> list[format.Array]:
+    """The arguments of a program, of all its buckets."""
+    config = bundle.config
+    return [
+        checks.check_array(text, config.mesh, f"{config.bundle}: program table: {program.name}")
+        for program in config.programs
+        if program.name.partition("/")[0] == name
+        for text in program.arguments
+    ]
+
+
+def _by_path(
+    files: Mapping[str, Any], arguments: Sequence[format.Array], program: str
+) -> dict[tuple[str | int, ...], Any]:
+    """Arrays by the path of their argument, as the dtypes that arguments have.
+
+    .npy files know bfloat16 and its like only as bytes of some width.
+
+    Raises:
+        UsageError: the program has no argument of such a name.
+    """
+    from prejit.runtime import pytree
     from prejit.runtime.weights import dtype_of
 
-    for array in map(format.Array.parse, arguments):
-        dtype, value = dtype_of(array.dtype), given.get(array.path)
-        if value is not None and value.dtype.kind == "V" and dtype.itemsize == value.dtype.itemsize:
-            given[array.path] = value.view(dtype)
+    named = {pytree.dotted(argument.path): argument for argument in arguments}
+    given: dict[tuple[str | int, ...], Any] = {}
+    for name, value in files.items():
+        if (argument := named.get(name)) is None:
+            if not named:  # no such program, or it takes nothing: the call says so
+                return {(name,): value}
+            raise UsageError(
+                f"--arg: expected a name of an argument of {program!r}, found {name!r}",
+                hint=f"they are: {', '.join(named)}; a dot inside of a key is written %2E",
+            )
+        dtype = dtype_of(argument.dtype)
+        as_bytes = value.dtype.kind == "V" and dtype.itemsize == value.dtype.itemsize
+        given[argument.path] = value.view(dtype) if as_bytes else value
+    return given
 
 
 def bench(options: Namespace) -> int:

@@ -405,18 +405,47 @@ def _compile_options(devices: Sequence[Any]) -> Any:
 def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
     """The array's values, once they are there; on a CPU a read-only view, not a copy.
 
-    Of an array on a mesh every device must have the whole.
+    Of an array that a mesh has split, the whole is put together: a copy.
+
+    Raises:
+        UsageError: a mesh of several processes has split it, and this process holds a part only.
     """
     if isinstance(array._sharding, _only_device()):
         try:
             return np.asarray(memoryview(array))
         except BufferError:  # no dtype of Python's; or the program failed, which is told below
             array.block_until_ready()
-            return _view(array)
+            if array.aval.dtype.name not in _PACKED:
+                return _view(array)
+            _uninterrupted(_import_jax)  # jaxlib unpacks, and wants some of jax for it
+    elif not array._sharding.is_fully_replicated:
+        return _joined(array)
     elif (shards := array._arrays) is not None and len(shards) > 1:
         array = shards[0]
     value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
     return value
+
+
+_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes of less than a byte. A device may hold several values in one byte; NumPy never does."""
+
+
+def _import_jax() -> None:
+    with _imports:
+        import jax  # noqa: F401
+
+
+def _joined(array: DeviceArray) -> np.ndarray[Any, Any]:
+    """The values of an array that a mesh has split."""
+    if not array.is_fully_addressable:
+        held = len(array._arrays)
+        raise UsageError(
+            f"expected an array that this process can read whole, found one that a mesh has split over "
+            f"{len(array._sharding.device_set)} devices, of which {held} are of this process",
+            hint="let the function return it whole, or call it in one process that has all devices",
+        )
+    whole: np.ndarray[Any, Any] = np.asarray(array)  # as jax does it, which a mesh has imported
+    return whole
 
 
 def _view(array: DeviceArray) -> np.ndarray[Any, Any]:
@@ -459,12 +488,15 @@ class _OnCpu:
 
 
 def to_jax(array: DeviceArray) -> Any:
-    """The array as one of the host program's own jax client (ours is another), without a copy."""
+    """The array as one of the host program's own jax client (ours is another).
+
+    Nothing is copied, but what a mesh holds and dtypes that DLPack does not know.
+    """
     import jax
 
-    if array.dtype.kind == "V":
-        return jax.device_put(to_numpy(array))
     ours = isinstance(array._sharding, _only_device())
+    if array.dtype.kind == "V" or not (ours or len(array._sharding.device_set) == 1):
+        return jax.device_put(to_numpy(array))
     return jax.dlpack.from_dlpack(_OnCpu(array) if ours else array)
 
 
@@ -553,8 +585,8 @@ def _stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) 
     """The MLIR module of a versioned portable artifact, upgraded to this jaxlib's StableHLO.
 
     A program for several platforms takes, as its first argument, the index of the one that it runs on
-    (jax/_src/export/_export.py, "platform index"). Here that becomes a constant, so that XLA drops the
-    parts that are for other platforms.
+    (jax/_src/export/_export.py, "platform index"). Here that becomes a constant, and the parts that are
+    for other platforms are dropped.
 
     Raises:
         BuildError: it was not lowered for this platform.
@@ -576,6 +608,7 @@ def _stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) 
         module = _jax.mlir.deserialize_portable_artifact(portable)
         if len(platforms) > 1:
             _bind_platform(module, tuple(platforms).index(platform))
+        _drop_other_platforms(module)
         return module
 
 
@@ -583,23 +616,120 @@ def _bind_platform(module: Any, index: int) -> None:
     """Replaces the first argument of `main`, the platform index, by a constant."""
     from jaxlib.mlir import ir
 
-    functions = (op for op in module.body.operations if op.operation.name == "func.func")
-    main = next(op for op in functions if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    main = _functions(module)["main"]
     block = main.regions[0].blocks[0]
-    argument = block.arguments[0]
+    _make_constant(block, 0, index)
+    block.erase_argument(0)
+    kind = main.attributes["function_type"].value
+    main.attributes["function_type"] = ir.TypeAttr.get(
+        ir.FunctionType.get(kind.inputs[1:], kind.results)
+    )
+    notes = list(main.attributes["arg_attrs"])[1:]
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(notes)
+
+
+def _functions(module: Any) -> dict[str, Any]:
+    """The functions of a module, by name."""
+    from jaxlib.mlir import ir
+
+    operations = (op.operation for op in module.body.operations)
+    return {
+        ir.StringAttr(op.attributes["sym_name"]).value: op
+        for op in operations
+        if op.name == "func.func"
+    }
+
+
+def _make_constant(block: Any, place: int, index: int) -> None:
+    """Replaces what uses an argument of a function's block, a scalar integer, by a constant."""
+    from jaxlib.mlir import ir
+
+    argument = block.arguments[place]
+    width = ir.IntegerType(ir.RankedTensorType(argument.type).element_type).width
     with ir.InsertionPoint.at_block_begin(block), ir.Location.unknown():
-        value = ir.DenseElementsAttr.get(np.array(index, np.int32))
+        value = ir.DenseElementsAttr.get(np.array(index, f"int{width}"))
         constant = ir.Operation.create(
             "stablehlo.constant", results=[argument.type], attributes={"value": value}
         )
-        argument.replace_all_uses_with(constant.result)
-        block.erase_argument(0)
-        kind = main.attributes["function_type"].value
-        main.attributes["function_type"] = ir.TypeAttr.get(
-            ir.FunctionType.get(kind.inputs[1:], kind.results)
-        )
-        notes = list(main.attributes["arg_attrs"])[1:]
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(notes)
+    argument.replace_all_uses_with(constant.result)
+
+
+def _drop_other_platforms(module: Any) -> None:
+    """Puts the branch for this platform in place of every conditional over the platform index.
+
+    XLA drops such branches only where it sees the index. Inside of loops and other conditionals it does not,
+    and there it looks for the custom calls of all platforms.
+
+    jax hands the index on from function to function as an argument that is marked as such
+    (jax/_src/interpreters/mlir.py, "_platform_index"). It is the same at each call of one function.
+    """
+    functions = _functions(module)
+    bound = {"main"}
+
+    def settle(block: Any) -> None:
+        left = [op.operation for op in reversed(list(block.operations))]
+        while left:
+            op = left.pop()
+            if op.name == "stablehlo.case" and (index := _constant_of(op.operands[0])) is not None:
+                # An index of no branch means the last one.
+                place = index if 0 <= index < len(op.regions) else len(op.regions) - 1
+                *inner, end = (each.operation for each in op.regions[place].blocks[0].operations)
+                for each in inner:
+                    each.move_before(op)
+                for result, value in zip(op.results, end.operands, strict=True):
+                    result.replace_all_uses_with(value)
+                op.erase()
+                left.extend(reversed(inner))
+            elif op.name in _CALLS:
+                called = op.attributes[_CALLS[op.name]].value
+                if called not in bound:
+                    bound.add(called)
+                    body = functions[called].regions[0].blocks[0]
+                    for place in _platform_arguments(functions[called]):
+                        if (index := _constant_of(op.operands[place])) is not None:
+                            _make_constant(body, place, index)
+                    settle(body)
+            else:
+                for region in op.regions:
+                    for inside in region.blocks:
+                        settle(inside)
+
+    settle(functions["main"].regions[0].blocks[0])
+
+
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Operations that call a function with their own operands, and the attribute that names it."""
+
+
+def _platform_arguments(function: Any) -> list[int]:
+    """The arguments of a function that are the platform index, by place."""
+    from jaxlib.mlir import ir
+
+    if "arg_attrs" not in function.attributes:
+        return []
+    notes = [ir.DictAttr(note) for note in function.attributes["arg_attrs"]]
+    mark = "jax.global_constant"
+    return [
+        place
+        for place, note in enumerate(notes)
+        if mark in note and ir.StringAttr(note[mark]).value == "_platform_index"
+    ]
+
+
+def _constant_of(value: Any) -> int | None:
+    """The integer that a scalar always is; None where that is not known."""
+    from jaxlib.mlir import ir
+
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return None
+    owner = owner.operation
+    if owner.name == "stablehlo.convert":
+        return _constant_of(owner.operands[0])
+    if owner.name != "stablehlo.constant":
+        return None
+    constant = owner.attributes["value"]
+    return int(constant[0]) if isinstance(constant, ir.DenseIntElementsAttr) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,7 +360,8 @@ class Bundle:
                 their shapes.
 
         Returns:
-            The results, nested as the function returned them (sequences as tuples); NumPy arrays, or
+            The results, nested as the function returned them (sequences as tuples, named tuples and
+            dataclasses as dicts); NumPy arrays, or
             jax.Arrays where an argument was one.
 
         Raises:
@@ -375,7 +376,7 @@ class Bundle:
         program = self._bucket_for(name, values)
         arguments = self._programs.arguments(program.name)
         paths = [result.path for result in self._programs.results(program.name)]
-        inputs = [self._device.put(values[argument.path]) for argument in arguments]
+        inputs = [self._device.put(values[a.path], a.sharding) for a in arguments]
         results = self._programs[program.name].run(
             [*self._programs.weights(program.weights), *inputs]
         )
@@ -385,7 +386,10 @@ class Bundle:
     def runner_with_zeros(self, program: Program) -> Callable[[], object]:
         """A function that runs a program of kind `call` on zeros and waits for it; for measuring."""
         arguments = self._programs.arguments(program.name)
-        inputs = [self._device.put(aligned_zeros(a.shape, dtype_of(a.dtype))) for a in arguments]
+        inputs = [
+            self._device.put(aligned_zeros(a.shape, dtype_of(a.dtype)), a.sharding)
+            for a in arguments
+        ]
         executable = self._programs[program.name]
         weights = self._programs.weights(program.weights)
         return lambda: to_numpy(executable.run([*weights, *inputs])[0])

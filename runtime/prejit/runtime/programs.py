@@ -14,7 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime import compile_cache, verify
+from prejit.runtime import compile_cache, pytree, verify
 from prejit.runtime.bundle import Array, Config, Program, Segment, parse_sharding
 from prejit.runtime.errors import RejectError
 from prejit.runtime.executable import Device, DeviceArray, Executable
@@ -283,7 +283,10 @@ class Programs:
     ) -> tuple[Array, ...]:
         if name not in known:
             at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
-            known[name] = tuple(verify.check_array(text, self._config.mesh, at) for text in texts)
+            arrays = tuple(verify.check_array(text, self._config.mesh, at) for text in texts)
+            if pytree.contradict([array.path for array in arrays]):
+                raise RejectError(at, f"expected arrays of one tree, found {', '.join(texts):.80}")
+            known[name] = arrays
         return known[name]
 
     def obtained(self) -> dict[str, ProgramReport]:

@@ -5,6 +5,7 @@ jax.tree_util does this too, but belongs to a jax that a loader need not import.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,3 +43,23 @@ def spell(path: Path) -> str:
     """A path as one writes it in Python: `params['dense'][0]`."""
     head, *rest = path or ("value",)
     return str(head) + "".join(f"[{key!r}]" for key in rest)
+
+
+_NOT_IN_NAMES = re.compile(r"[/%.\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def dotted(path: Path) -> str:
+    """A path as one name, for files and command lines: `1.dense.kernel`. No two paths of a tree share one.
+
+    Dots inside of a key, and what neither file names nor terminals take, are written as %XX; an empty key
+    as %.
+    """
+    keys = (_NOT_IN_NAMES.sub(lambda match: f"%{ord(match[0]):02X}", str(key)) for key in path)
+    return ".".join(key or "%" for key in keys)
+
+
+def contradict(paths: Sequence[Path]) -> bool:
+    """Whether no tree has a leaf at each of these paths: two are one, or one leads through another."""
+    found = {tuple(map(str, path)) for path in paths}
+    through = any(path[:size] in found for path in found for size in range(len(path)))
+    return through or len(found) != len(paths)

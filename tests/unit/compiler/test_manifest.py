@@ -415,7 +415,8 @@ def test_no_dtype_of_jax_is_missing_and_none_is_invented() -> None:
         "StringDType()",
         "[('float0', 'V')]",
     }
-    assert of_jax == set(DTYPES)
+    refused = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}  # XLA:CPU does not take them
+    assert of_jax - refused == set(DTYPES)
 
 
 # Random manifests. A small TOML writer: JSON's text is TOML's but for tables.

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,103 @@ def test_results_never_leave_their_directory(
     out = tmp_path / "a"
     after = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
     assert all(p == out or out / "b" in (p, *p.parents) for p in after - before)
+
+
+@pytest.fixture
+def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a bundle in which the paths of arguments and results are others."""
+
+    def write(**paths: dict[str, str]) -> Path:
+        def rename(texts: tuple[str, ...], names: dict[str, str]) -> tuple[str, ...]:
+            for old, new in names.items():
+                texts = tuple(text.replace(old, new) for text in texts)
+            return texts
+
+        def change(config: Any) -> Any:
+            programs = (
+                dataclasses.replace(
+                    program,
+                    arguments=rename(program.arguments, paths.get("arguments", {})),
+                    results=rename(program.results, paths.get("results", {})),
+                )
+                for program in config.programs
+            )
+            return dataclasses.replace(config, programs=tuple(programs))
+
+        return recipe.configured(change).write(tmp_path / "named")
+
+    return write
+
+
+def nest(bundle: Path, tmp_path: Path, half: str = "tree.half") -> int:
+    np.save(tmp_path / "half.npy", np.array([1, 2, 3], ml_dtypes.bfloat16))
+    np.save(tmp_path / "count.npy", np.ones((2, 2), np.int32))
+    np.save(tmp_path / "flag.npy", np.True_)
+    given = {half: "half", "tree.pair.0": "count", "tree.pair.1": "flag"}
+    files = [a for name, file in given.items() for a in ("--arg", f"{name}={tmp_path}/{file}.npy")]
+    return run("call", bundle, "nest", *files, "-o", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ('["a.b"]', '["a","b"]'),
+        ('["a%2Eb"]', '["a.b"]'),
+        ('[""]', '["result"]'),
+        ('["",""]', '["."]'),
+        ('["a\\u0001"]', '["a%01"]'),
+        ('["\\ud800"]', '["%D800"]'),
+        ('["a/b"]', '["a%2Fb"]'),
+    ],
+)
+def test_two_results_never_share_a_file(
+    first: str, second: str, named: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = named(results={'["scalar"]': first, '["sums",0]': second, '["sums",1]': '["c"]'})
+    assert nest(bundle, tmp_path) == 0
+    sizes = sorted(np.load(file).size for file in (tmp_path / "out").iterdir())
+    assert sizes == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [('["a"]', '["a"]'), ('["a"]', '["a","b"]'), ('["a","0"]', '["a",0]')]
+)
+def test_results_that_no_tree_can_hold_are_damage(
+    first: str,
+    second: str,
+    named: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert nest(named(results={'["scalar"]': first, '["sums",0]': second}), tmp_path) == 4
+    assert "nest: expected arrays of one tree" in capsys.readouterr().err
+
+
+def test_an_argument_may_have_a_dot_in_a_key(
+    named: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = named(arguments={'["tree","half"]': '["tree","h.0/x"]'})
+    assert nest(bundle, tmp_path, "tree.h%2E0%2Fx") == 0
+    for wrong in ("tree.h.0/x", "tree.half"):
+        assert nest(bundle, tmp_path, wrong) == 2
+        error = capsys.readouterr().err
+        assert f"--arg: expected a name of an argument of 'nest', found {wrong!r}" in error
+        assert "they are: tree.h%2E0%2Fx, tree.pair.0, tree.pair.1; a dot" in error
+
+
+def test_a_key_that_looks_like_a_number_is_a_key(
+    named: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert nest(named(arguments={'"half"': '"7"'}), tmp_path, "tree.7") == 0
+
+
+def test_results_of_every_dtype_can_be_read_again(tmp_path: Path) -> None:
+    from prejit.runtime.commands import _as_numpy_writes
+
+    for dtype in (*map(np.dtype, ("float32", "bool")), ml_dtypes.bfloat16, ml_dtypes.float8_e5m2):
+        value = np.ones(3, dtype)
+        np.save(tmp_path / "a.npy", _as_numpy_writes(value))
+        assert np.load(tmp_path / "a.npy").tobytes() == value.tobytes()
 
 
 # Pipes and processes

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prejit.compiler import shape_string
 from prejit.compiler.disassembly import declared_features, used_features
+from prejit.runtime.bundle import MESH_AXES, Array, Mesh
 from prejit.runtime.errors import BuildError, RejectError
 from prejit.runtime.executable import (
     CompileFor,
@@ -25,10 +27,12 @@ from prejit.runtime.executable import (
     to_numpy,
 )
 from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.target import PLATFORMS
 from prejit.runtime.verify import SAFETENSORS_DTYPES
 from prejit.runtime.weights import dtype_of
 
 DTYPES = sorted({numpy for numpy, _ in SAFETENSORS_DTYPES.values()})
+MANIFEST_DTYPES = sorted(set(DTYPES) | set(shape_string.DTYPES))
 SHAPES = [(), (1,), (0,), (3, 0, 2), (5, 7), (64, 33)]
 
 
@@ -285,6 +289,73 @@ def test_linear_algebra_finds_its_library(device: Device) -> None:
     np.testing.assert_allclose(to_numpy(inverse) @ x, np.eye(5), atol=1e-5)
 
 
+def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) -> None:
+    """Compiles a program for all platforms here, and compares it with jax."""
+    import jax
+    from jax import export
+
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in arguments]
+    jitted = jax.jit(function, keep_unused=True)
+    exported = export.export(
+        jitted,
+        platforms=PLATFORMS,
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
+    )(*shapes)
+    inputs = [device.put(np.asarray(a)) for a in arguments]
+    expected = jax.tree.leaves(jitted(*arguments))
+    portable = exported.mlir_module_serialized
+    machine = CompileFor(platforms=exported.platforms)
+    for program in (
+        device.compile(portable, exported.platforms),
+        device.load(compile_portable(portable, machine).serialized, "somewhere"),
+    ):
+        for ours, theirs in zip(program.run(inputs), expected, strict=True):
+            np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_platform_is_chosen_inside_branches_and_loops(device: Device) -> None:
+    """There XLA looks for the custom calls of every platform, unless their branches are dropped."""
+    import jax
+    from jax import lax
+    from jax.scipy.linalg import expm
+
+    x = np.random.default_rng(0).random((3, 3), np.float32)
+    check_on_cpu(expm, x, device=device)
+    check_on_cpu(jax.vmap(expm), np.stack([x, -x]), device=device)
+    check_on_cpu(
+        lambda x, n: lax.cond(
+            n > 1, lambda x: lax.fori_loop(0, 2, lambda _, y: expm(y) / 10, x), jax.numpy.sin, x
+        ),
+        *(x, np.int32(3)),
+        device=device,
+    )
+
+
+def test_no_branch_for_another_platform_is_left(device: Device) -> None:
+    import jax
+    from jax import export, lax
+
+    @jax.jit
+    def elsewhere(x: Any) -> Any:
+        return jax.ffi.ffi_call("nobody_has_this", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def choose(x: Any) -> Any:
+        """The second branch is on CPUs; a default of other places alone is never reached."""
+        return lax.platform_dependent(x, cuda=elsewhere, cpu=lambda x: x + 2, default=elsewhere)
+
+    x = np.arange(4, dtype=np.float32)
+    check_on_cpu(lambda x: lax.fori_loop(0, 3, lambda _, y: choose(y), x), x, device=device)
+    check_on_cpu(lambda x: (choose(x), jax.jit(choose)(x) * 2, x), x, device=device)
+    check_on_cpu(lambda xs: lax.map(choose, xs), np.stack([x, x]), device=device)
+    # A program inside of another numbers platforms in its own order.
+    inner = export.export(
+        jax.jit(lambda x: lax.fori_loop(0, 2, lambda _, y: choose(y), x)),
+        platforms=PLATFORMS[::-1],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
+    )(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    check_on_cpu(lambda x: inner.call(x) + choose(x), x, device=device)
+
+
 def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> None:
     with pytest.raises(RejectError, match="somewhere: XLA does not load"):
         device.load(b"no executable", "somewhere")
@@ -304,6 +375,64 @@ def test_arrays_reach_the_hosts_own_jax_and_back(device: Device) -> None:
         assert isinstance(array, jax.Array)
         assert array.devices() == {jax.devices()[0]}
         assert same_bytes(np.asarray(jnp.concatenate([array, array]))[:5], values)
+
+
+@pytest.mark.parametrize("dtype", MANIFEST_DTYPES)
+def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype: str, device: Device) -> None:
+    """Also those of less than a byte, which devices pack and DLPack does not know."""
+    import jax
+    from jax import export
+
+    first = 1 if dtype == "float8_e8m0fnu" else 0  # which has no zero
+    for shape in ((), (5, 7), (0, 3)):
+        values = (np.arange(int(np.prod(shape))) % 2 + first).reshape(shape).astype(dtype_of(dtype))
+        with jax.enable_x64(True):
+            jitted = jax.jit(lambda x: (x, x.reshape(-1)), keep_unused=True)
+            exported = export.export(jitted, platforms=PLATFORMS)(
+                jax.ShapeDtypeStruct(shape, values.dtype)
+            )
+            assert str(exported.out_avals[0].dtype) == dtype
+        compiled = compile_portable(
+            exported.mlir_module_serialized, CompileFor(platforms=exported.platforms)
+        )
+        table = [Array((0,), dtype, shape), Array((1,), dtype, (values.size,))]
+        for results in (table, []):
+            program = device.load(compiled.serialized, "somewhere", results)
+            same, flat = program.run([device.put(values)])
+            assert same_bytes(to_numpy(same), values)
+            assert same_bytes(to_numpy(flat), values.reshape(-1))
+            with jax.enable_x64(True):
+                assert same_bytes(np.asarray(to_jax(same)), values)
+
+
+# Meshes
+
+
+@pytest.mark.parametrize("sharding", [("data", "tensor"), ("", "data"), ("tensor", ""), ()])
+def test_what_a_mesh_has_split_is_read_whole(sharding: tuple[str, ...]) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+    mesh = Mesh(2, 3)
+    x = np.arange(36, dtype=np.float32).reshape(6, 6)
+    abstract = AbstractMesh((2, 3), MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(abstract, PartitionSpec(*(axis or None for axis in sharding)))
+    jitted = jax.jit(lambda x: (x + 1, x.sum()), in_shardings=split, out_shardings=(split, None))
+    with jax.sharding.use_abstract_mesh(abstract):
+        exported = export.export(jitted, platforms=PLATFORMS)(jax.ShapeDtypeStruct((6, 6), x.dtype))
+    results = [Array((0,), "float32", (6, 6), False, sharding), Array((1,), "float32", ())]
+    device = Device(mesh=mesh)
+    placed = device.put(x, sharding)
+    assert same_bytes(to_numpy(placed), x)
+    program = device.compile(exported.mlir_module_serialized, exported.platforms, results)
+    more, total = program.run([placed])
+    assert same_bytes(to_numpy(more), x + 1)
+    assert to_numpy(total) == x.sum()
+    in_jax = to_jax(more)
+    assert in_jax.devices() == {jax.devices()[0]}
+    assert float(jnp.sum(in_jax)) == x.sum() + 36
 
 
 # Compiling for targets

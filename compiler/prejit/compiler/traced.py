@@ -1,0 +1,79 @@
+"""What a traced function calls, and where in the user's code: for errors that name the line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+CALLBACKS = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+}
+"""Primitives that call Python while the program runs, and what one writes to get them."""
+
+PALLAS = "pallas_call"
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "prejit")
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def find(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
+    """Finds primitives in a traced function, and in all functions that it calls.
+
+    Args:
+        traced: the function.
+        *primitives: names of primitives.
+
+    Returns:
+        The name of each that is found with `file:line` of the user's code, or an empty text.
+    """
+    return [
+        (equation.primitive.name, _place(equation))
+        for equation in _equations(traced.jaxpr)
+        if equation.primitive.name in primitives
+    ]
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        inner = jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda each: isinstance(each, _JAXPRS)
+        )
+        for each in inner:
+            if isinstance(each, _JAXPRS):
+                yield from _equations(each.jaxpr if isinstance(each, ClosedJaxpr) else each)
+
+
+_JAXPRS = (ClosedJaxpr, Jaxpr)
+
+
+def _place(equation: Any) -> str:
+    """The innermost line that is neither of jax, flax and prejit nor of Python's own library."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not _is_library(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith("<"):  # <string>, <frozen importlib._bootstrap>
+        return True
+    return any(Path(file).is_relative_to(place) for place in _places())
+
+
+def _places() -> Iterator[str]:
+    for name in _LIBRARIES:
+        for place in getattr(sys.modules.get(name), "__path__", ()):
+            yield str(place)
+    standard = os.path.dirname(os.__file__)
+    yield from (str(entry) for entry in Path(standard).iterdir() if entry.name not in _INSTALLED)

@@ -1,0 +1,179 @@
+"""What of JAX works in a bundle: lowered, compiled, stored and run, against plain JAX, by family.
+
+docs/jax-coverage.md shows the table in jax_functions.py. The families that compile for long run with
+PREJIT_TEST_ALL_OF_JAX=1 only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.compiler.lowering import UserFunction, lower_function
+from prejit.compiler.manifest import Program
+from prejit.compiler.specs import ProgramSpec
+from prejit.compiler.user_code import UserModules
+from prejit.runtime import pytree
+from prejit.runtime.errors import BuildError
+from prejit.runtime.executable import CompileFor, Device, compile_portable, to_numpy
+from prejit.runtime.target import PLATFORMS
+
+from . import jax_functions as table
+
+PAGE = Path(__file__).parents[2] / "docs" / "jax-coverage.md"
+ALL = os.environ.get("PREJIT_TEST_ALL_OF_JAX") == "1"
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+    """What expressions of the table may name."""
+    import jax
+    from flax import linen, nnx
+    from jax import lax, nn, random, scipy
+    from jax import numpy as jnp
+    from jax.experimental import io_callback
+    from jax.experimental import pallas as pl
+
+    for module in (
+        "cluster.vq",
+        "fft",
+        "integrate",
+        "interpolate",
+        "ndimage",
+        "optimize",
+        "signal",
+    ):
+        importlib.import_module(f"jax.scipy.{module}")
+    for module in ("scipy.sparse.linalg", "scipy.spatial.transform", "image", "ops"):
+        importlib.import_module(f"jax.{module}")
+
+    fast = random.key(0, impl="unsafe_rbg")  # the default's bits take long to compile
+
+    def apply(module: Any, *arguments: Any) -> Any:
+        """A layer of flax, which linen makes the weights of."""
+        if isinstance(module, linen.Module):
+            return module.init_with_output(fast, *arguments)[0]
+        return module(*arguments)
+
+    def apply_cell(cell: Any, x: Any) -> Any:
+        carry = cell.initialize_carry(fast, x.shape)
+        return cell.init_with_output(fast, carry, x)[0]
+
+    flax = {"linen": linen, "nnx": nnx, "apply": apply, "apply_cell": apply_cell}
+    flax["rngs"] = lambda: nnx.Rngs(fast)
+    of_jax = {"lax": lax, "nn": nn, "random": random, "scipy": scipy, "jnp": jnp}
+    stats = importlib.import_module("jax.scipy.stats")
+    others = {"np": np, "jax": jax, "stats": stats, "io_callback": io_callback, "pl": pl}
+    return {**flax, **of_jax, **others}
+
+
+def inputs() -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays that expressions are over."""
+    random = np.random.default_rng(0)
+    arrays = {}
+    for name, text in table.INPUTS.items():
+        dtype, extents = text[:-1].split("[")
+        shape = tuple(map(int, extents.split(",")))
+        values: Any = random.uniform(0.1, 0.9, shape)
+        if dtype == "int32":
+            values = random.integers(1, 8, shape)
+        elif dtype == "uint32":
+            values = random.integers(0, 1 << 32, shape)
+        elif dtype == "bool":
+            values = values < 0.6
+        elif dtype == "complex64":
+            values = values + 1j * random.uniform(0.1, 0.9, shape)
+        elif name == "v":
+            values = np.sort(values)
+        elif name == "s":
+            values = values @ values.T + np.eye(4)
+        arrays[name] = np.asarray(values, dtype)
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def lower(tmp_path: Path, names: dict[str, Any]) -> Callable[..., Any]:
+    """Gives what lowers expressions, by name, as one function; with that function."""
+
+    def lower(expressions: Mapping[str, str], platforms: tuple[str, ...]) -> Any:
+        def function(weights: object, **arrays: Any) -> Any:
+            return {
+                name: eval(expression, {**names, **arrays})
+                for name, expression in expressions.items()
+            }
+
+        user = UserFunction(function, {}, {}, UserModules(tmp_path))
+        program = Program("p", "table:f", table.INPUTS)
+        at = tmp_path / "m.toml"
+        spec = ProgramSpec("p", "call", {}, "p")
+        return lower_function(user, program, spec, at, platforms), function
+
+    return lower
+
+
+def check(program: Any, function: Callable[..., Any], device: Device) -> None:
+    """Compiles, stores, loads and runs a program; plain JAX gives the same."""
+    import jax
+
+    machine = CompileFor(platforms=program.platforms)
+    serialized = compile_portable(program.portable, machine).serialized
+    arrays = inputs()
+    ran = device.load(serialized, "somewhere", program.results).run(
+        [device.put(arrays[str(argument.path[0])]) for argument in program.arguments]
+    )
+    ours = pytree.unflatten([r.path for r in program.results], [to_numpy(value) for value in ran])
+    plain = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+    theirs = plain(None, **arrays)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        found, leaves = list(pytree.leaves(ours[name])), jax.tree.leaves(expected)
+        for (_, value), leaf in zip(found, leaves, strict=True):
+            assert value.dtype == leaf.dtype, name
+            np.testing.assert_allclose(value, leaf, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("family", table.FAMILIES)
+def test_a_family_of_functions_gives_what_jax_gives(
+    family: str, lower: Callable[..., Any], device: Device
+) -> None:
+    if family in table.SLOW and not ALL:
+        pytest.skip("compiles for long; PREJIT_TEST_ALL_OF_JAX=1 runs it")
+    program, function = lower(table.FAMILIES[family], ("cpu",))
+    assert program.platforms == PLATFORMS
+    check(program, function, device)
+
+
+def test_what_some_platforms_have_is_lowered_for_them(
+    lower: Callable[..., Any], device: Device
+) -> None:
+    together = {name: text for name, (text, _) in table.SOME_PLATFORMS.items()}
+    check(*lower(together, ("cpu",)), device)
+    for name, (text, platforms) in table.SOME_PLATFORMS.items():
+        assert lower({name: text}, platforms)[0].platforms == platforms
+        if name.startswith("lax."):  # the others are made of these
+            with pytest.raises(BuildError, match="cannot lower"):
+                lower({name: text}, PLATFORMS)
+
+
+@pytest.mark.parametrize("name", table.REFUSED)
+def test_what_no_bundle_can_hold_is_refused_by_name(name: str, lower: Callable[..., Any]) -> None:
+    expression, message, _ = table.REFUSED[name]
+    with pytest.raises(BuildError, match=re.escape(message)):
+        lower({"result": expression}, ("cpu",))
+
+
+def test_the_page_shows_what_is_tried() -> None:
+    """`python tests/integration/jax_functions.py > docs/jax-coverage.md` writes it."""
+    assert PAGE.read_text() == table.page()
