@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from prejit.runtime.bundle import Array, Config, Program, Segment, parse_shardin
 from prejit.runtime.errors import RejectError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.layout import Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,13 @@ class Layer:
         path: the file, for errors.
     """
 
-    content: mmap.mmap
+    content: Content
     path: str
 
     def unpack(self, segment: Segment) -> bytes:
         """A frame of a pack, decompressed: what is returned are the bytes that were verified."""
-        frame = self.content[
-            segment.offset : segment.offset + segment.size
-        ]  # a copy: nobody else's
+        # A copy: nobody else's.
+        frame = self.content[segment.offset : segment.offset + segment.size]
         return verify.unpack(frame, segment, self.path)
 
 

@@ -97,7 +97,7 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
         index, _ = loader.open_index(layout)
         [target, *_] = loader.match(layout, index, Fingerprint.current())
         manifest = loader.read_contents(layout, target).manifest
-        layers = loader.map_layers(layout, manifest)
+        layers = loader.check_blobs(layout, [manifest], None, keep=[manifest]).layers(manifest)
     for name, values in tensors(layers[bundle.WEIGHTS_MEDIA_TYPE]).items():
         if name.startswith("score:"):
             assert address(to_numpy(device.put(values))) == address(values)
