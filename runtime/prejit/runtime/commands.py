@@ -116,8 +116,6 @@ def verify(options: Namespace) -> int:
 
 def _verify(layout: Layout, index: format.Index, digest: str) -> tuple[str, int, int, int]:
     """Checks a bundle; gives its digest and the numbers of targets, programs and bytes."""
-    from prejit.runtime.programs import Layer
-
     targets = match(layout, index, Fingerprint.current())
     contents = [read_contents(layout, target) for target in targets]
     blobs = check_blobs(layout, [content.manifest for content in contents], receipts=None)
@@ -125,17 +123,18 @@ def _verify(layout: Layout, index: format.Index, digest: str) -> tuple[str, int,
     for content in contents:
         manifest, config = content.manifest, content.config
         layers = {
-            at.mediaType: Layer(layout.map_blob(at.digest, at.size), layout.blob_path(at.digest))
+            at.mediaType: (layout.map_blob(at.digest, at.size), layout.blob_path(at.digest))
             for at in manifest.layers
         }
         for media_type in (format.EXECUTABLES_MEDIA_TYPE, format.PORTABLE_MEDIA_TYPE):
-            pack = layers[media_type]
+            pack, pack_path = layers[media_type]
             for program in config.programs:
                 executables = media_type == format.EXECUTABLES_MEDIA_TYPE
                 segment = program.executable if executables else program.portable
-                if (pack.path, segment) not in unpacked:  # targets share portable programs
-                    pack.unpack(segment)
-                    unpacked.add((pack.path, segment))
+                if (pack_path, segment) not in unpacked:  # targets share portable programs
+                    frame = pack[segment.offset : segment.offset + segment.size]
+                    checks.unpack(frame, segment, pack_path)
+                    unpacked.add((pack_path, segment))
         for program in config.programs:
             for text in (*program.arguments, *program.results):
                 at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
@@ -143,13 +142,14 @@ def _verify(layout: Layout, index: format.Index, digest: str) -> tuple[str, int,
         read_kernels(layout, config, manifest)
         shapes: dict[str, tuple[int, ...]] = {}
         at_fault = layout.blob_path(manifest.config.digest)
-        if (weights := layers.get(format.WEIGHTS_MEDIA_TYPE)) is not None:
-            at_fault = weights.path
-            tensors = checks.check_weights(memoryview(weights.content), weights.path)
+        if format.WEIGHTS_MEDIA_TYPE in layers:
+            weights, at_fault = layers[format.WEIGHTS_MEDIA_TYPE]
+            tensors = checks.check_weights(memoryview(weights), at_fault)
             shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checks.check_weight_sets(config, shapes, at_fault)
-        if (chat := layers.get(format.CHAT_MEDIA_TYPE)) is not None:
-            checks.check_chat(bytes(chat.content), chat.path)
+        if format.CHAT_MEDIA_TYPE in layers:
+            templates, chat_path = layers[format.CHAT_MEDIA_TYPE]
+            checks.check_chat(bytes(templates), chat_path)
     programs = sum(len(content.config.programs) for content in contents)
     return digest, len(targets), programs, blobs.hashed_bytes
 

@@ -56,7 +56,9 @@ class Signatures:
         self._hidden = 0
         for program in config.programs:
             if program.kind == "embed":
-                self._hidden = _size(program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d+)\]')
+                self._hidden = _size(
+                    program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]'
+                )
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
 
@@ -80,7 +82,7 @@ class Signatures:
         row = f"int32[{batch}]"
         if program.kind == "decode":
             inputs = (f'["token"] {row}', f'["position"] {row}', f'["live"] {row}')
-            steps = _size(program.results[2:3], r'\["tokens"\] int32\[(\d+),\d+\]')
+            steps = _size(program.results[2:3], r'\["tokens"\] int32\[(\d{1,10}),\d+\]')
             chosen = self._chosen((steps, batch), "s")
             return (
                 (*inputs, '["steps"] int32[]', *sampling, f"{history} donated", *donated),

@@ -45,13 +45,14 @@ from prejit.runtime.signatures import (
 )
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
-MAX_WEIGHTS_HEADER_BYTES = 100 << 20
-"""As the safetensors library caps it."""
+MAX_WEIGHTS_HEADER_BYTES = 16 << 20
+"""A tensor takes about 120 bytes of it."""
 MAX_DIMENSIONS = 64
 """As NumPy caps them."""
 _LAYER_CAPS = {
     bundle.CHAT_MEDIA_TYPE: bundle.MAX_CHAT_BYTES,
     bundle.KERNELS_MEDIA_TYPE: bundle.MAX_KERNELS_BYTES,
+    bundle.TOKENIZER_MEDIA_TYPE: bundle.MAX_TOKENIZER_BYTES,
 }
 """Of those that are read whole."""
 
@@ -228,6 +229,18 @@ def _check_kernels(config: Config, path: str) -> None:
         raise RejectError(path, f"expected kernels for cpu, found {config.requirement.platform!r}")
     if not bundle.is_digest(kernels.digest):
         raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
+    if (features := bundle.KERNEL_LEVELS.get(kernels.level)) is None:
+        levels = ", ".join(bundle.KERNEL_LEVELS)
+        raise RejectError(
+            path, f"kernels: level: expected one of {levels}; found {kernels.level!r:.80}"
+        )
+    # The library uses them without asking the CPU: what lacks one would end in SIGILL.
+    if missing := sorted(set(features) - set(config.requirement.cpu_features)):
+        raise RejectError(
+            path,
+            f"kernels: expected all extensions of {kernels.level} in the requirement, found none of "
+            f"{', '.join(missing)}",
+        )
     names = kernels.handlers
     if not names or list(names) != sorted(set(names)):
         raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
@@ -486,7 +499,7 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
         raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
     data = 8 + header_size
     try:
-        header = json.loads(bytes(content[8:data]), object_pairs_hook=_each_key_once)
+        header = json.loads(bytes(content[8:data]), object_pairs_hook=bundle.each_key_once)
         slices = {
             name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
         }
@@ -556,13 +569,6 @@ def check_chat(content: bytes, path: str) -> Chat:
             if not name:
                 raise RejectError(path, "expected a name for each template and token, found none")
     return chat
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
-    return found
 
 
 def _slice(entry: dict[str, Any], data: int) -> TensorSlice:

@@ -227,7 +227,7 @@ def test_3_two_targets_of_one_name_cannot_lend_each_other_their_fit(
         ({"digest": "sha512:" + "0" * 128}, "expected a sha256 digest"),
         ({"digest": "sha256:../../../../etc/passwd"}, "expected a sha256 digest"),
         ({"digest": "sha256:" + "A" * 64}, "expected a sha256 digest"),
-        ({"size": bundle.MAX_MANIFEST_BYTES + 1}, "expected at most 1048576 bytes"),
+        ({"size": bundle.MAX_MANIFEST_BYTES + 1}, "expected at most 65536 bytes"),
         ({"size": -1}, "expected at most"),
         ({"size": 1}, "expected 1 bytes, found"),
     ],
@@ -504,11 +504,12 @@ def test_7_and_10_prejit_verify_reads_what_load_puts_off(
 GOLDEN = Path(__file__).parents[2] / "format"
 
 
-def golden_config(name: str) -> Any:
-    """Of a small bundle of today's format that lies in the repository, or of an earlier one."""
+def golden_config(name: str, wanted: str | None = None) -> Any:
+    """Of a target of a small bundle of any format that lies in the repository; None: of its only one."""
     with Layout(GOLDEN / name) as layout:
         index, _ = loader.open_index(layout)
-        [target] = loader.match(layout, index, Fingerprint.current())
+        targets = loader.match(layout, index, Fingerprint.current())
+        [target] = [target for target in targets if wanted in (None, target.name)]
         return loader.read_contents(layout, target).config
 
 
@@ -872,6 +873,51 @@ def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
         assert programs.arguments(name)
 
 
+@pytest.mark.parametrize("level", ["x86-64-v9", "x86-64", "", "x86-64-v3 ", "\u0661"])
+def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
+    config = golden_config("v4/kernels", "cpu-x86-64-v2")
+    with pytest.raises(RejectError, match="level: expected one of x86-64-v2"):
+        check(dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, level=level)))
+
+
+@pytest.mark.parametrize("level", bundle.KERNEL_LEVELS)
+def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
+    """Or their library would be mapped where its first instruction ends in SIGILL."""
+    config = golden_config("v4/kernels", "cpu-x86-64-v2")
+    features = bundle.KERNEL_LEVELS[level]
+
+    def with_features(kept: Any) -> Any:
+        needs = dataclasses.replace(config.requirement, cpu_features=tuple(sorted(kept)))
+        kernels = dataclasses.replace(config.kernels, level=level)
+        return dataclasses.replace(config, requirement=needs, kernels=kernels)
+
+    check(with_features(features))
+    check(with_features({*features, "gfni"}))
+    for missing in features:
+        with pytest.raises(RejectError, match=f"all extensions of {level} .*none of {missing}$"):
+            check(with_features(set(features) - {missing}))
+
+
+def test_7_levels_have_the_features_of_the_catalogue() -> None:
+    from prejit.runtime.target import catalogue
+
+    for level, features in bundle.KERNEL_LEVELS.items():
+        assert tuple(sorted(features)) == catalogue()[f"cpu-{level}"].cpu_features
+
+
+@pytest.mark.parametrize("dtype", ["foo", "finfo", "generic", "object_", "int", "str", "i4", "f4"])
+def test_7_an_array_of_no_dtype_of_jax_is_rejected(dtype: str) -> None:
+    with pytest.raises(RejectError, match="expected"):
+        verify.check_array(f'["x"] {dtype}[2]', None, PATH)
+
+
+@pytest.mark.parametrize("shape", ["2147483648", "99999999999", "1" + "0" * 5000])
+def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
+    verify.check_array('["x"] int8[2147483647,0]', None, PATH)
+    with pytest.raises(RejectError, match="expected"):
+        verify.check_array(f'["x"] int8[{shape}]', None, PATH)
+
+
 def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
     """With right digests everywhere, before anything is compiled."""
     from prejit.compiler.packaging import PackedTarget, assemble, layer
@@ -1187,7 +1233,7 @@ def test_10_empty_tensors_may_share_a_place_in_any_order() -> None:
         (
             b'{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]},'
             b'"a":{"dtype":"U8","shape":[64],"data_offsets":[64,128]}}',
-            "a key comes twice",
+            "key 'a' comes twice",
         ),
         (b'{"a":{"dtype":"U8","shape":[64],"shape":[64],"data_offsets":[0,64]}}', "comes twice"),
     ],
