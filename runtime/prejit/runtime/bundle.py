@@ -106,18 +106,16 @@ WEIGHTS_ALIGNMENT_BYTES = 64
 PLATFORMS = ("cpu", "cuda", "tpu")
 """What portable programs may be lowered for."""
 
-_V2 = (
-    *("64bit", "cmov", "crc32", "cx16", "cx8", "fxsr", "mmx", "popcnt", "sahf", "sse", "sse2"),
-    *("sse3", "sse4.1", "sse4.2", "ssse3"),
-)
 _V3 = (
-    *_V2,
-    *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
+    *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma", "fxsr"),
+    *("lzcnt", "mmx", "movbe", "popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1", "sse4.2"),
+    *("ssse3", "xsave"),
 )
 _V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
-KERNEL_LEVELS = {"x86-64-v2": _V2, "x86-64-v3": _V3, "x86-64-v4": _V4}
-"""The levels of x86-64 that native kernels are built for, and their extensions in LLVM's names: those of the
-catalogue's targets, which `load` has no time to read."""
+KERNEL_LEVELS = {"x86-64-v2": (), "x86-64-v3": _V3, "x86-64-v4": _V4}
+"""The levels of x86-64 that native kernels are built for, and the extensions, in LLVM's names, that the
+requirement of a target with such kernels must have: those of the catalogue, which `load` has no time to read.
+For v2 none: jaxlib's own wheels need AVX, so a machine that comes this far has all of v2."""
 
 DTYPES = (
     *("bool", "int1", "int2", "int4", "int8", "int16", "int32", "int64"),
