@@ -15,7 +15,7 @@ import numpy as np
 
 from prejit.runtime import compile_cache, verify
 from prejit.runtime.bundle import Array, Config, Program, Segment, parse_sharding
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import MismatchError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.layout import Content
@@ -129,12 +129,17 @@ class Programs:
     def _obtain(self, program: Program) -> tuple[Executable, str]:
         results = self.results(program.name)
         if self._executables is not None:
+            path = self._executables.path
             serialized = self._executables.unpack(program.executable)
-            return self._device.load(serialized, self._executables.path, results), "loaded"
+            executable = self._device.load(serialized, path, results)
+            self._check_signature(program, executable, path)
+            return executable, "loaded"
 
         def compile_here() -> Executable:
             portable = self._portable.unpack(program.portable)
-            return self._device.compile(portable, program.platforms or (), results)
+            executable = self._device.compile(portable, program.platforms or (), results)
+            self._check_signature(program, executable, self._portable.path)
+            return executable
 
         if self._device.in_cluster:
             # Processes of a cluster compile together: XLA shares out its autotuning among them. Who held
@@ -158,9 +163,42 @@ class Programs:
             if now:
                 return compiled[0], "compiled"
             try:
-                return self._device.load(serialized, self._portable.path, results), "cached"
-            except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
+                executable = self._device.load(serialized, self._portable.path, results)
+            except MismatchError:  # kept by another build of jaxlib, say
                 refused = serialized
+                continue
+            self._check_signature(program, executable, self._portable.path)
+            return executable, "cached"
+
+    def _check_signature(self, program: Program, executable: Executable, path: str) -> None:
+        """Compares what a program takes and gives with the program table, before anything is run.
+
+        Raises:
+            RejectError: they differ. XLA would refuse the arguments, or results be read as what they are not.
+        """
+        if (compiled := executable.signature()) is None:
+            return
+        verify.check_signature(
+            compiled.arguments,
+            compiled.results,
+            compiled.donated,
+            takes=[*self._of_weights(program.weights), *self.arguments(program.name)],
+            gives=self.results(program.name),
+            mesh=self._config.mesh,
+            path=f"{path}: {program.name}",
+        )
+
+    def _of_weights(self, name: str | None) -> list[Array]:
+        """The tensors of a weight set, as arguments."""
+        if name is None:
+            return []
+        shardings = self._config.weight_shardings or {}
+        return [
+            Array((tensor,), str(value.dtype), value.shape, False, split)
+            for tensor in self._config.weight_sets[name]
+            for value in (self._weights[tensor],)
+            for split in (parse_sharding(shardings.get(tensor, ""), value.ndim),)
+        ]
 
     @cached_property
     def _machine(self) -> Fingerprint:

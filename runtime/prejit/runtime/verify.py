@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import pairwise
@@ -434,6 +434,64 @@ def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh |
             raise ValueError(
                 f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
             )
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""dtype and shape of an array."""
+
+
+def check_signature(
+    arguments: Sequence[Shape],
+    results: Sequence[Shape],
+    donated: Collection[int],
+    *,
+    takes: Sequence[Array],
+    gives: Sequence[Array],
+    mesh: Mesh | None,
+    path: str,
+) -> None:
+    """9. A compiled program takes and gives what the program table says, and donates no more.
+
+    Args:
+        arguments: of the compiled program, on each device.
+        results: of it, likewise.
+        donated: numbers of the arguments whose memory it reuses.
+        takes: weights and arguments, as the weights layer and the program table have them.
+        gives: results, as the program table has them.
+        mesh: that splits them.
+        path: the program, for errors.
+    """
+    sides = (("arguments", arguments, takes), ("results", results, gives))
+    for what, compiled, table in sides:
+        if len(compiled) != len(table):
+            raise RejectError(
+                path, f"{what}: expected {len(table)}, as the table; found {len(compiled)}"
+            )
+        for place, (found, array) in enumerate(zip(compiled, table, strict=True)):
+            expected = array.dtype, _shard(array, mesh)
+            if found != expected:
+                raise RejectError(
+                    path,
+                    f"{what}[{place}]: expected {_spelled(expected)}, as the table; found {_spelled(found)}",
+                )
+    for place in sorted(donated):
+        if place >= len(takes) or not takes[place].donated:
+            raise RejectError(
+                path, f"arguments[{place}]: expected it kept, as the table; the program donates it"
+            )
+
+
+def _shard(array: Array, mesh: Mesh | None) -> tuple[int, ...]:
+    if mesh is None or not array.sharding:
+        return array.shape
+    sizes = {"": 1, "data": mesh.data, "tensor": mesh.tensor}
+    return tuple(
+        extent // sizes[axis] for extent, axis in zip(array.shape, array.sharding, strict=True)
+    )
+
+
+def _spelled(shape: Shape) -> str:
+    return f"{shape[0]}[{','.join(map(str, shape[1]))}]"
 
 
 def unpack(frame: bytes, segment: Segment, path: str) -> bytes:

@@ -1142,6 +1142,91 @@ def test_9_a_segment_that_points_elsewhere_is_rejected(
     reject(path, "expected")
 
 
+def lying_about(name: str, **lies: Any) -> Callable[[Any], Any]:
+    """A program table in which one program is another than its executable; all digests are right."""
+
+    def change(config: Any) -> Any:
+        return changed(config, name, **lies)
+
+    return change
+
+
+def other_weights(config: Any) -> Any:
+    sets = {"score": tuple(reversed(config.weight_sets["score"]))}
+    return dataclasses.replace(config, weight_sets=sets)
+
+
+def swapped(config: Any) -> Any:
+    one, other = program_of(config, "nest"), program_of(config, "tick")
+    config = changed(config, "nest", executable=other.executable, portable=other.portable)
+    return changed(config, "tick", executable=one.executable, portable=one.portable)
+
+
+X, Y = '["x"] float32[2,16]', "[] float32[2,4]"
+LIES = {
+    "another shape": (lying_about("score/b2", arguments=('["x"] float32[2,17]',)), "2,17"),
+    "another rank": (lying_about("score/b2", arguments=('["x"] float32[32]',)), r"float32\[32\]"),
+    "another dtype": (lying_about("score/b2", arguments=('["x"] int32[2,16]',)), "int32"),
+    "one too many": (lying_about("score/b2", arguments=(X, '["y"] float32[]')), "expected 4"),
+    "one too few": (lying_about("score/b2", arguments=()), "expected 2"),
+    "a larger result": (lying_about("score/b2", results=("[] float32[2,4000]",)), "2,4000"),
+    "a result of another dtype": (lying_about("score/b2", results=("[] int64[2,4]",)), "int64"),
+    "a result too many": (lying_about("score/b2", results=("[0] float32[2,4]",) * 2), "expected 2"),
+    "no result": (lying_about("score/b2", results=()), "expected 0"),
+    "no weights": (lying_about("score/b2", weights=None), "expected 1"),
+    "weights of another program": (lying_about("tick", weights="score"), "expected 2"),
+    "weights in another order": (other_weights, "expected float32"),
+    "another program's executable": (swapped, "expected"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("jaxlib", [None, "0.0.1"])
+def test_9_a_table_that_contradicts_its_executable_is_rejected(
+    lie: str, jaxlib: str | None, recipe: Any, tmp_path: Path, no_warnings_of_fallback: None
+) -> None:
+    """Loaded or compiled here: before anything runs, and never by an error of XLA's."""
+    change, complaint = LIES[lie]
+    path = recipe.only("cpu-host").configured(change).write(tmp_path / "bundle")
+    machine = Fingerprint.current()
+    machine = dataclasses.replace(machine, jaxlib=jaxlib or machine.jaxlib)
+    found = loader.load(path, fingerprint=machine)
+    assert found.matched == (jaxlib is None)
+    with pytest.raises(RejectError, match=rf"(score/b2|tick|nest): .*{complaint}"):
+        found.prepare()
+
+
+def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
+    """Or the weights would be gone after the first call."""
+    arrays = [bundle.Array.parse(X), bundle.Array.parse(f"{X} donated")]
+    shape = ("float32", (2, 16))
+
+    def check_with(donated: set[int]) -> None:
+        verify.check_signature(
+            [shape] * 2, [], donated, takes=arrays, gives=[], mesh=None, path=PATH
+        )
+
+    check_with(set())
+    check_with({1})
+    for donated in ({0}, {0, 1}, {2}):
+        with pytest.raises(RejectError, match="as the table; the program donates it"):
+            check_with(donated)
+
+
+def test_9_a_mesh_has_a_share_of_each_array_on_each_device() -> None:
+    split = bundle.Array.parse('["x"] float32[4,6] @data,tensor')
+
+    def check_with(*shape: int) -> None:
+        found = [("float32", shape)]
+        verify.check_signature(
+            found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path=PATH
+        )
+
+    check_with(2, 2)
+    with pytest.raises(RejectError, match=r"expected float32\[2,2\], as the table; found"):
+        check_with(4, 6)
+
+
 # 10. weights
 
 
