@@ -87,6 +87,9 @@ MAX_PROGRAM_BYTES = 1 << 30
 """One executable or portable program, decompressed."""
 MAX_CHAT_BYTES = 4 << 20
 """Published templates have some 10 kB."""
+MAX_JSON_ITEMS = 1 << 19
+"""Keys, and lists and objects, of a config or a header of weights: 15,000 programs or 100,000 tensors."""
+_SMALL_JSON_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 """Published tokenizers have up to 35 MB."""
 MAX_KERNELS_BYTES = 64 << 20
@@ -97,6 +100,8 @@ MAX_INTEGER = (1 << 63) - 1
 """Of any integer in a file."""
 MAX_SIZE = (1 << 31) - 1
 """Of a model or a bucket: tokens and positions are int32."""
+MAX_BATCH = 1 << 16
+"""Of a model's program: what a reader keeps for each row on the host must fit into memory."""
 CACHE_DTYPES = ("float32", "bfloat16")
 GAP_PREFIX = ".gap"
 """safetensors allows no holes: bytes between aligned tensors are tensors of this name."""
@@ -703,12 +708,35 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
     Raises:
         RejectError: not JSON, not canonical, a key missing, unknown or of another type.
     """
+    # Of canonical JSON, where nothing stands between these; strings hold few of them.
+    check_amount(content, (b'":',), (b":{", b",{", b"[{", b":[", b",[", b"[["), path)
     value, plain = _from_json(cls, content, path, None)
     if _dumps(plain) != content:
         raise RejectError(
             path, "expected canonical JSON (sorted keys, no spaces, no repeated keys)"
         )
     return value
+
+
+def check_amount(
+    content: bytes, keys: tuple[bytes, ...], containers: tuple[bytes, ...], path: str
+) -> None:
+    """Bounds what JSON takes as Python values: up to 30 bytes for each of its own, where it is all brackets.
+
+    Args:
+        content: JSON.
+        keys: what every key has at least one of.
+        containers: what every list and object has at least one of.
+        path: the file, for errors.
+
+    Raises:
+        RejectError: it has more than any bundle.
+    """
+    if len(content) <= _SMALL_JSON_BYTES:
+        return
+    for what, marks in (("keys", keys), ("lists and objects", containers)):
+        if (found := sum(map(content.count, marks))) > MAX_JSON_ITEMS:
+            raise RejectError(path, f"expected at most {MAX_JSON_ITEMS} {what}, found {found}")
 
 
 def from_any_json(cls: type[T], content: bytes, path: str) -> T:

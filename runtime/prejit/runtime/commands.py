@@ -136,9 +136,9 @@ def _verify(layout: Layout, index: format.Index, digest: str) -> tuple[str, int,
                     checks.unpack(frame, segment, pack_path)
                     unpacked.add((pack_path, segment))
         for program in config.programs:
-            for text in (*program.arguments, *program.results):
-                at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
-                checks.check_array(text, config.mesh, at)
+            at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
+            for texts in (program.arguments, program.results):
+                checks.check_arrays(texts, program.kind, config.mesh, at)
         read_kernels(layout, config, manifest)
         shapes: dict[str, tuple[int, ...]] = {}
         at_fault = layout.blob_path(manifest.config.digest)

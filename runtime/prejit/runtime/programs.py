@@ -313,7 +313,7 @@ class Programs:
     ) -> tuple[Array, ...]:
         if name not in known:
             at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
-            known[name] = tuple(verify.check_array(text, self._config.mesh, at) for text in texts)
+            known[name] = verify.check_arrays(texts, self.table[name].kind, self._config.mesh, at)
         return known[name]
 
     def obtained(self) -> dict[str, ProgramReport]:

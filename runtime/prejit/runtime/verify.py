@@ -6,13 +6,13 @@ what a later check is for. Each raises RejectError with the file at fault.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from itertools import pairwise
 from typing import Any
 
 import zstandard
@@ -47,6 +47,8 @@ from prejit.runtime.signatures import (
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
 MAX_WEIGHTS_HEADER_BYTES = 16 << 20
 """A tensor takes about 120 bytes of it."""
+MAX_PATH_KEYS = 256
+"""Of an argument or result: how deep a tree may be, which is walked by recursion."""
 MAX_DIMENSIONS = 64
 """As NumPy caps them."""
 _LAYER_CAPS = {
@@ -326,9 +328,10 @@ def _check_programs(config: Config, path: str) -> None:
             expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
             raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
         for size, value in bucket.items():
-            if not 0 < value <= bundle.MAX_SIZE:
+            most = bundle.MAX_BATCH if size in ("batch", "source_batch") else bundle.MAX_SIZE
+            if not 0 < value <= most:
                 raise RejectError(
-                    path, f"{name}: {size}: expected 1 to {bundle.MAX_SIZE}, found {value!r:.80}"
+                    path, f"{name}: {size}: expected 1 to {most}, found {value!r:.80}"
                 )
         key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
         if key in seen:
@@ -360,8 +363,12 @@ def _check_decoder(config: Config, path: str) -> None:
         raise RejectError(path, "expected a decode program for the decoder, found none")
     batches = sorted({batch for batch, _ in buckets["decode"]})
     contexts = sorted({context for _, context in buckets["decode"]})
-    grid = {(batch, context) for batch in batches for context in contexts}
-    for kind in ("decode", "prefill", "verify"):
+    # No more than there are programs: a forged table could have a grid that fits into no memory.
+    for place, (batch, context) in enumerate(itertools.product(batches, contexts)):
+        if place > len(buckets["decode"]) or (batch, context) not in buckets["decode"]:
+            raise RejectError(path, f"decode of batch {batch} and context {context}: expected one")
+    grid = buckets["decode"]
+    for kind in ("prefill", "verify"):
         if kind == "verify" and not buckets[kind]:
             continue
         for batch, context in sorted(grid ^ buckets[kind]):
@@ -377,7 +384,7 @@ def _check_decoder(config: Config, path: str) -> None:
     copies |= {
         (batch, longer, batch, shorter)
         for batch in batches
-        for shorter, longer in pairwise(contexts)
+        for shorter, longer in itertools.pairwise(contexts)
     }
     for batch, context, source_batch, source_context in sorted(copies - buckets["copy"]):
         raise RejectError(
@@ -390,6 +397,7 @@ def _check_decoder(config: Config, path: str) -> None:
 def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
     """Each bucket has three programs, called by their names; layers are alike but for their weights."""
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
+    layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:
         if program.kind not in ENCODER_KINDS:
             continue
@@ -398,7 +406,7 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
         if program.name != expected:
             raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
         buckets[program.kind].add((batch, length))
-        if program.kind == "layer" and program.weights not in encoder.layers:
+        if program.kind == "layer" and program.weights not in layers:
             raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
     every = set[tuple[int, int]]().union(*buckets.values())
     if not every:
@@ -406,10 +414,10 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
     for kind in ENCODER_KINDS:
         for batch, length in sorted(every - buckets[kind]):
             raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
-    for name in encoder.layers:
+    for name in layers:
         if name not in config.weight_sets:
             raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
-    counts = {len(config.weight_sets[name]) for name in encoder.layers}
+    counts = {len(config.weight_sets[name]) for name in layers}
     if len(counts) > 1:
         raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
 
@@ -425,6 +433,24 @@ def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     except ValueError as error:
         raise RejectError(path, str(error)) from error
     return array
+
+
+def check_arrays(
+    texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
+) -> tuple[Array, ...]:
+    """7. As `check_array`, of all arguments or results of a program; of `call` their paths are a tree."""
+    arrays = tuple(check_array(text, mesh, path) for text in texts)
+    if kind != "call":  # whose texts were compared whole
+        return arrays
+    paths = [array.path for array in arrays]
+    if (longest := max(map(len, paths), default=0)) > MAX_PATH_KEYS:
+        raise RejectError(path, f"expected at most {MAX_PATH_KEYS} keys in a path, found {longest}")
+    inner = {at[:place] for at in paths for place in range(len(at))}
+    if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
+        raise RejectError(
+            path, "expected paths of a tree, found one twice or one inside of another"
+        )
+    return arrays
 
 
 def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
@@ -556,8 +582,10 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     if not 0 < header_size <= min(MAX_WEIGHTS_HEADER_BYTES, len(content) - 8):
         raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
     data = 8 + header_size
+    text = bytes(content[8:data])
+    bundle.check_amount(text, (b":",), (b"[", b"{"), path)
     try:
-        header = json.loads(bytes(content[8:data]), object_pairs_hook=bundle.each_key_once)
+        header = json.loads(text, object_pairs_hook=bundle.each_key_once)
         slices = {
             name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
         }
@@ -588,7 +616,7 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
         if missing := [tensor for tensor in members if tensor not in shapes]:
             raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
     layers = () if config.encoder is None else config.encoder.layers
-    for name in layers:
+    for name in dict.fromkeys(layers):
         for first, other in zip(
             config.weight_sets[layers[0]], config.weight_sets[name], strict=True
         ):

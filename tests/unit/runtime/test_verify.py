@@ -873,6 +873,21 @@ def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
         assert programs.arguments(name)
 
 
+@pytest.mark.parametrize(
+    "paths",
+    [
+        *(['["a"]', '["a"]'], ['["a"]', '["a","b"]'], ["[]", "[0]"], ["[]", "[]"]),
+        *(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"]),
+    ],
+)
+def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) -> None:
+    """They would end in an AttributeError when the results are put together, or in too deep a recursion."""
+    with pytest.raises(RejectError, match=r"of a tree|keys in a path"):
+        verify.check_arrays([f"{path} int8[]" for path in paths], "call", None, PATH)
+    for path in paths[: len(paths[0]) < 99]:
+        verify.check_arrays([f"{path} int8[]"], "call", None, PATH)
+
+
 @pytest.mark.parametrize("level", ["x86-64-v9", "x86-64", "", "x86-64-v3 ", "\u0661"])
 def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
     config = golden_config("v4/kernels", "cpu-x86-64-v2")
