@@ -137,6 +137,51 @@ def test_nothing_takes_more_memory_than_this_before_it_is_refused(
     assert int(megabytes) < limit
 
 
+GENERATE = """
+import sys, warnings
+from prejit.runtime import RejectError, load
+
+warnings.simplefilter("ignore")
+bundle = load(sys.argv[1])
+try:
+    bundle.generate([1] * 20, max_new_tokens=4)
+except RejectError as error:
+    print(error)
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print(int(peak) >> 10)
+"""
+
+
+def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python: Any) -> None:
+    """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
+    from prejit.compiler.packaging import PackedTarget, assemble, layer
+
+    with Layout(GOLDEN / "v3" / "decoder") as layout:
+        index, _ = loader.open_index(layout)
+        [target] = loader.match(layout, index, Fingerprint.current())
+        contents = loader.read_contents(layout, target)
+        layers = tuple(
+            layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
+            for kept in contents.manifest.layers
+        )
+    text = bundle.to_json(contents.config).decode()
+    for name in ("context", "source_context"):
+        text = text.replace(f'"{name}":32', f'"{name}":{1 << 26}')
+    text = text.replace(",2,32,4]", f",2,{1 << 26},4]").replace('"format":3', '"format":4')
+    config = bundle.from_json(Config, text.encode(), PATH)
+    content, blobs = assemble("decoder", [PackedTarget(config, layers)])
+    path = tmp_path / "bundle"
+    (path / "blobs" / "sha256").mkdir(parents=True)
+    for digest, blob in blobs.items():
+        file = path / "blobs" / "sha256" / digest.removeprefix("sha256:")
+        file.write_bytes(blob if isinstance(blob, bytes) else blob.read_bytes())
+    (path / "oci-layout").write_bytes(bundle.OCI_LAYOUT)
+    (path / "index.json").write_bytes(content)
+    told, megabytes = run_python(GENERATE, path).stdout.splitlines()
+    assert "expected float32[1,2,67108864,4], as the table; found float32[1,2,32,4]" in told
+    assert int(megabytes) < 1000
+
+
 # Time
 
 
