@@ -31,7 +31,7 @@ FUNCTIONS = {
         "read_manifest": "bundle",
         "_read_config": "bundle",
         "check_blobs": "bundle",
-        "map_layers": "bundle",
+        "Blobs.layers": "bundle",
         "load": "other",
     },
     "prejit.runtime.fingerprint": {"Fingerprint.current": "bundle"},

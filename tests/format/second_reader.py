@@ -141,8 +141,15 @@ def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -
     assert library.startswith(b"\x7fELF")
     assert kernels.keys() == {"digest", "level", "compiler", "handlers"}
     assert kernels["digest"] == digest_of(library)
+    assert set(LEVELS[kernels["level"]]) <= set(config["requirement"]["cpu_features"])
     assert kernels["handlers"] == sorted(set(kernels["handlers"]))
     assert all(f"prejit_{name}\0".encode() in library for name in kernels["handlers"])
+
+
+V3 = "64bit avx avx2 bmi bmi2 cmov crc32 cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3"
+V3 += " sse4.1 sse4.2 ssse3 xsave"
+V4 = f"{V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+LEVELS = {"x86-64-v2": [], "x86-64-v3": V3.split(), "x86-64-v4": V4.split()}
 
 
 BUCKETS = {

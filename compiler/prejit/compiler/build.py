@@ -186,6 +186,7 @@ def build(
             own.append(packaging.kernels_layer(library, inputs.cache))
         packed.append(PackedTarget(config, (*own, *layers)))
     index, blobs = packaging.assemble(inputs.manifest.bundle.name, packed)
+    packaging.check_readable(index, blobs)
     path = output / inputs.manifest.bundle.name
     current = is_current(path, index)
     if not current:

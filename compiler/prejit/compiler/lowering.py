@@ -35,10 +35,10 @@ from prejit.compiler.sampling import (
     sample_each,
     sampling_shapes,
 )
-from prejit.compiler.shape_string import DTYPES, parse_shape
+from prejit.compiler.shape_string import parse_shape
 from prejit.compiler.specs import ProgramSpec
 from prejit.compiler.user_code import UserModules
-from prejit.runtime.bundle import MESH_AXES, Array, Mesh
+from prejit.runtime.bundle import DTYPES, MESH_AXES, Array, Mesh
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.target import PLATFORMS
 

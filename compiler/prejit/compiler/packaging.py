@@ -12,7 +12,7 @@ import numpy as np
 
 from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import Config, Descriptor, Manifest, Segment
-from prejit.runtime.errors import BuildError
+from prejit.runtime.errors import BuildError, RejectError
 
 if TYPE_CHECKING:  # what compiles kernels does not decide what is packed
     from prejit.compiler.cache import BlobWriter, Cache
@@ -213,3 +213,30 @@ def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[st
             )
         )
     return bundle.encode_index(name, tuple(descriptors)), blobs
+
+
+def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
+    """Checks the tables of a bundle as `load` will, so that no build makes what nobody reads.
+
+    Args:
+        index: as `assemble` gives it, as the blobs.
+        blobs: by digest.
+
+    Raises:
+        BuildError: a layer or a table is larger than readers take, or contradicts itself.
+    """
+    path = "index.json"
+    try:
+        read = verify.check_index(index, path)
+        for descriptor in read.manifests:
+            target, needs = verify.target_of(descriptor, path)
+            content = blobs[descriptor.digest]
+            assert isinstance(content, bytes)
+            manifest = verify.check_manifest(content, target)
+            config = blobs[manifest.config.digest]
+            assert isinstance(config, bytes)
+            written = read.annotations[bundle.BUNDLE_FORMAT]
+            table = verify.check_config(config, written, target, needs, target)
+            verify.check_kernels_layer(table, manifest, target)
+    except RejectError as error:
+        raise BuildError(f"no reader would take this bundle: {error}") from error

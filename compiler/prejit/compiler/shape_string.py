@@ -6,26 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from prejit.compiler.wording import did_you_mean, shown
+from prejit.runtime.bundle import DTYPES
 from prejit.runtime.errors import ManifestError
-
-DTYPES = (
-    *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
-    *("uint2", "uint4", "uint8", "uint16", "uint32", "uint64"),
-    *(
-        "float4_e2m1fn",
-        "float8_e3m4",
-        "float8_e4m3",
-        "float8_e4m3b11fnuz",
-        "float8_e4m3fn",
-    ),
-    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
-)
-"""NumPy's and ml_dtypes' names of the element types that programs take and give.
-
-jax has int1, uint1, float6_e2m3fn and float6_e3m2fn as well. XLA:CPU takes the first two for bool, and the
-others end the process.
-"""
 
 MAX_SIZE = 2**31 - 1
 """The largest bucket and the largest extent of an array: XLA indexes with 32 bits in places."""

@@ -39,7 +39,7 @@ from prejit.runtime.bench_report import (
 from prejit.runtime.bundle import Program
 from prejit.runtime.decoder_programs import DecoderPrograms
 from prejit.runtime.encode import EncoderPrograms
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import ProcessError
 from prejit.runtime.executable import DeviceArray, to_numpy
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.generate import Generation, run
@@ -703,8 +703,9 @@ def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "prejit.runtime.bench_child", given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UsageError(
-            f"{setup.path}: a fresh process ended with {done.returncode}: {done.stderr[-500:]}",
+        raise ProcessError(
+            f"{setup.path}: a fresh process ended with {done.returncode}: {done.stderr[-500:].strip()}",
+            done.returncode,
             hint="`prejit generate` or `prejit call` on this bundle may say more",
         )
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

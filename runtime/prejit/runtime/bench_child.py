@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from prejit.runtime import Fingerprint, load
+from prejit.runtime.errors import PrejitError
 from prejit.runtime.process import peak_memory_bytes, private_memory_bytes, seconds_since_exec
 
 
@@ -63,4 +64,8 @@ def use_once(
 
 
 if __name__ == "__main__":
-    print(json.dumps(use_once(**json.loads(sys.argv[1]))))
+    try:
+        print(json.dumps(use_once(**json.loads(sys.argv[1]))))
+    except PrejitError as error:
+        print(error.describe(), file=sys.stderr)
+        sys.exit(error.exit_code)

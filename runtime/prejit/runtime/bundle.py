@@ -19,9 +19,11 @@ import contextlib
 import hashlib
 import json
 import re
+import reprlib
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -78,18 +80,28 @@ REQUIREMENT = "dev.prejit.requirement"
 
 # Caps on what is read before anything is trusted. Generous: 10,000 programs make a config of 10 MB.
 MAX_INDEX_BYTES = 4 << 20
-MAX_MANIFEST_BYTES = 1 << 20
-MAX_CONFIG_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 10
+"""A manifest has some 3 kB."""
+MAX_CONFIG_BYTES = 16 << 20
 MAX_PROGRAM_BYTES = 1 << 30
 """One executable or portable program, decompressed."""
 MAX_CHAT_BYTES = 4 << 20
 """Published templates have some 10 kB."""
+MAX_JSON_ITEMS = 1 << 19
+"""Keys, and lists and objects, of a config or a header of weights: 15,000 programs or 100,000 tensors."""
+_SMALL_JSON_BYTES = 1 << 20
+MAX_TOKENIZER_BYTES = 128 << 20
+"""Published tokenizers have up to 35 MB."""
 MAX_KERNELS_BYTES = 64 << 20
 """Libraries of kernels have some 600 kB, most of it libstdc++."""
 MAX_MESH_DEVICES = 1 << 12
 """XLA:CPU makes as many devices as it is told, each with threads of its own; of 2**14 it does not return."""
+MAX_INTEGER = (1 << 63) - 1
+"""Of any integer in a file."""
 MAX_SIZE = (1 << 31) - 1
 """Of a model or a bucket: tokens and positions are int32."""
+MAX_BATCH = 1 << 16
+"""Of a model's program: what a reader keeps for each row on the host must fit into memory."""
 CACHE_DTYPES = ("float32", "bfloat16")
 GAP_PREFIX = ".gap"
 """safetensors allows no holes: bytes between aligned tensors are tensors of this name."""
@@ -98,6 +110,30 @@ WEIGHTS_ALIGNMENT_BYTES = 64
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """What portable programs may be lowered for."""
+
+_V3 = (
+    *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma", "fxsr"),
+    *("lzcnt", "mmx", "movbe", "popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1", "sse4.2"),
+    *("ssse3", "xsave"),
+)
+_V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
+KERNEL_LEVELS = {"x86-64-v2": (), "x86-64-v3": _V3, "x86-64-v4": _V4}
+"""The levels of x86-64 that native kernels are built for, and the extensions, in LLVM's names, that the
+requirement of a target with such kernels must have: those of the catalogue, which `load` has no time to read.
+For v2 none: jaxlib's own wheels need AVX, so a machine that comes this far has all of v2."""
+
+DTYPES = (
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+    *("uint2", "uint4", "uint8", "uint16", "uint32", "uint64"),
+    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+)
+"""NumPy's and ml_dtypes' names of the element types that programs take and give.
+
+jax has int1, uint1, float6_e2m3fn and float6_e3m2fn as well. XLA:CPU takes the first two for bool, and the
+others end the process.
+"""
 
 KERNEL_PREFIX = "prejit_"
 """Of the names that a library exports its kernels by."""
@@ -210,14 +246,16 @@ class Array:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             path, end = json.JSONDecoder().raw_decode(text)
             match = re.fullmatch(
-                r" ([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]( donated)?(?: @([a-z,]+))?", text[end:]
+                r" ([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?",
+                text[end:],
             )
             if match is not None and all(type(key) in (str, int) for key in path):
                 shape = tuple(map(int, match[2].split(","))) if match[2] else ()
                 split = parse_sharding(match[4] or "", len(shape))
-                array = cls(tuple(path), match[1], shape, match[3] is not None, split)
+                if match[1] in DTYPES and max(shape, default=0) <= MAX_SIZE:
+                    array = cls(tuple(path), match[1], shape, match[3] is not None, split)
         if array is None or str(array) != text:  # one spelling, as everywhere in the format
-            raise ValueError(f"expected '[path] dtype[shape]', found {text!r:.80}")
+            raise ValueError(f"expected '[path] dtype[shape]', found {text[:80]!r:.80}")
         return array
 
 
@@ -458,7 +496,8 @@ class Chat:
     special_tokens: dict[str, str]
 
 
-_VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
+# Of `\d+(\.[0-9A-Za-z]+)*([.+-][0-9A-Za-z.]+)?`, spelled so that no text is tried in several ways.
+_VERSION = r"\d+(?:\.[0-9A-Za-z.]+|(?:\.[0-9A-Za-z]+)*[+-][0-9A-Za-z.]+)?"
 _AXIS_FORMS = {
     # field of Requirement and of Fingerprint: (what it looks like, an example)
     "platform": (r"[a-z]+", "cpu"),
@@ -489,7 +528,7 @@ def check_axes(value: Requirement | Any) -> None:
         found = getattr(value, name)
         for item in found if isinstance(found, tuple) else (found,):
             if item is not None and not re.fullmatch(form, str(item), re.ASCII):
-                raise ValueError(f"{name}: expected the form of {example!r}, found {item!r:.80}")
+                raise ValueError(f"{name}: expected the form of {example!r}, found {_shown(item)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -672,19 +711,84 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
     Raises:
         RejectError: not JSON, not canonical, a key missing, unknown or of another type.
     """
+    # Of canonical JSON, where nothing stands between these; strings hold few of them.
+    check_amount(content, (b'":',), (b":{", b",{", b"[{", b":[", b",[", b"[["), path)
+    value, plain = _from_json(cls, content, path, None)
+    if _dumps(plain) != content:
+        raise RejectError(
+            path, "expected canonical JSON (sorted keys, no spaces, no repeated keys)"
+        )
+    return value
+
+
+def check_amount(
+    content: bytes, keys: tuple[bytes, ...], containers: tuple[bytes, ...], path: str
+) -> None:
+    """Bounds what JSON takes as Python values: up to 30 bytes for each of its own, where it is all brackets.
+
+    Args:
+        content: JSON.
+        keys: what every key has at least one of.
+        containers: what every list and object has at least one of.
+        path: the file, for errors.
+
+    Raises:
+        RejectError: it has more than any bundle.
+    """
+    if len(content) <= _SMALL_JSON_BYTES:
+        return
+    for what, marks in (("keys", keys), ("lists and objects", containers)):
+        if (found := sum(map(content.count, marks))) > MAX_JSON_ITEMS:
+            raise RejectError(path, f"expected at most {MAX_JSON_ITEMS} {what}, found {found}")
+
+
+def from_any_json(cls: type[T], content: bytes, path: str) -> T:
+    """Reads JSON as a dataclass, as `from_json`, but spelled as a person or their tools like it.
+
+    Keys may come in any order, with white space between; no key may come twice.
+
+    Raises:
+        RejectError: not JSON, a key missing, unknown, repeated or of another type.
+    """
+    value, _ = _from_json(cls, content, path, each_key_once)
+    return value
+
+
+def _from_json(
+    cls: type[T], content: bytes, path: str, pairs_hook: Callable[[Any], Any] | None
+) -> tuple[T, Any]:
     try:
-        plain = json.loads(content)
+        plain = json.loads(content, object_pairs_hook=pairs_hook)
     except (ValueError, RecursionError) as error:
         raise RejectError(path, f"expected JSON: {error}") from error
     try:
         value: T = _reader(typing.cast(Any, cls))(plain, (None, "$"))
     except (TypeError, ValueError) as error:
         raise RejectError(path, str(error)) from error
-    if _dumps(plain) != content:
-        raise RejectError(
-            path, "expected canonical JSON (sorted keys, no spaces, no repeated keys)"
-        )
-    return value
+    return value, plain
+
+
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs, for `object_pairs_hook`.
+
+    Raises:
+        ValueError: a key comes twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {_shown(twice)} comes twice")
+    return found
+
+
+_LIMITED = reprlib.Repr()
+_LIMITED.maxlevel = 2
+_LIMITED.maxstring = _LIMITED.maxlong = _LIMITED.maxother = 80
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: short, however large or deep it is."""
+    return f"{_LIMITED.repr(value):.80}"
 
 
 def _dumps(plain: Any) -> bytes:
@@ -742,7 +846,11 @@ def _reader(kind: Any) -> Callable[[Any, _Where], Any]:
 
     def read(value: Any, where: _Where) -> Any:
         if type(value) is not kind:  # `type is`, not isinstance: True is no integer here
-            raise TypeError(f"{_spell(where)}: expected {kind.__name__}, found {value!r:.80}")
+            raise TypeError(f"{_spell(where)}: expected {kind.__name__}, found {_shown(value)}")
+        if kind is int and not -MAX_INTEGER <= value <= MAX_INTEGER:
+            raise ValueError(
+                f"{_spell(where)}: expected an integer of 64 bits, found {_shown(value)}"
+            )
         return value
 
     return read
@@ -755,7 +863,7 @@ def _union_reader(kind: Any, options: list[Any]) -> Callable[[Any, _Where], Any]
         for option in options:
             if not isinstance(option, type) or is_dataclass(option) or type(value) is option:
                 return _reader(typing.cast(Any, option))(value, where)
-        raise TypeError(f"{_spell(where)}: expected {kind}, found {value!r:.80}")
+        raise TypeError(f"{_spell(where)}: expected {kind}, found {_shown(value)}")
 
     return read
 
@@ -765,7 +873,7 @@ def _list_reader(item: Any) -> Callable[[Any, _Where], Any]:
 
     def read(value: Any, where: _Where) -> Any:
         if type(value) is not list:
-            raise TypeError(f"{_spell(where)}: expected a list, found {value!r:.80}")
+            raise TypeError(f"{_spell(where)}: expected a list, found {_shown(value)}")
         if item is str and all(type(one) is str for one in value):
             return tuple(value)
         return tuple(read_item(one, (where, i)) for i, one in enumerate(value))
@@ -778,7 +886,7 @@ def _object_reader(item: Any) -> Callable[[Any, _Where], Any]:
 
     def read(value: Any, where: _Where) -> Any:
         if type(value) is not dict:
-            raise TypeError(f"{_spell(where)}: expected an object, found {value!r:.80}")
+            raise TypeError(f"{_spell(where)}: expected an object, found {_shown(value)}")
         return {key: read_item(one, (where, key)) for key, one in value.items()}
 
     return read
@@ -792,9 +900,9 @@ def _dataclass_reader(kind: Any) -> Callable[[Any, _Where], Any]:
 
     def read(value: Any, where: _Where) -> Any:
         if type(value) is not dict:
-            raise TypeError(f"{_spell(where)}: expected an object, found {value!r:.80}")
+            raise TypeError(f"{_spell(where)}: expected an object, found {_shown(value)}")
         if unknown := value.keys() - readers.keys():
-            raise TypeError(f"{_spell(where)}: unknown key {min(unknown)!r}")
+            raise TypeError(f"{_spell(where)}: unknown key {_shown(min(unknown))}")
         return kind(**{key: readers[key](one, (where, key)) for key, one in value.items()})
 
     return read

@@ -19,12 +19,15 @@ from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import (
+    Contents,
+    Target,
     check_blobs,
     load,
     match,
     open_index,
     read_contents,
     read_kernels,
+    read_whole,
 )
 from prejit.runtime.process import seconds_since_exec
 from prejit.runtime.tables import accuracy_table, forms_table, size, table
@@ -37,10 +40,14 @@ if TYPE_CHECKING:
 
 def inspect(options: Namespace) -> int:
     """What a bundle holds."""
-    with Layout(options.bundle) as layout:
-        index, digest = open_index(layout)
+
+    def read(
+        layout: Layout, index: format.Index, digest: str
+    ) -> tuple[str, tuple[Target, ...], list[Contents]]:
         targets = match(layout, index, Fingerprint.current())
-        contents = [read_contents(layout, target) for target in targets]
+        return digest, targets, [read_contents(layout, target) for target in targets]
+
+    digest, targets, contents = read_whole(options.bundle, read)
     if options.json:
         described = [
             {
@@ -94,49 +101,56 @@ def inspect(options: Namespace) -> int:
 def verify(options: Namespace) -> int:
     """Checks every byte: digests of all blobs, every frame of every pack, each line of each table."""
     started = time.perf_counter()
-    with Layout(options.bundle) as layout:
-        index, digest = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
-        contents = [read_contents(layout, target) for target in targets]
-        hashed = check_blobs(layout, [c.manifest for c in contents], receipts=None)
-        programs = 0
-        for content in contents:
-            manifest, config = content.manifest, content.config
-            for media_type in (format.EXECUTABLES_MEDIA_TYPE, format.PORTABLE_MEDIA_TYPE):
-                layer = manifest.layer(media_type)
-                packed = layout.read_blob(layer.digest, layer.size)
-                for program in config.programs:
-                    executables = media_type == format.EXECUTABLES_MEDIA_TYPE
-                    segment = program.executable if executables else program.portable
-                    frame = packed[segment.offset : segment.offset + segment.size]
-                    checks.unpack(frame, segment, layout.blob_path(layer.digest))
-            for program in config.programs:
-                for text in (*program.arguments, *program.results):
-                    at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
-                    checks.check_array(text, config.mesh, at)
-            programs += len(config.programs)
-            read_kernels(layout, config, manifest)
-            shapes: dict[str, tuple[int, ...]] = {}
-            weights = manifest.config
-            if manifest.has_layer(format.WEIGHTS_MEDIA_TYPE):
-                weights = manifest.layer(format.WEIGHTS_MEDIA_TYPE)
-                mapped = layout.map_blob(weights.digest, weights.size)
-                tensors = checks.check_weights(memoryview(mapped), layout.blob_path(weights.digest))
-                shapes = {name: tensor.shape for name, tensor in tensors.items()}
-            checks.check_weight_sets(config, shapes, layout.blob_path(weights.digest))
-            if manifest.has_layer(format.CHAT_MEDIA_TYPE):
-                chat = manifest.layer(format.CHAT_MEDIA_TYPE)
-                templates = layout.read_blob(chat.digest, chat.size)
-                checks.check_chat(templates, layout.blob_path(chat.digest))
+    digest, targets, programs, hashed = read_whole(options.bundle, _verify)
     seconds = time.perf_counter() - started
     if options.json:
-        found = {"digest": digest, "targets": len(targets), "programs": programs, "bytes": hashed}
+        found = {"digest": digest, "targets": targets, "programs": programs, "bytes": hashed}
         return _print_json({**found, "seconds": round(seconds, 3)})
     print(
-        f"{options.bundle}: ok: {len(targets)} targets, {programs} programs, {size(hashed)} hashed "
+        f"{options.bundle}: ok: {targets} targets, {programs} programs, {size(hashed)} hashed "
         f"in {seconds:.1f} s\n{digest}"
     )
     return 0
+
+
+def _verify(layout: Layout, index: format.Index, digest: str) -> tuple[str, int, int, int]:
+    """Checks a bundle; gives its digest and the numbers of targets, programs and bytes."""
+    targets = match(layout, index, Fingerprint.current())
+    contents = [read_contents(layout, target) for target in targets]
+    blobs = check_blobs(layout, [content.manifest for content in contents], receipts=None)
+    unpacked = set[tuple[str, format.Segment]]()
+    for content in contents:
+        manifest, config = content.manifest, content.config
+        layers = {
+            at.mediaType: (layout.map_blob(at.digest, at.size), layout.blob_path(at.digest))
+            for at in manifest.layers
+        }
+        for media_type in (format.EXECUTABLES_MEDIA_TYPE, format.PORTABLE_MEDIA_TYPE):
+            pack, pack_path = layers[media_type]
+            for program in config.programs:
+                executables = media_type == format.EXECUTABLES_MEDIA_TYPE
+                segment = program.executable if executables else program.portable
+                if (pack_path, segment) not in unpacked:  # targets share portable programs
+                    frame = pack[segment.offset : segment.offset + segment.size]
+                    checks.unpack(frame, segment, pack_path)
+                    unpacked.add((pack_path, segment))
+        for program in config.programs:
+            at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
+            for texts in (program.arguments, program.results):
+                checks.check_arrays(texts, program.kind, config.mesh, at)
+        read_kernels(layout, config, manifest)
+        shapes: dict[str, tuple[int, ...]] = {}
+        at_fault = layout.blob_path(manifest.config.digest)
+        if format.WEIGHTS_MEDIA_TYPE in layers:
+            weights, at_fault = layers[format.WEIGHTS_MEDIA_TYPE]
+            tensors = checks.check_weights(memoryview(weights), at_fault)
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        checks.check_weight_sets(config, shapes, at_fault)
+        if format.CHAT_MEDIA_TYPE in layers:
+            templates, chat_path = layers[format.CHAT_MEDIA_TYPE]
+            checks.check_chat(bytes(templates), chat_path)
+    programs = sum(len(content.config.programs) for content in contents)
+    return digest, len(targets), programs, blobs.hashed_bytes
 
 
 def fingerprint(options: Namespace) -> int:

@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED = 6, 11, 0x6FFFFFFE
@@ -16,6 +17,9 @@ _DT_NEEDED = 1
 _HEADER_BYTES = 64
 """Of an Elf64_Shdr."""
 _STB_LOCAL, _SHN_UNDEF = 0, 0
+_MAX_ENTRIES = 1 << 16
+"""In each table that is read. Libraries of kernels have some hundred."""
+_MAX_NAME_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class SharedLibrary:
     @property
     def glibc(self) -> str | None:
         """The oldest glibc that has all of its symbols; None: it wants none of glibc."""
-        found = [re.fullmatch(r"GLIBC_(\d+(?:\.\d+)*)", version) for version in self.versions]
+        form = r"GLIBC_(\d{1,9}(?:\.\d{1,9})*)"
+        found = [re.fullmatch(form, version) for version in self.versions]
         numbers = [match[1] for match in found if match is not None]
         return max(numbers, key=lambda text: tuple(map(int, text.split("."))), default=None)
 
@@ -55,7 +60,7 @@ def read_shared_library(content: bytes) -> SharedLibrary:
     """
     try:
         return _read(content)
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, OverflowError) as error:
         raise ValueError(f"not a whole ELF file: {error}") from error
 
 
@@ -67,30 +72,42 @@ def _read(content: bytes) -> SharedLibrary:
     size, count = struct.unpack_from("<HH", content, 58)
     if size != _HEADER_BYTES:
         raise ValueError(f"not an ELF file: section headers of {size} bytes")
+    if start + size * count > len(content):
+        raise ValueError("not a whole ELF file: its section headers end behind it")
     sections = []
     for place in range(count):
         at = start + place * size
         kind, offset, length, link = struct.unpack_from("<4xI16xQQI", content, at)
         sections.append(_Section(kind, view[offset : offset + length], link))
-    needed, exported, versions = [], [], []
+    found: dict[int, list[str]] = {}
     for section in sections:
-        if section.kind not in (_SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED):
+        if section.kind not in _READERS:
             continue
-        names = bytes(sections[section.strings].content)
-        if section.kind == _SHT_DYNAMIC:
-            for tag, value in struct.iter_unpack("<QQ", section.content):
-                if tag == _DT_NEEDED:
-                    needed.append(_text(names, value))
-        elif section.kind == _SHT_DYNSYM:
-            for name, info, _, defined_in, _, _ in struct.iter_unpack("<IBBHQQ", section.content):
-                if defined_in != _SHN_UNDEF and info >> 4 != _STB_LOCAL:
-                    exported.append(_text(names, name))
-        elif section.kind == _SHT_GNU_VERNEED:
-            versions += [_text(names, name) for name in _wanted_versions(section.content)]
+        if section.kind in found:  # a dynamic linker reads one of each
+            raise ValueError(f"expected one section of type {section.kind:#x}, found several")
+        names, places = sections[section.strings].content, _READERS[section.kind](section.content)
+        # More are none that a linker needs, and could be so made that they take forever.
+        taken = list(islice(places, _MAX_ENTRIES + 1))
+        if len(taken) > _MAX_ENTRIES:
+            raise ValueError(f"expected at most {_MAX_ENTRIES} entries in a table, found more")
+        found[section.kind] = [_text(names, name) for name in taken if name is not None]
+    needed, exported, versions = (found.get(kind, []) for kind in _READERS)
     return SharedLibrary(tuple(needed), tuple(sorted(exported)), tuple(sorted(versions)))
 
 
-def _wanted_versions(content: memoryview) -> Iterator[int]:
+def _needed(content: memoryview) -> Iterator[int | None]:
+    """Places of the names of needed libraries; None: another entry of the dynamic section."""
+    for tag, value in struct.iter_unpack("<QQ", content):
+        yield value if tag == _DT_NEEDED else None
+
+
+def _exported(content: memoryview) -> Iterator[int | None]:
+    """Places of the names of symbols that are defined for others; None: another symbol."""
+    for name, info, _, defined_in, _, _ in struct.iter_unpack("<IBBHQQ", content):
+        yield name if defined_in != _SHN_UNDEF and info >> 4 != _STB_LOCAL else None
+
+
+def _wanted_versions(content: memoryview) -> Iterator[int | None]:
     """Places of their names: Elf64_Verneed, each with its Elf64_Vernaux; 0 ends either chain."""
     at, following = 0, 1
     while following:
@@ -103,5 +120,11 @@ def _wanted_versions(content: memoryview) -> Iterator[int]:
         at += following
 
 
-def _text(strings: bytes, start: int) -> str:
-    return strings[start : strings.index(b"\0", start)].decode("ascii", "replace")
+_READERS = {_SHT_DYNAMIC: _needed, _SHT_DYNSYM: _exported, _SHT_GNU_VERNEED: _wanted_versions}
+
+
+def _text(strings: memoryview, start: int) -> str:
+    name, ended, _ = bytes(strings[start : start + _MAX_NAME_BYTES]).partition(b"\0")
+    if not ended:
+        raise ValueError(f"a name does not end within {_MAX_NAME_BYTES} bytes")
+    return name.decode("ascii", "replace")

@@ -22,7 +22,7 @@ class PrejitError(Exception):
     """
 
     code: ClassVar[str] = "error"
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -126,6 +126,16 @@ class RegressionError(PrejitError):
 
     code = "regression"
     exit_code = 9
+
+
+class ProcessError(PrejitError):
+    """A process that was started to use a bundle failed; the command line ends with its exit status."""
+
+    code = "process"
+
+    def __init__(self, message: str, status: int, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = status if status > 0 else 128 - status  # of a signal, as shells say it
 
 
 class PrejitWarning(UserWarning):

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,13 @@ import numpy as np
 
 from prejit.runtime import kernels
 from prejit.runtime.bundle import MESH_AXES, Array, Memory, Mesh, digest_of, kernel_target
-from prejit.runtime.errors import BuildError, KernelError, PrejitError, RejectError, UsageError
+from prejit.runtime.errors import (
+    BuildError,
+    KernelError,
+    MismatchError,
+    PrejitError,
+    UsageError,
+)
 from prejit.runtime.process import is_plain_start
 from prejit.runtime.start import set_log_level
 
@@ -78,6 +85,68 @@ def _result_handler(aval: _Aval, sharding: Any) -> Any:
         return _jax.array_result_handler(aval, sharding, True)
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a compiled program takes and gives on each device.
+
+    Attributes:
+        arguments, results: dtype and shape of each, in NumPy's names: `("float32", (2, 3))`.
+        donated: numbers of the arguments whose memory it reuses.
+    """
+
+    arguments: tuple[tuple[str, tuple[int, ...]], ...]
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    donated: frozenset[int]
+
+
+_UNWANTED = (
+    *("print_metadata", "print_backend_config", "print_large_constants", "print_operand_names"),
+    *("print_operand_shape", "print_result_shape", "print_program_shape", "print_extra_attributes"),
+    *("print_control_dependencies", "print_percent", "include_layout_in_shapes", "print_ids"),
+)
+"""Of HloPrintOptions."""
+
+_TOKENS = re.compile(r"([a-z]\w*)\[([\d,]*)\]|[{}]|->")
+_DONATED = re.compile(r"\((\d+), \{")
+_XLA_DTYPES = {
+    **{"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"},
+    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"s{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
+    **{f"uint{bits}": f"u{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
+}
+_NUMPY_DTYPES = {xla: numpy for numpy, xla in _XLA_DTYPES.items()}
+"""By XLA's names in HLO; others are `f8e4m3fn` for `float8_e4m3fn`."""
+
+
+def _parse_signature(head: str) -> Signature | None:
+    """The signature in the first line of a module in HLO's text.
+
+    HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, buffer_donor={ (1, {}) },
+        entry_computation_layout={(f32[2,3]{1,0}, s32[], f32[2]{0})->(f32[2]{0}, pred[])}
+    """
+    aliases, found, layout = head.partition(", entry_computation_layout={")
+    if not found:
+        return None
+    sides: tuple[list[Any], list[Any]] = [], []
+    depth, side = 1, 0
+    for token in _TOKENS.finditer(layout):
+        match token[0]:
+            case "{":
+                depth += 1
+            case "}":
+                depth -= 1
+                if not depth:
+                    break
+            case "->":
+                side = 1
+            case _ if depth == 1:
+                dtype = _NUMPY_DTYPES.get(token[1]) or re.sub(r"^f(\d)(?=e)", r"float\1_", token[1])
+                shape = tuple(map(int, token[2].split(","))) if token[2] else ()
+                sides[side].append((dtype, shape))
+    donated = frozenset(map(int, _DONATED.findall(aliases)))
+    return Signature(tuple(sides[0]), tuple(sides[1]), donated)
+
+
 @final
 class Executable:
     """A program loaded on a device or a mesh, ready to run."""
@@ -100,6 +169,26 @@ class Executable:
     def serialize(self) -> bytes:
         """The executable's bytes, for `Device.load` on the same kind of machine."""
         return bytes(self._loaded.serialize())
+
+    def signature(self) -> Signature | None:
+        """What the program takes and gives on each device, as XLA compiled it; None: jaxlib does not tell.
+
+        Costs 0.3 ms for a program of 500 instructions.
+        """
+        _jaxlib()
+        from jaxlib import _hlo
+
+        # Only the first line is wanted, and the fewer options the rest of it has the sooner it is written.
+        options = _hlo.HloPrintOptions.short_parsable()
+        for name in _UNWANTED:
+            if hasattr(options, name):
+                setattr(options, name, False)
+        try:
+            module, *others = self._loaded.hlo_modules()
+            head = module.to_string(options).partition("\n")[0]
+        except Exception:  # a plugin need not implement it
+            return None
+        return None if others else _parse_signature(head)
 
 
 @final
@@ -267,7 +356,7 @@ class Device:
                 without any of jax's Python.
 
         Raises:
-            RejectError: XLA does not accept the bytes.
+            MismatchError: XLA cannot load it on this machine.
         """
         _register_library_calls(serialized)
         # Without options it runs on the devices that the compiler counted, which have other numbers in a
@@ -277,7 +366,12 @@ class Device:
         try:
             loaded = self._client.deserialize_executable(serialized, self._devices, options)
         except Exception as error:
-            raise RejectError(path, f"XLA does not load this executable: {error}") from error
+            # The file is what its digest says: it is not damaged.
+            raise MismatchError(
+                f"{path}: XLA cannot load this executable on this machine: {error}",
+                hint="the file is as it was built: look at the memory, the driver and the libraries of this "
+                "machine; where those are right, build the bundle again",
+            ) from error
         return self._executable(loaded, results)
 
     def compile(

@@ -240,10 +240,17 @@ class Fingerprint:
                 hint="write one with `prejit fingerprint > FILE` on the machine that it is of",
             ) from error
         try:
-            return bundle.from_json(cls, content.rstrip(b"\n"), os.fspath(path))
+            # A person's file, unlike those of a bundle: editors and jq spell JSON as they like.
+            found = bundle.from_any_json(cls, content, os.fspath(path))
         except RejectError as error:
             error.hint = "write a fingerprint with `prejit fingerprint > FILE`"
             raise
+        return replace(
+            found,
+            cpu_features=tuple(sorted(found.cpu_features)),
+            xla_flags=tuple(sorted(found.xla_flags)),
+            environment=tuple(sorted(found.environment)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +420,15 @@ def _at_least_version(
     rule = "at least, same major" if same_major else "at least"
     if found is None:
         return Axis(name, rule, needed, "none", False)
-    needs, has = ([int(part) for part in re.findall(r"[0-9]+", text)] for text in (needed, found))
-    has += [0] * (len(needs) - len(has))  # 13 is 13.0
+    needs, has = (version_key(text) for text in (needed, found))
+    has += version_key("0") * (len(needs) - len(has))  # 13 is 13.0
     return Axis(name, rule, needed, found, has >= needs and (not same_major or has[0] == needs[0]))
+
+
+def version_key(text: str) -> list[tuple[int, str]]:
+    """The numbers of a version, to be compared; as text, since they may have any number of digits."""
+    numbers = (part.lstrip("0") for part in re.findall(r"[0-9]+", text))
+    return [(len(number), number) for number in numbers]
 
 
 def _at_least_bytes(name: str, needed: int, found: int | None) -> Axis:

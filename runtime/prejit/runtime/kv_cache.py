@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
@@ -14,6 +15,10 @@ from prejit.runtime.weights import dtype_of
 if TYPE_CHECKING:
     from prejit.runtime.decoder_programs import DecoderPrograms
     from prejit.runtime.programs import Programs
+
+
+_LARGE_BYTES = 256 << 20
+"""A cache beyond this waits until its decode program is loaded, which is wanted soon after it."""
 
 
 @final
@@ -32,6 +37,10 @@ class KVCache:
         self.context = context
         shape = decoder.decoder
         size = (batch, shape.num_kv_heads, context, shape.head_size)
+        item_bytes = dtype_of(shape.cache_dtype).itemsize
+        if 2 * shape.num_layers * math.prod(size) * item_bytes > _LARGE_BYTES:
+            # So the program says how large a cache is, and not the table alone, which anybody can write.
+            decoder.programs[decoder.decode_for(batch, context).name]
         sharding = decoder.cache_sharding(batch, context)
         self.arrays: list[DeviceArray] = [
             decoder.device.zeros(size, dtype_of(shape.cache_dtype), sharding)

@@ -23,6 +23,9 @@ from typing import Self, final
 from prejit.runtime.bundle import OCI_LAYOUT
 from prejit.runtime.errors import RejectError, StoreError
 
+Content = mmap.mmap | bytes
+"""A blob's bytes: its map, or `b""` of an empty file, which cannot be mapped."""
+
 _COPY_BYTES = 1 << 20
 _STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
 """What says nothing about the bundle, only that it cannot be read here and now."""
@@ -69,6 +72,8 @@ class Layout:
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
                 hint="give the directory of a bundle, as `prejit build` wrote it",
             ) from error
+        # Held open until the end: so no later index gets this one's inode, and `is_replaced` sees each.
+        self._index = self._pinned_index()
         try:
             self._blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
             self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
@@ -89,6 +94,29 @@ class Layout:
         descriptor = os.open(name, flags, dir_fd=parent)
         self._directories.append(descriptor)
         return descriptor
+
+    def _pinned_index(self) -> Identity | None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open("index.json", flags, dir_fd=self._root)
+        except OSError:  # who reads it says what is wrong
+            return self._index_there()
+        self._directories.append(descriptor)
+        return Identity.of(os.fstat(descriptor))
+
+    def _index_there(self) -> Identity | None:
+        try:
+            return Identity.of(os.stat(self.path / "index.json", follow_symlinks=False))
+        except OSError:
+            return None
+
+    def is_replaced(self) -> bool:
+        """Whether another index lies at this path than when the layout was opened.
+
+        Writers rename a new index into its place before they remove a blob. So where a blob is missing and
+        the index is the same, the bundle is damaged; else it may be that it was replaced.
+        """
+        return self._index_there() != self._index
 
     def __enter__(self) -> Self:
         return self
@@ -148,19 +176,14 @@ class Layout:
                 raise RejectError(path, f"expected {size} bytes, found {status.st_size}")
             yield descriptor, Identity.of(status)
 
-    def map_blob(self, digest: str, size: int) -> mmap.mmap:
-        """A blob mapped into memory, private to this process (its pages are shared until written).
+    def map_blob(self, digest: str, size: int) -> Content:
+        """A blob as `map_file` maps it.
 
         Raises:
-            RejectError: it is missing, empty, no regular file, or of another size.
+            RejectError: it is missing, no regular file, or of another size.
         """
         with self.open_blob(digest, size) as (descriptor, _):
-            if size == 0:
-                raise RejectError(
-                    self.blob_path(digest), "expected a layer with content, found 0 bytes"
-                )
-            # ACCESS_COPY makes the memory writable, which DLPack asks for; nobody writes to it.
-            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+            return map_file(descriptor, size)
 
     @contextlib.contextmanager
     def _open_file(
@@ -195,6 +218,14 @@ def _read_all(descriptor: int, size: int, path: str) -> bytes:
             raise RejectError(path, f"expected {size} bytes, found {len(content)}")
         content += piece
     return bytes(content)
+
+
+def map_file(descriptor: int, size: int) -> Content:
+    """An open file mapped into memory, private to this process (its pages are shared until written)."""
+    if size == 0:
+        return b""
+    # ACCESS_COPY makes the memory writable, which DLPack asks for; nobody writes to it.
+    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
 
 def digest_file(descriptor: int) -> str:

@@ -9,15 +9,17 @@ that. REJECT (damaged, forged, oversized) is always an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar, final
 
 from prejit.runtime import bundle, start, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Portable
@@ -27,10 +29,11 @@ from prejit.runtime.errors import (
     MismatchError,
     PrejitWarning,
     RejectError,
+    StoreError,
     UsageError,
 )
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict, compare, preference
-from prejit.runtime.layout import Layout, digest_file
+from prejit.runtime.layout import Content, Identity, Layout, digest_file, map_file
 from prejit.runtime.receipt import Receipts
 
 if TYPE_CHECKING:  # NumPy comes with them: what only reads a bundle does without
@@ -43,6 +46,12 @@ NOTICE = timedelta(days=30)
 
 _CALLER = 3
 """Of a warning in `load`: behind the frame of its decorator."""
+
+_ATTEMPTS = 20
+"""How often a bundle may be replaced while it is read. An attempt takes milliseconds until all files are
+open, a build seconds."""
+
+_T = TypeVar("_T")
 
 _fallbacks: Counter[str] = Counter()
 _fallbacks_lock = threading.Lock()
@@ -122,6 +131,15 @@ def read_manifest(layout: Layout, target: Target) -> Manifest:
     return verify.check_manifest(content, layout.blob_path(at.digest))
 
 
+def read_manifests(layout: Layout, targets: Sequence[Target]) -> dict[str, Manifest]:
+    """Reads and checks the manifests of targets, by name; each file once. Raises as that one."""
+    read: dict[str, Manifest] = {}
+    for target in targets:
+        if target.descriptor.digest not in read:
+            read[target.descriptor.digest] = read_manifest(layout, target)
+    return {target.name: read[target.descriptor.digest] for target in targets}
+
+
 def read_contents(layout: Layout, target: Target) -> Contents:
     """Reads and checks a target's manifest and config.
 
@@ -129,15 +147,15 @@ def read_contents(layout: Layout, target: Target) -> Contents:
         RejectError: either is missing or damaged, or they disagree with the index.
     """
     manifest = read_manifest(layout, target)
-    return Contents(manifest, _read_config(layout, target, manifest))
-
-
-def _read_config(layout: Layout, target: Target, manifest: Manifest) -> Config:
     at = manifest.config
     content = layout.read_blob(at.digest, at.size)
     verify.check_digest(content, at.digest, layout.blob_path(at.digest))
+    return Contents(manifest, _check_config(layout, target, manifest, content))
+
+
+def _check_config(layout: Layout, target: Target, manifest: Manifest, content: bytes) -> Config:
     name, needs = verify.target_of(target.descriptor, str(layout.path / "index.json"))
-    path = layout.blob_path(at.digest)
+    path = layout.blob_path(manifest.config.digest)
     config = verify.check_config(content, target.format, name, needs, path)
     verify.check_kernels_layer(config, manifest, layout.blob_path(target.descriptor.digest))
     return config
@@ -157,61 +175,139 @@ def read_kernels(layout: Layout, config: Config, manifest: Manifest) -> bytes | 
     return content
 
 
-def check_blobs(layout: Layout, manifests: Sequence[Manifest], receipts: Receipts | None) -> int:
+@final
+class Blobs:
+    """Verified blobs of a bundle.
+
+    Each file was opened once: what is read here is of the very file whose digest was right, whatever lies
+    under its name by now.
+
+    Attributes:
+        hashed_bytes: how many bytes were hashed; all others have a receipt.
+    """
+
+    def __init__(self, layout: Layout, contents: dict[str, Content], hashed_bytes: int) -> None:
+        self._layout = layout
+        self._contents = contents
+        self.hashed_bytes = hashed_bytes
+
+    def read(self, at: Descriptor) -> bytes:
+        """A copy of a blob, which nobody else can write to, and which is what its digest says.
+
+        Raises:
+            RejectError: somebody has written to the file since it was hashed.
+        """
+        content = bytes(self._contents[at.digest])
+        verify.check_digest(content, at.digest, self._layout.blob_path(at.digest))
+        return content
+
+    def layers(self, manifest: Manifest) -> dict[str, Layer]:
+        """Every layer of a target, by media type."""
+        from prejit.runtime.programs import Layer
+
+        return {
+            at.mediaType: Layer(self._contents[at.digest], self._layout.blob_path(at.digest))
+            for at in manifest.layers
+        }
+
+
+def check_blobs(
+    layout: Layout,
+    manifests: Collection[Manifest],
+    receipts: Receipts | None,
+    *,
+    keep: Collection[Manifest] = (),
+) -> Blobs:
     """Hashes every layer and program table, but for those with a valid receipt.
 
     Args:
         layout: the bundle.
         manifests: of all of its targets.
         receipts: of earlier verifications; None: hash everything.
+        keep: those of them whose blobs are read afterwards. They are mapped, which takes a descriptor each.
 
     Returns:
-        How many bytes were hashed.
+        The blobs of `keep`.
 
     Raises:
         RejectError: a layer is missing, of another size, or has another digest.
+        StoreError: the disk does not give its bytes.
     """
-    sizes = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
-    unknown = []
-    for digest, size in sizes.items():
-        with layout.open_blob(digest, size) as (_, identity):
-            if receipts is None or not receipts.holds(digest, identity):
-                unknown.append(digest)
-    if not unknown:
-        return 0
+    kept = {at.digest: at.size for m in keep for at in (m.config, *m.layers)}
+    sizes = kept | {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
+    contents: dict[str, Content] = {}
 
-    def check(digest: str) -> int:
-        with layout.open_blob(digest, sizes[digest]) as (descriptor, identity):
+    def check(digest: str, descriptor: int, identity: Identity) -> int:
+        path = layout.blob_path(digest)
+        try:
             found = digest_file(descriptor)
-            if found != digest:
-                raise RejectError(layout.blob_path(digest), f"expected {digest}, found {found}")
-            if receipts is not None:
-                receipts.add(digest, identity)
-            return sizes[digest]
+        except OSError as error:
+            raise StoreError(
+                f"{path}: cannot read: {error.strerror}",
+                hint="the disk or the network failed, which says nothing about the bundle: see the "
+                "system's log",
+            ) from error
+        if found != digest:
+            raise RejectError(path, f"expected {digest}, found {found}")
+        if receipts is not None:
+            receipts.add(digest, identity)
+        return sizes[digest]
 
-    from concurrent.futures import ThreadPoolExecutor  # not needed at most starts
+    def check_other(digest: str) -> int:
+        with layout.open_blob(digest, sizes[digest]) as (descriptor, identity):
+            return check(digest, descriptor, identity)
 
-    with ThreadPoolExecutor() as pool:
-        hashed = sum(pool.map(check, unknown))
+    jobs: list[Callable[[], int]] = []
+    with contextlib.ExitStack() as opened:
+        for digest, size in sizes.items():
+            with contextlib.ExitStack() as stack:
+                descriptor, identity = stack.enter_context(layout.open_blob(digest, size))
+                if digest in kept:
+                    contents[digest] = map_file(descriptor, size)
+                if receipts is not None and receipts.holds(digest, identity):
+                    continue
+                if digest in kept:
+                    opened.push(stack.pop_all())
+                    jobs.append(partial(check, digest, descriptor, identity))
+                else:
+                    jobs.append(partial(check_other, digest))
+        if not jobs:
+            return Blobs(layout, contents, 0)
+
+        from concurrent.futures import ThreadPoolExecutor  # not needed at most starts
+
+        with ThreadPoolExecutor() as pool:
+            hashed = sum(pool.map(lambda job: job(), jobs))
     if receipts is not None:
         receipts.save()
-    return hashed
+    return Blobs(layout, contents, hashed)
 
 
-def map_layers(layout: Layout, manifest: Manifest) -> dict[str, Layer]:
-    """Maps every layer of a target, by media type.
+def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Index, str], _T]) -> _T:
+    """Reads from one bundle, the old or the new, where builds replace it meanwhile.
+
+    Readers take no lock: they begin again where the index has changed since they began.
+
+    Args:
+        path: directory of the bundle.
+        read: takes the layout, the index and the bundle's digest; may be called several times.
 
     Raises:
-        RejectError: a layer is missing or of another size.
+        StoreError: the directory cannot be opened, or it is replaced again and again.
+        RejectError: the bundle is damaged.
     """
-    from prejit.runtime.programs import Layer
-
-    return {
-        layer.mediaType: Layer(
-            layout.map_blob(layer.digest, layer.size), layout.blob_path(layer.digest)
-        )
-        for layer in manifest.layers
-    }
+    for _ in range(_ATTEMPTS):
+        with Layout(path) as layout:
+            try:
+                index, digest = open_index(layout)
+                return read(layout, index, digest)
+            except RejectError:
+                if not layout.is_replaced():
+                    raise
+    raise StoreError(
+        f"{os.fspath(path)}: cannot read a bundle: it was replaced {_ATTEMPTS} times meanwhile",
+        hint="something builds into this directory all the time: load it when that is done",
+    )
 
 
 @start.quickly()
@@ -256,9 +352,12 @@ def load(
         raise UsageError(
             f"while_compiling: expected 'wait' or 'smaller', found {while_compiling!r}"
         )
-    with Layout(path) as layout:
-        index, digest = open_index(layout)
-        machine = Fingerprint.current()
+    machine = Fingerprint.current()
+
+    def open_targets(
+        layout: Layout, index: Index, digest: str
+    ) -> tuple[Layout, str, tuple[Target, ...], dict[str, Manifest], Blobs]:
+        """The manifests and blobs are of those targets that may be served."""
         targets = match(layout, index, machine)
         if fingerprint is not None:
             # Code still runs here: a declared machine may lack what this one has, but cannot lend it
@@ -269,55 +368,67 @@ def load(
         if on_mismatch == "error" and not any(target.verdict.matches for target in targets):
             raise _mismatch(layout, targets)
         # Every byte of every target is checked; the program table is read of the one that is served.
-        manifests = {target.name: read_manifest(layout, target) for target in targets}
-        check_blobs(layout, tuple(manifests.values()), Receipts(layout.path))
-        library: Library | None = None
-        while chosen := next((target for target in targets if target.verdict.matches), None):
-            config = _read_config(layout, chosen, manifests[chosen.name])
-            try:
-                library = _load_kernels(layout, config, manifests[chosen.name])
-                break
-            except KernelError as error:
-                targets = _without(targets, chosen, config, error)
-        if chosen is None and on_mismatch == "error":
-            raise _mismatch(layout, targets)
-        served = chosen or _closest(targets)
-        manifest = manifests[served.name]
-        if chosen is None:
-            config = _read_config(layout, served, manifest)
-            for axis in served.verdict.mismatches:
-                with _fallbacks_lock:
-                    _fallbacks[axis.name] += 1
-                if on_fallback is not None:
-                    on_fallback(axis)
-            warnings.warn(_fallback_warning(layout, served), FallbackWarning, stacklevel=_CALLER)
-            notice = expiry_notice(config.portable, machine.jaxlib, date.today())
-            if notice is not None:
-                warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
-        return Bundle(
-            digest,
-            config,
-            map_layers(layout, manifest),
-            tuple(target.verdict for target in targets),
-            platform=machine.platform,
-            matched=chosen is not None,
-            started=started,
-            serve_smaller=while_compiling == "smaller",
-            kernels=library,
-        )
+        manifests = read_manifests(layout, targets)
+        fitting = [target for target in targets if target.verdict.matches]
+        served = {t.name: manifests[t.name] for t in fitting or [_closest(targets)]}
+        receipts = Receipts(layout.path)
+        blobs = check_blobs(layout, manifests.values(), receipts, keep=served.values())
+        return layout, digest, targets, served, blobs
+
+    layout, digest, targets, manifests, blobs = read_whole(path, open_targets)
+    library: Library | None = None
+    while chosen := next((target for target in targets if target.verdict.matches), None):
+        manifest = manifests[chosen.name]
+        config = _check_config(layout, chosen, manifest, blobs.read(manifest.config))
+        try:
+            library = _load_kernels(layout, config, manifest, blobs)
+            break
+        except KernelError as error:
+            targets = _without(targets, chosen, config, error)
+    if chosen is None and on_mismatch == "error":
+        raise _mismatch(layout, targets)
+    served = chosen or _closest([target for target in targets if target.name in manifests])
+    manifest = manifests[served.name]
+    if chosen is None:
+        config = _check_config(layout, served, manifest, blobs.read(manifest.config))
+        for axis in served.verdict.mismatches:
+            with _fallbacks_lock:
+                _fallbacks[axis.name] += 1
+            if on_fallback is not None:
+                on_fallback(axis)
+        warnings.warn(_fallback_warning(layout, served), FallbackWarning, stacklevel=_CALLER)
+        notice = expiry_notice(config.portable, machine.jaxlib, date.today())
+        if notice is not None:
+            warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
+    return Bundle(
+        digest,
+        config,
+        blobs.layers(manifest),
+        tuple(target.verdict for target in targets),
+        platform=machine.platform,
+        matched=chosen is not None,
+        started=started,
+        serve_smaller=while_compiling == "smaller",
+        kernels=library,
+    )
 
 
-def _load_kernels(layout: Layout, config: Config, manifest: Manifest) -> Library | None:
+def _load_kernels(
+    layout: Layout, config: Config, manifest: Manifest, blobs: Blobs
+) -> Library | None:
     """The kernels of a target, in this process; None: it has none.
 
     Raises:
-        RejectError: the library is missing or damaged.
+        RejectError: the library is damaged.
         KernelError: this machine does not load it.
     """
-    if (content := read_kernels(layout, config, manifest)) is None:
+    if config.kernels is None:
         return None
     from prejit.runtime import kernels
 
+    at = manifest.layer(bundle.KERNELS_MEDIA_TYPE)
+    content = blobs.read(at)
+    verify.check_kernels(content, config.kernels, layout.blob_path(at.digest))
     return kernels.load(content)
 
 

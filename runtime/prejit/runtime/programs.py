@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +13,12 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime import compile_cache, pytree, verify
+from prejit.runtime import compile_cache, verify
 from prejit.runtime.bundle import Array, Config, Program, Segment, parse_sharding
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import MismatchError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.layout import Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,13 @@ class Layer:
         path: the file, for errors.
     """
 
-    content: mmap.mmap
+    content: Content
     path: str
 
     def unpack(self, segment: Segment) -> bytes:
         """A frame of a pack, decompressed: what is returned are the bytes that were verified."""
-        frame = self.content[
-            segment.offset : segment.offset + segment.size
-        ]  # a copy: nobody else's
+        # A copy: nobody else's.
+        frame = self.content[segment.offset : segment.offset + segment.size]
         return verify.unpack(frame, segment, self.path)
 
 
@@ -130,12 +129,17 @@ class Programs:
     def _obtain(self, program: Program) -> tuple[Executable, str]:
         results = self.results(program.name)
         if self._executables is not None:
+            path = self._executables.path
             serialized = self._executables.unpack(program.executable)
-            return self._device.load(serialized, self._executables.path, results), "loaded"
+            executable = self._device.load(serialized, path, results)
+            self._check_signature(program, executable, path)
+            return executable, "loaded"
 
         def compile_here() -> Executable:
             portable = self._portable.unpack(program.portable)
-            return self._device.compile(portable, program.platforms or (), results)
+            executable = self._device.compile(portable, program.platforms or (), results)
+            self._check_signature(program, executable, self._portable.path)
+            return executable
 
         if self._device.in_cluster:
             # Processes of a cluster compile together: XLA shares out its autotuning among them. Who held
@@ -158,9 +162,42 @@ class Programs:
             if now:
                 return compiled[0], "compiled"
             try:
-                return self._device.load(serialized, self._portable.path, results), "cached"
-            except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
+                executable = self._device.load(serialized, self._portable.path, results)
+            except MismatchError:  # kept by another build of jaxlib, say
                 refused = serialized
+                continue
+            self._check_signature(program, executable, self._portable.path)
+            return executable, "cached"
+
+    def _check_signature(self, program: Program, executable: Executable, path: str) -> None:
+        """Compares what a program takes and gives with the program table, before anything is run.
+
+        Raises:
+            RejectError: they differ. XLA would refuse the arguments, or results be read as what they are not.
+        """
+        if (compiled := executable.signature()) is None:
+            return
+        verify.check_signature(
+            compiled.arguments,
+            compiled.results,
+            compiled.donated,
+            takes=[*self._of_weights(program.weights), *self.arguments(program.name)],
+            gives=self.results(program.name),
+            mesh=self._config.mesh,
+            path=f"{path}: {program.name}",
+        )
+
+    def _of_weights(self, name: str | None) -> list[Array]:
+        """The tensors of a weight set, as arguments."""
+        if name is None:
+            return []
+        shardings = self._config.weight_shardings or {}
+        return [
+            Array((tensor,), str(value.dtype), value.shape, False, split)
+            for tensor in self._config.weight_sets[name]
+            for value in (self._weights[tensor],)
+            for split in (parse_sharding(shardings.get(tensor, ""), value.ndim),)
+        ]
 
     def _as_kept(self, program: Program) -> compile_cache.Portable:
         """A program as the cache of what is compiled here knows it."""
@@ -283,10 +320,7 @@ class Programs:
     ) -> tuple[Array, ...]:
         if name not in known:
             at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
-            arrays = tuple(verify.check_array(text, self._config.mesh, at) for text in texts)
-            if pytree.contradict([array.path for array in arrays]):
-                raise RejectError(at, f"expected arrays of one tree, found {', '.join(texts):.80}")
-            known[name] = arrays
+            known[name] = verify.check_arrays(texts, self.table[name].kind, self._config.mesh, at)
         return known[name]
 
     def obtained(self) -> dict[str, ProgramReport]:

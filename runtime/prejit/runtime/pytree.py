@@ -56,10 +56,3 @@ def dotted(path: Path) -> str:
     """
     keys = (_NOT_IN_NAMES.sub(lambda match: f"%{ord(match[0]):02X}", str(key)) for key in path)
     return ".".join(key or "%" for key in keys)
-
-
-def contradict(paths: Sequence[Path]) -> bool:
-    """Whether no tree has a leaf at each of these paths: two are one, or one leads through another."""
-    found = {tuple(map(str, path)) for path in paths}
-    through = any(path[:size] in found for path in found for size in range(len(path)))
-    return through or len(found) != len(paths)

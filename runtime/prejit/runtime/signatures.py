@@ -51,12 +51,12 @@ class Signatures:
             config: whose decoder and encoder, if any, are right in themselves.
         """
         self._config = config
-        # A forged number of layers must not cost memory: more than this cannot be right.
-        self._longest = max((len(program.arguments) for program in config.programs), default=0)
         self._hidden = 0
         for program in config.programs:
             if program.kind == "embed":
-                self._hidden = _size(program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d+)\]')
+                self._hidden = _size(
+                    program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]'
+                )
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
 
@@ -74,13 +74,13 @@ class Signatures:
         if self._config.format < 3:
             return self._of_old_decoder(program)
         history = f'["history"] int32[{batch},{self._vocab}]'
-        sampling, cached = self._sampling(batch), self._cache(batch, context)
+        sampling, cached = self._sampling(batch), self._cache(batch, context, self._layers(program))
         donated = tuple(f"{text} donated{self._split}" for text in cached)
         given = tuple(f"{text}{self._split}" for text in cached)
         row = f"int32[{batch}]"
         if program.kind == "decode":
             inputs = (f'["token"] {row}', f'["position"] {row}', f'["live"] {row}')
-            steps = _size(program.results[2:3], r'\["tokens"\] int32\[(\d+),\d+\]')
+            steps = _size(program.results[2:3], r'\["tokens"\] int32\[(\d{1,10}),\d+\]')
             chosen = self._chosen((steps, batch), "s")
             return (
                 (*inputs, '["steps"] int32[]', *sampling, f"{history} donated", *donated),
@@ -122,7 +122,7 @@ class Signatures:
             tokens = f'["tokens"] int32[{batch},{program.bucket["prompt"]}]'
             inputs = (tokens, f'["start"] {row}', f'["length"] {row}')
         sampling = self._sampling(batch)
-        cached = self._cache(batch, program.bucket["context"])
+        cached = self._cache(batch, program.bucket["context"], self._layers(program))
         return (
             (
                 *(*inputs, *sampling[:3], sampling[7]),
@@ -157,9 +157,12 @@ class Signatures:
             f'["top_logprobs"] float32[{tops}]',
         )
 
-    def _cache_uncached(self, batch: int, context: int) -> tuple[str, ...]:
+    def _layers(self, program: Program) -> int:
+        """Of the model; a forged number costs no memory: more than a program's arguments are not right."""
         decoder = self._config.decoder
-        layers = 0 if decoder is None else min(decoder.num_layers, self._longest)
+        return 0 if decoder is None else min(decoder.num_layers, len(program.arguments))
+
+    def _cache_uncached(self, batch: int, context: int, layers: int) -> tuple[str, ...]:
         size = self._array_size(batch, context)
         return tuple(
             f'["cache",{layer},"{name}"] {size}'

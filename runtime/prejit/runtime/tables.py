@@ -51,7 +51,7 @@ def forms_table(forms: Sequence[ProductForm]) -> str:
         times = dict(each.nanoseconds)
         own = times.pop(each.form, None)
         other = min(times, key=times.__getitem__, default=None)
-        gain = "" if own is None or other is None else f"{times[other] / own:.2f} x {other}"
+        gain = "" if not own or other is None else f"{times[other] / own:.2f} x {other}"
         took = "" if own is None or each.like is not None else f"{own / 1e3:.1f}"
         rows.append((each.product, each.form, took, gain, source))
     head = ("product: rows x inputs x outputs", "form", "microseconds", "as fast as", "measured")

@@ -19,7 +19,8 @@ from prejit.runtime import bundle
 from prejit.runtime.errors import RejectError, StoreError, UsageError
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.layout import Layout, write_file
-from prejit.runtime.loader import check_blobs, map_layers, match, open_index, read_contents
+from prejit.runtime.loader import check_blobs, match, read_contents, read_whole
+from prejit.runtime.programs import Layer
 from prejit.runtime.receipt import Receipts
 
 
@@ -82,12 +83,14 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
             f"expected an NVIDIA GPU and jax's plugin for it, found platform {machine.platform}",
             hint="run `prejit tune` on a machine of the target, with jax[cuda13] installed",
         )
-    with Layout(path) as layout:
-        index, _ = open_index(layout)
+
+    def read(layout: Layout, index: bundle.Index, _: str) -> tuple[bundle.Config, Layer]:
         contents = read_contents(layout, match(layout, index, machine)[0])
-        check_blobs(layout, [contents.manifest], Receipts(layout.path))
-        config = contents.config
-        portable = map_layers(layout, contents.manifest)[bundle.PORTABLE_MEDIA_TYPE]
+        of_target = [contents.manifest]
+        blobs = check_blobs(layout, of_target, Receipts(layout.path), keep=of_target)
+        return contents.config, blobs.layers(contents.manifest)[bundle.PORTABLE_MEDIA_TYPE]
+
+    config, portable = read_whole(path, read)
     with tempfile.TemporaryDirectory() as directory:
         measured = Path(directory, "results")  # XLA writes text where the name ends in .txt
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_dump_autotune_results_to={measured}"

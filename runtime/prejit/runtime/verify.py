@@ -6,13 +6,13 @@ what a later check is for. Each raises RejectError with the file at fault.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from itertools import pairwise
 from typing import Any
 
 import zstandard
@@ -45,13 +45,16 @@ from prejit.runtime.signatures import (
 )
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
-MAX_WEIGHTS_HEADER_BYTES = 100 << 20
-"""As the safetensors library caps it."""
+MAX_WEIGHTS_HEADER_BYTES = 16 << 20
+"""A tensor takes about 120 bytes of it."""
+MAX_PATH_KEYS = 256
+"""Of an argument or result: how deep a tree may be, which is walked by recursion."""
 MAX_DIMENSIONS = 64
 """As NumPy caps them."""
 _LAYER_CAPS = {
     bundle.CHAT_MEDIA_TYPE: bundle.MAX_CHAT_BYTES,
     bundle.KERNELS_MEDIA_TYPE: bundle.MAX_KERNELS_BYTES,
+    bundle.TOKENIZER_MEDIA_TYPE: bundle.MAX_TOKENIZER_BYTES,
 }
 """Of those that are read whole."""
 
@@ -228,6 +231,18 @@ def _check_kernels(config: Config, path: str) -> None:
         raise RejectError(path, f"expected kernels for cpu, found {config.requirement.platform!r}")
     if not bundle.is_digest(kernels.digest):
         raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
+    if (features := bundle.KERNEL_LEVELS.get(kernels.level)) is None:
+        levels = ", ".join(bundle.KERNEL_LEVELS)
+        raise RejectError(
+            path, f"kernels: level: expected one of {levels}; found {kernels.level!r:.80}"
+        )
+    # The library uses them without asking the CPU: what lacks one would end in SIGILL.
+    if missing := sorted(set(features) - set(config.requirement.cpu_features)):
+        raise RejectError(
+            path,
+            f"kernels: expected all extensions of {kernels.level} in the requirement, found none of "
+            f"{', '.join(missing)}",
+        )
     names = kernels.handlers
     if not names or list(names) != sorted(set(names)):
         raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
@@ -313,9 +328,10 @@ def _check_programs(config: Config, path: str) -> None:
             expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
             raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
         for size, value in bucket.items():
-            if not 0 < value <= bundle.MAX_SIZE:
+            most = bundle.MAX_BATCH if size in ("batch", "source_batch") else bundle.MAX_SIZE
+            if not 0 < value <= most:
                 raise RejectError(
-                    path, f"{name}: {size}: expected 1 to {bundle.MAX_SIZE}, found {value!r:.80}"
+                    path, f"{name}: {size}: expected 1 to {most}, found {value!r:.80}"
                 )
         key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
         if key in seen:
@@ -347,8 +363,12 @@ def _check_decoder(config: Config, path: str) -> None:
         raise RejectError(path, "expected a decode program for the decoder, found none")
     batches = sorted({batch for batch, _ in buckets["decode"]})
     contexts = sorted({context for _, context in buckets["decode"]})
-    grid = {(batch, context) for batch in batches for context in contexts}
-    for kind in ("decode", "prefill", "verify"):
+    # No more than there are programs: a forged table could have a grid that fits into no memory.
+    for place, (batch, context) in enumerate(itertools.product(batches, contexts)):
+        if place > len(buckets["decode"]) or (batch, context) not in buckets["decode"]:
+            raise RejectError(path, f"decode of batch {batch} and context {context}: expected one")
+    grid = buckets["decode"]
+    for kind in ("prefill", "verify"):
         if kind == "verify" and not buckets[kind]:
             continue
         for batch, context in sorted(grid ^ buckets[kind]):
@@ -364,7 +384,7 @@ def _check_decoder(config: Config, path: str) -> None:
     copies |= {
         (batch, longer, batch, shorter)
         for batch in batches
-        for shorter, longer in pairwise(contexts)
+        for shorter, longer in itertools.pairwise(contexts)
     }
     for batch, context, source_batch, source_context in sorted(copies - buckets["copy"]):
         raise RejectError(
@@ -377,6 +397,7 @@ def _check_decoder(config: Config, path: str) -> None:
 def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
     """Each bucket has three programs, called by their names; layers are alike but for their weights."""
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
+    layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:
         if program.kind not in ENCODER_KINDS:
             continue
@@ -385,7 +406,7 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
         if program.name != expected:
             raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
         buckets[program.kind].add((batch, length))
-        if program.kind == "layer" and program.weights not in encoder.layers:
+        if program.kind == "layer" and program.weights not in layers:
             raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
     every = set[tuple[int, int]]().union(*buckets.values())
     if not every:
@@ -393,10 +414,10 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
     for kind in ENCODER_KINDS:
         for batch, length in sorted(every - buckets[kind]):
             raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
-    for name in encoder.layers:
+    for name in layers:
         if name not in config.weight_sets:
             raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
-    counts = {len(config.weight_sets[name]) for name in encoder.layers}
+    counts = {len(config.weight_sets[name]) for name in layers}
     if len(counts) > 1:
         raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
 
@@ -414,6 +435,24 @@ def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
     return array
 
 
+def check_arrays(
+    texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
+) -> tuple[Array, ...]:
+    """7. As `check_array`, of all arguments or results of a program; of `call` their paths are a tree."""
+    arrays = tuple(check_array(text, mesh, path) for text in texts)
+    if kind != "call":  # whose texts were compared whole
+        return arrays
+    paths = [tuple(map(str, array.path)) for array in arrays]  # as files and options name them
+    if (longest := max(map(len, paths), default=0)) > MAX_PATH_KEYS:
+        raise RejectError(path, f"expected at most {MAX_PATH_KEYS} keys in a path, found {longest}")
+    inner = {at[:place] for at in paths for place in range(len(at))}
+    if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
+        raise RejectError(
+            path, "expected paths of a tree, found one twice or one inside of another"
+        )
+    return arrays
+
+
 def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
     sizes = {} if mesh is None else dict(zip(MESH_AXES, (mesh.data, mesh.tensor), strict=True))
     for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
@@ -421,6 +460,64 @@ def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh |
             raise ValueError(
                 f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
             )
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""dtype and shape of an array."""
+
+
+def check_signature(
+    arguments: Sequence[Shape],
+    results: Sequence[Shape],
+    donated: Collection[int],
+    *,
+    takes: Sequence[Array],
+    gives: Sequence[Array],
+    mesh: Mesh | None,
+    path: str,
+) -> None:
+    """9. A compiled program takes and gives what the program table says, and donates no more.
+
+    Args:
+        arguments: of the compiled program, on each device.
+        results: of it, likewise.
+        donated: numbers of the arguments whose memory it reuses.
+        takes: weights and arguments, as the weights layer and the program table have them.
+        gives: results, as the program table has them.
+        mesh: that splits them.
+        path: the program, for errors.
+    """
+    sides = (("arguments", arguments, takes), ("results", results, gives))
+    for what, compiled, table in sides:
+        if len(compiled) != len(table):
+            raise RejectError(
+                path, f"{what}: expected {len(table)}, as the table; found {len(compiled)}"
+            )
+        for place, (found, array) in enumerate(zip(compiled, table, strict=True)):
+            expected = array.dtype, _shard(array, mesh)
+            if found != expected:
+                raise RejectError(
+                    path,
+                    f"{what}[{place}]: expected {_spelled(expected)}, as the table; found {_spelled(found)}",
+                )
+    for place in sorted(donated):
+        if place >= len(takes) or not takes[place].donated:
+            raise RejectError(
+                path, f"arguments[{place}]: expected it kept, as the table; the program donates it"
+            )
+
+
+def _shard(array: Array, mesh: Mesh | None) -> tuple[int, ...]:
+    if mesh is None or not array.sharding:
+        return array.shape
+    sizes = {"": 1, "data": mesh.data, "tensor": mesh.tensor}
+    return tuple(
+        extent // sizes[axis] for extent, axis in zip(array.shape, array.sharding, strict=True)
+    )
+
+
+def _spelled(shape: Shape) -> str:
+    return f"{shape[0]}[{','.join(map(str, shape[1]))}]"
 
 
 def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
@@ -485,8 +582,10 @@ def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
     if not 0 < header_size <= min(MAX_WEIGHTS_HEADER_BYTES, len(content) - 8):
         raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
     data = 8 + header_size
+    text = bytes(content[8:data])
+    bundle.check_amount(text, (b":",), (b"[", b"{"), path)
     try:
-        header = json.loads(bytes(content[8:data]), object_pairs_hook=_each_key_once)
+        header = json.loads(text, object_pairs_hook=bundle.each_key_once)
         slices = {
             name: _slice(entry, data) for name, entry in header.items() if name != "__metadata__"
         }
@@ -517,7 +616,7 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
         if missing := [tensor for tensor in members if tensor not in shapes]:
             raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
     layers = () if config.encoder is None else config.encoder.layers
-    for name in layers:
+    for name in dict.fromkeys(layers):
         for first, other in zip(
             config.weight_sets[layers[0]], config.weight_sets[name], strict=True
         ):
@@ -556,13 +655,6 @@ def check_chat(content: bytes, path: str) -> Chat:
             if not name:
                 raise RejectError(path, "expected a name for each template and token, found none")
     return chat
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
-    return found
 
 
 def _slice(entry: dict[str, Any], data: int) -> TensorSlice:

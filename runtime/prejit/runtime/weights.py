@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.runtime import verify
+from prejit.runtime.errors import MismatchError
 
 if TYPE_CHECKING:
     from prejit.runtime.programs import Layer
@@ -29,11 +30,20 @@ def tensors(layer: Layer) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name, also for those that are not NumPy's own (bfloat16, float8_e4m3fn)."""
+    """NumPy's dtype of a name in bundle.DTYPES, also of those that are not NumPy's own (bfloat16, int4).
+
+    Raises:
+        MismatchError: the ml_dtypes that is installed does not have it.
+    """
     try:
         return np.dtype(name)
     except TypeError:
         import ml_dtypes
 
-        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        if (scalar := getattr(ml_dtypes, name, None)) is None:
+            raise MismatchError(
+                f"expected an ml_dtypes that has {name}, found {ml_dtypes.__version__}",
+                hint="pip install --upgrade ml_dtypes",
+            ) from None
+        dtype: np.dtype[Any] = np.dtype(scalar)
         return dtype

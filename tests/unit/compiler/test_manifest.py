@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.compiler.manifest import Generate, Manifest, read_manifest
-from prejit.compiler.shape_string import DTYPES, parse_shape
+from prejit.compiler.shape_string import parse_shape
 from prejit.compiler.target import names as target_names
 from prejit.compiler.target import target
 from prejit.compiler.toml_lines import key_lines
+from prejit.runtime.bundle import DTYPES
 from prejit.runtime.errors import ManifestError, StoreError
 
 GOOD = """\

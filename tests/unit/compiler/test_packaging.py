@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file
 
+from prejit.compiler import packaging
 from prejit.compiler.cache import Cache
 from prejit.compiler.packaging import Tensor, pack, write_weights
-from prejit.runtime import verify
+from prejit.runtime import bundle, verify
 from prejit.runtime.bundle import GAP_PREFIX, Segment, digest_of
 from prejit.runtime.errors import BuildError
 
@@ -68,3 +71,19 @@ def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path)
     assert content == b"oneother"
     for name, frame in placed.items():
         assert digest_of(content[frame.offset : frame.offset + frame.size]) == frames[name].digest
+
+
+def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
+    """Or the build would succeed, and each server say that the bundle is damaged."""
+    index, blobs = recipe.assemble()
+    packaging.check_readable(index, blobs)
+    forged = recipe.configured(lambda config: dataclasses.replace(config, weight_sets={}))
+    with pytest.raises(BuildError, match=r"no reader would take .*unknown weight set 'score'"):
+        packaging.check_readable(*forged.assemble())
+    large = dataclasses.replace(
+        recipe.targets[0].layers[0],
+        media_type=bundle.TOKENIZER_MEDIA_TYPE,
+        size=bundle.MAX_TOKENIZER_BYTES + 1,
+    )
+    with pytest.raises(BuildError, match=f"expected at most {bundle.MAX_TOKENIZER_BYTES} bytes"):
+        packaging.check_readable(*recipe.layered(lambda layers: (*layers, large)).assemble())

@@ -6,6 +6,7 @@ import dataclasses
 import html.parser
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.runtime import __main__
-from prejit.runtime.bench import ratio_in_turns
+from prejit.runtime import __main__, bench
+from prejit.runtime.bench import Setup, ratio_in_turns
 from prejit.runtime.bench_page import page
 from prejit.runtime.bench_report import (
     GROUPS,
@@ -39,7 +40,7 @@ from prejit.runtime.bench_report import (
     summarize,
     text,
 )
-from prejit.runtime.errors import RegressionError, StoreError, UsageError
+from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
 from prejit.runtime.programs import ProgramReport
 
 MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
@@ -493,6 +494,21 @@ def test_options_out_of_range_are_told(
 ) -> None:
     assert run("bench", settled_dir, *options) == 2
     assert f"error[usage]: {options[0]}" in capsys.readouterr().err
+
+
+def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: Path) -> None:
+    """What happens to a fresh process is no misuse of `bench`."""
+    use = {"program": "tick", "prompt": [], "new_tokens": 0}
+    next((bundle_dir / "blobs" / "sha256").iterdir()).write_bytes(b"")
+    for path, status, told in (
+        (bundle_dir, 4, "error[reject]"),
+        (tmp_path / "nowhere", 6, "error[store]"),
+    ):
+        with pytest.raises(ProcessError, match=re.escape(told)) as caught:
+            bench._fresh_process(Setup(str(path)), use)
+        assert caught.value.exit_code == status
+        assert f"a fresh process ended with {status}" in str(caught.value)
+    assert ProcessError("killed", -9).exit_code == 137
 
 
 def test_a_bad_baseline_fails_before_anything_is_measured(

@@ -32,6 +32,8 @@ PATH = "somewhere/index.json"
 FORMAT_CLASSES = [Chat, Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
 
 # Axes have forms of their own; a mesh has at least one device.
+INTEGERS = st.integers(-bundle.MAX_INTEGER, bundle.MAX_INTEGER)
+st.register_type_strategy(int, INTEGERS)
 AXES = {
     name: st.from_regex(re.compile(form, re.ASCII), fullmatch=True)
     for name, (form, _) in bundle._AXIS_FORMS.items()
@@ -53,8 +55,8 @@ st.register_type_strategy(
         **{n: AXES[n] for n in NEEDED},
         **OPTIONAL | {n: AXES[n] for n in ("xla_flags", "environment")},
         cpu_model=st.text(),
-        cpu_count=st.integers(),
-        memory_bytes=st.integers(),
+        cpu_count=INTEGERS,
+        memory_bytes=INTEGERS,
     ),
 )
 SIZES = st.integers(1, bundle.MAX_SIZE)
@@ -65,7 +67,7 @@ st.register_type_strategy(
         **dict.fromkeys(("vocab_size", "num_layers", "num_kv_heads", "head_size"), SIZES),
         max_positions=SIZES,
         cache_dtype=st.sampled_from(bundle.CACHE_DTYPES),
-        bos_token_id=st.none() | st.integers(),
+        bos_token_id=st.none() | INTEGERS,
     ),
 )
 st.register_type_strategy(
@@ -78,14 +80,14 @@ st.register_type_strategy(
 )
 st.register_type_strategy(Mesh, st.builds(Mesh, st.integers(1, 2**20), st.integers(1, 2**20)))
 SHARE = st.none() | st.integers(0, 10**6)
-PERPLEXITY = st.none() | st.integers(10**6)
+PERPLEXITY = st.none() | st.integers(10**6, bundle.MAX_INTEGER)
 st.register_type_strategy(
     Accuracy,
     st.builds(
         Accuracy,
         st.text(),
         st.text(),
-        st.integers(1),
+        st.integers(1, bundle.MAX_INTEGER),
         float32_perplexity_millionths=PERPLEXITY,
         perplexity_millionths=PERPLEXITY,
         logit_difference_millionths=SHARE,
@@ -236,7 +238,7 @@ keys = st.one_of(st.text(max_size=8), st.integers())
 @st.composite
 def arrays(draw: st.DrawFn) -> Array:
     """Any array, split over a mesh or not."""
-    shape = tuple(draw(st.lists(st.integers(0, 10**12), max_size=5)))
+    shape = tuple(draw(st.lists(st.integers(0, bundle.MAX_SIZE), max_size=5)))
     axes = [""] * len(shape)
     for axis in draw(st.sets(st.sampled_from(bundle.MESH_AXES), max_size=len(shape))):
         axes[draw(st.sampled_from([i for i, taken in enumerate(axes) if not taken]))] = axis

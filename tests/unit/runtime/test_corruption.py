@@ -144,7 +144,7 @@ def hashed_by_load(path: Path) -> int:
         index, _ = loader.open_index(layout)
         targets = loader.match(layout, index, Fingerprint.current())
         manifests = [loader.read_manifest(layout, target) for target in targets]
-        return loader.check_blobs(layout, manifests, Receipts(path))
+        return loader.check_blobs(layout, manifests, Receipts(path)).hashed_bytes
 
 
 LOAD_AND_CALL = """
@@ -315,3 +315,34 @@ def test_files_that_belong_to_nobody_do_no_harm(bundle_dir: Path, recipe: Any) -
         loader.load(bundle_dir).call("score", x=np.zeros((2, 16), np.float32))[0],
         recipe.weights["score:bias"],
     )
+
+
+def other_bytes(content: bytes) -> bytes:
+    """As many bytes, all of them others: what nobody would take for the same file."""
+    return bytes(255 - byte for byte in content)
+
+
+@pytest.mark.parametrize("receipts", [False, True])
+def test_files_replaced_after_the_check_are_not_used(
+    receipts: bool, bundle_dir: Path, recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file is exchanged between its hash and its use: the one that was hashed counts."""
+    if receipts:
+        monkeypatch.setattr("prejit.runtime.receipt.SETTLED_SECONDS", -1.0)
+        loader.load(bundle_dir)
+    x = np.ones((2, 16), np.float32)
+    expected = loader.load(bundle_dir).call("score", x=x)
+    check = loader.check_blobs
+
+    def then_replace(*args: Any, **kwargs: Any) -> Any:
+        found = check(*args, **kwargs)
+        for file in sorted((bundle_dir / "blobs" / "sha256").iterdir()):
+            aside = file.with_name("aside")
+            aside.write_bytes(other_bytes(file.read_bytes()))
+            aside.replace(file)
+        return found
+
+    monkeypatch.setattr(loader, "check_blobs", then_replace)
+    found = loader.load(bundle_dir)
+    np.testing.assert_array_equal(found.call("score", x=x), expected)
+    assert found.call("tick") == 7

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.compiler import shape_string
 from prejit.compiler.disassembly import declared_features, used_features
+from prejit.runtime.bundle import DTYPES as TABLE_DTYPES
 from prejit.runtime.bundle import MESH_AXES, Array, Mesh
-from prejit.runtime.errors import BuildError, RejectError
+from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.executable import (
     CompileFor,
     Device,
@@ -32,7 +32,7 @@ from prejit.runtime.verify import SAFETENSORS_DTYPES
 from prejit.runtime.weights import dtype_of
 
 DTYPES = sorted({numpy for numpy, _ in SAFETENSORS_DTYPES.values()})
-MANIFEST_DTYPES = sorted(set(DTYPES) | set(shape_string.DTYPES))
+MANIFEST_DTYPES = sorted(set(DTYPES) | set(TABLE_DTYPES))
 SHAPES = [(), (1,), (0,), (3, 0, 2), (5, 7), (64, 33)]
 
 
@@ -101,7 +101,7 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
         index, _ = loader.open_index(layout)
         [target, *_] = loader.match(layout, index, Fingerprint.current())
         manifest = loader.read_contents(layout, target).manifest
-        layers = loader.map_layers(layout, manifest)
+        layers = loader.check_blobs(layout, [manifest], None, keep=[manifest]).layers(manifest)
     for name, values in tensors(layers[bundle.WEIGHTS_MEDIA_TYPE]).items():
         if name.startswith("score:"):
             assert address(to_numpy(device.put(values))) == address(values)
@@ -357,12 +357,69 @@ def test_no_branch_for_another_platform_is_left(device: Device) -> None:
 
 
 def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> None:
-    with pytest.raises(RejectError, match="somewhere: XLA does not load"):
+    with pytest.raises(MismatchError, match="somewhere: XLA cannot load this executable"):
         device.load(b"no executable", "somewhere")
     with pytest.raises(BuildError, match="XLA does not compile"):
         device.compile(b"no StableHLO")
     with pytest.raises(BuildError, match="XLA does not compile"):
         compile_portable(b"")
+
+
+def test_what_this_machine_cannot_load_is_not_called_damaged(
+    kernel_recipe: Any, device: Device
+) -> None:
+    """The bytes are right, and a library that they call is not here: no fault of the bundle."""
+    import zstandard
+
+    from prejit.runtime import bundle
+
+    segment = kernel_recipe.targets[0].config.programs[0].executable
+    packed = kernel_recipe.content(bundle.EXECUTABLES_MEDIA_TYPE)
+    raw = zstandard.ZstdDecompressor().decompress(packed[segment.offset :][: segment.size])
+    name = kernel_recipe.targets[0].config.kernels.digest.removeprefix("sha256:")[:16].encode()
+    assert name in raw
+    with pytest.raises(MismatchError) as caught:
+        device.load(raw.replace(name, b"f" * 16), "somewhere")
+    told = caught.value.describe()
+    assert "somewhere: XLA cannot load this executable on this machine: " in told
+    assert "f" * 16 in told, "XLA's own words"
+    assert "damaged" not in told
+    assert "altered" not in told
+
+
+SIGNATURES = [
+    (lambda x: x + 1, (np.zeros((2, 3), "float32"),), ()),
+    (lambda x: (x, x.sum()), (np.zeros(5, "bool"),), ()),
+    (lambda: (), (), ()),
+    (lambda: np.int32(7), (), ()),
+    (lambda x, y: (y * 2, x + 1), (np.zeros((2, 0), "int8"), np.zeros((), "uint16")), (0,)),
+    (lambda *x: x, [np.zeros((n, 2), "float16") for n in range(60)], (3, 58)),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "donated"), SIGNATURES)
+def test_a_program_tells_what_it_takes_and_gives(
+    function: Callable[..., Any], arguments: Any, donated: tuple[int, ...], device: Device
+) -> None:
+    import jax
+
+    program = device.compile(export(function, *arguments, donate_argnums=donated))
+    loaded = device.load(program.serialize(), "somewhere")
+    gives = jax.tree.leaves(jax.eval_shape(function, *arguments))
+    for one in (program, loaded):
+        found = one.signature()
+        assert found is not None
+        assert found.arguments == tuple((str(x.dtype), x.shape) for x in arguments)
+        assert found.results == tuple((str(x.dtype), x.shape) for x in gives)
+        assert found.donated <= set(donated)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if "64" not in name])
+def test_a_program_tells_its_dtypes_by_their_names(dtype: str, device: Device) -> None:
+    program = device.compile(export(lambda x: x, np.zeros(3, dtype_of(dtype))))
+    found = program.signature()
+    assert found is not None
+    assert found.arguments == found.results == ((dtype, (3,)),)
 
 
 def test_arrays_reach_the_hosts_own_jax_and_back(device: Device) -> None:

@@ -186,6 +186,21 @@ def test_a_saved_fingerprint_is_read_back(tmp_path: Path, prejit: Any) -> None:
         assert Fingerprint.read(tmp_path / "machine.json") == expected
 
 
+def test_a_fingerprint_that_a_person_formatted_is_read(tmp_path: Path, prejit: Any) -> None:
+    """As jq, an editor or a form of one's own leave it: it is a person's file, and none of a bundle's."""
+    plain = json.loads(bundle.to_json(MACHINE))
+    backwards = dict(reversed(plain.items()))
+    backwards["cpu_features"] = plain["cpu_features"][::-1]
+    for text in (
+        json.dumps(plain, indent=2),
+        json.dumps(plain, indent="\t").replace("\n", "\r\n"),
+        f"\n {json.dumps(backwards)}\n\n",
+        "\ufeff" + json.dumps(plain, ensure_ascii=False),
+    ):
+        (tmp_path / "machine.json").write_text(text, encoding="utf-8")
+        assert Fingerprint.read(tmp_path / "machine.json") == MACHINE
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -193,6 +208,11 @@ def test_a_saved_fingerprint_is_read_back(tmp_path: Path, prejit: Any) -> None:
         bundle.to_json(MACHINE).replace(b'"cpu_count":4', b'"cpu_count":"4"'),
         bundle.to_json(MACHINE).replace(b'"cpu_count":4,', b""),
         bundle.to_json(MACHINE).replace(b'"platform"', b'"platfrom"'),
+        bundle.to_json(MACHINE).replace(b"{", b'{"jaxlib":"0.0.1",'),
+        bundle.to_json(MACHINE).replace(b"17179869184", b"1" + b"0" * 400),
+        bundle.to_json(MACHINE).replace(b"17179869184", b"1" + b"0" * 9000),
+        bundle.to_json(MACHINE).replace(b"17179869184", b"1.5"),
+        bundle.to_json(MACHINE).replace(b'"Some CPU"', b"[" * 900 + b"]" * 900),
     ],
 )
 def test_what_is_no_fingerprint_says_how_to_get_one(content: bytes, tmp_path: Path) -> None:
@@ -509,6 +529,9 @@ def test_a_fingerprint_of_before_the_accelerators_still_reads(tmp_path: Path) ->
         ("580.0", "580", True),
         ("580", "580.95.05", True),
         ("580.65.06", None, False),
+        ("580", "9" * 5000, True),
+        ("9" * 5000, "580", False),
+        ("0" * 5000 + "580", "580", True),
     ],
 )
 def test_versions_are_compared_as_numbers(needed: str, found: str | None, fits: bool) -> None:

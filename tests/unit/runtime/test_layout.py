@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import resource
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime import bundle, loader
+from prejit.runtime import __main__, bundle, loader
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.layout import Layout, digest_file, write_file, write_layout
 
@@ -585,3 +586,148 @@ def test_two_writers_of_one_bundle_do_not_break_it(
             out, errors = writer.communicate("x")
             assert out == "done\n", errors
         assert digest_of_bundle(path) in allowed
+
+
+# Reading while others write
+
+BUILDS = """
+import sys, time
+from pathlib import Path
+from prejit.runtime.layout import write_layout
+
+path = Path(sys.argv[1])
+bundles = []
+for source in map(Path, sys.argv[2:]):
+    blobs = {f"sha256:{f.name}": f.read_bytes() for f in (source / "blobs" / "sha256").iterdir()}
+    bundles.append(((source / "index.json").read_bytes(), blobs))
+print("ready", flush=True)
+while True:
+    for index, blobs in bundles:
+        write_layout(path, index, blobs)
+        time.sleep(0.002)
+"""
+
+
+def test_no_load_is_rejected_while_builds_replace_the_bundle(
+    old_and_new: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Of 2,000 loads dozens are, where a reader takes a blob that a build removed for a damaged bundle."""
+    path = tmp_path / "bundle"
+    shutil.copytree(old_and_new[0], path)
+    allowed = {digest_of_bundle(one) for one in old_and_new}
+    seen = set()
+    with subprocess.Popen(
+        [sys.executable, "-c", BUILDS, str(path), *map(str, old_and_new)], stdout=subprocess.PIPE
+    ) as builds:
+        try:
+            assert builds.stdout is not None
+            assert builds.stdout.readline() == b"ready\n"
+            for _ in range(2000):
+                seen.add(loader.read_whole(path, whole))
+        finally:
+            builds.kill()
+    assert seen == allowed, "the bundle was not replaced: the test shows nothing"
+
+
+def whole(layout: Layout, index: Any, digest: str) -> str:
+    """Reads all of a bundle, as `load` does; gives its digest."""
+    targets = loader.match(layout, index, machine())
+    manifests = loader.read_manifests(layout, targets)
+    loader.check_blobs(layout, manifests.values(), None, keep=manifests.values())
+    return digest
+
+
+def test_a_load_while_the_bundle_is_replaced(
+    old_and_new: tuple[Path, Path],
+    make_recipe: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gets one bundle whole, the old one or the new one, at whichever step the other takes its place."""
+    import numpy as np
+
+    old, new = old_and_new
+    x = np.ones((2, 16), np.float32)
+    expected = {
+        loader.load(one).digest: loader.load(one).call("score", x=x)[0].tolist()
+        for one in old_and_new
+    }
+    assert len({str(values) for values in expected.values()}) == 2
+    opened, seen = Layout._open_file, list[str]()
+    path, steps = tmp_path, iter(range(0))
+
+    def then_replace(layout: Layout, name: str, directory: int, where: str) -> Any:
+        if next(steps, None) == 0:
+            content = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
+            write_layout(path, (new / "index.json").read_bytes(), content)
+        return opened(layout, name, directory, where)
+
+    monkeypatch.setattr(Layout, "_open_file", then_replace)
+    for step in range(100):
+        path, steps = tmp_path / str(step), iter(range(step, -1, -1))
+        shutil.copytree(old, path)
+        found = loader.load(path)
+        assert found.call("score", x=x)[0].tolist() == expected[found.digest]
+        seen.append(found.digest)
+        if next(steps, None) is not None:  # the load was over before
+            break
+    assert len(seen) > 6
+    assert [digest for digest, _ in itertools.groupby(seen)] == [
+        loader.load(new).digest,
+        loader.load(old).digest,
+    ]
+
+
+def test_a_bundle_that_is_always_being_replaced_is_no_damaged_one(bundle_dir: Path) -> None:
+    attempts = []
+
+    def read(layout: Layout, index: Any, digest: str) -> None:
+        attempts.append(digest)
+        (bundle_dir / "index.json").touch()
+        raise RejectError("blob", "expected a file, found: No such file or directory")
+
+    with pytest.raises(StoreError, match="replaced 20 times"):
+        loader.read_whole(bundle_dir, read)
+    assert len(attempts) == 20
+
+
+def test_a_missing_blob_is_damage_where_nobody_replaces_the_bundle(bundle_dir: Path) -> None:
+    attempts = []
+    blob_of(bundle_dir)[0].unlink()
+
+    def read(layout: Layout, index: Any, digest: str) -> str:
+        attempts.append(digest)
+        return whole(layout, index, digest)
+
+    with pytest.raises(RejectError, match="No such file"):
+        loader.read_whole(bundle_dir, read)
+    assert len(attempts) == 1
+
+
+def test_a_disk_that_fails_while_hashing_is_named(
+    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blob = blob_of(bundle_dir)[0]
+    read = os.preadv
+
+    def failing(descriptor: int, buffers: Any, offset: int) -> int:
+        if os.path.samestat(os.fstat(descriptor), blob.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert __main__.main(["verify", str(bundle_dir)]) == StoreError.exit_code
+    told = capsys.readouterr().err
+    assert f"{blob}: cannot read: Input/output error" in told
+    assert "standard output" not in told
+    with pytest.raises(StoreError, match=blob.name):
+        loader.load(bundle_dir)
+
+
+def test_an_empty_layer_is_read_like_any_other(recipe: Any, tmp_path: Path) -> None:
+    """As a model's empty LICENSE makes one: what `verify` takes, `load` takes."""
+    path = recipe.with_content(bundle.LICENSE_MEDIA_TYPE, b"").write(tmp_path / "bundle")
+    assert __main__.main(["verify", str(path)]) == 0
+    assert loader.load(path).call("tick") == 7
+    with Layout(path) as layout:
+        assert layout.map_blob(bundle.digest_of(b""), 0) == b""

@@ -305,7 +305,7 @@ def hashed(path: Path, receipts: Receipts | None) -> int:
         index, _ = loader.open_index(layout)
         targets = loader.match(layout, index, Fingerprint.current())
         manifests = [loader.read_manifest(layout, target) for target in targets]
-        return loader.check_blobs(layout, manifests, receipts)
+        return loader.check_blobs(layout, manifests, receipts).hashed_bytes
 
 
 def test_a_second_load_hashes_nothing_and_verify_hashes_everything(
