@@ -92,6 +92,8 @@ MAX_JSON_ITEMS = 1 << 19
 _SMALL_JSON_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 """Published tokenizers have up to 35 MB."""
+MAX_GENERATION_BYTES = 1 << 20
+"""Published generation configs have some 200 bytes."""
 MAX_KERNELS_BYTES = 64 << 20
 """Libraries of kernels have some 600 kB, most of it libstdc++."""
 MAX_MESH_DEVICES = 1 << 12

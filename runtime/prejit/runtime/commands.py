@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime import bundle as format
 from prejit.runtime import verify as checks
-from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
+from prejit.runtime.defaults import Defaults
+from prejit.runtime.errors import NumbersError, PrejitWarning, StoreError, UsageError
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import (
@@ -43,11 +44,12 @@ def inspect(options: Namespace) -> int:
 
     def read(
         layout: Layout, index: format.Index, digest: str
-    ) -> tuple[str, tuple[Target, ...], list[Contents]]:
+    ) -> tuple[str, tuple[Target, ...], list[Contents], Defaults | None]:
         targets = match(layout, index, Fingerprint.current())
-        return digest, targets, [read_contents(layout, target) for target in targets]
+        contents = [read_contents(layout, target) for target in targets]
+        return digest, targets, contents, _defaults(layout, contents[0])
 
-    digest, targets, contents = read_whole(options.bundle, read)
+    digest, targets, contents, defaults = read_whole(options.bundle, read)
     if options.json:
         described = [
             {
@@ -56,13 +58,17 @@ def inspect(options: Namespace) -> int:
             }
             for c in contents
         ]
-        return _print_json({"digest": digest, "targets": described})
+        described_defaults = None if defaults is None else asdict(defaults)
+        return _print_json({"digest": digest, "targets": described, "defaults": described_defaults})
     first = contents[0].config
     print(f"{first.bundle}  {digest}")
     print(table(["built with", "version"], sorted(first.versions.items())))
     if (portable := first.portable) is not None:
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
         print(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
+    if defaults is not None:
+        values = (f"{name} {value}" for name, value in defaults.options().items())
+        print(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
     if first.accuracy is not None:
         print(accuracy_table(first.accuracy))
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
@@ -96,6 +102,23 @@ def inspect(options: Namespace) -> int:
         if content.config.forms:
             print(forms_table(content.config.forms))
     return 0
+
+
+def _defaults(layout: Layout, content: Contents) -> Defaults | None:
+    """The defaults of a decoder; None: the bundle holds none.
+
+    Raises:
+        RejectError: the generation config is damaged.
+    """
+    manifest = content.manifest
+    if content.config.decoder is None:
+        return None
+    if not manifest.has_layer(format.GENERATION_MEDIA_TYPE):
+        return Defaults()
+    at = manifest.layer(format.GENERATION_MEDIA_TYPE)
+    read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
+    checks.check_digest(read, at.digest, path)
+    return checks.check_generation(read, content.config.format, path)
 
 
 def verify(options: Namespace) -> int:
@@ -149,6 +172,7 @@ def _verify(layout: Layout, index: format.Index, digest: str) -> tuple[str, int,
         if format.CHAT_MEDIA_TYPE in layers:
             templates, chat_path = layers[format.CHAT_MEDIA_TYPE]
             checks.check_chat(bytes(templates), chat_path)
+        _defaults(layout, content)
     programs = sum(len(content.config.programs) for content in contents)
     return digest, len(targets), programs, blobs.hashed_bytes
 
@@ -313,7 +337,7 @@ def generate(options: Namespace) -> int:
     stats = pieces[-1].stats
     assert stats is not None
     if options.json:
-        return _print_json(
+        _print_json(
             {
                 "text": "".join(piece.text for piece in pieces),
                 "token_ids": tokens,
@@ -328,8 +352,15 @@ def generate(options: Namespace) -> int:
                 "programs": [asdict(report) for report in bundle.report()],
             }
         )
-    print()
-    if options.stats:
+    else:
+        print()
+    if pieces[-1].finish_reason == "nan":
+        raise NumbersError(
+            f"{bundle.name}: expected logits that are numbers, found NaN or infinity after {len(tokens)} "
+            "new tokens",
+            hint="the model's weights are broken, or too large for the cache_dtype of the manifest",
+        )
+    if options.stats and not options.json:
         used = [report for report in bundle.report() if report.source != "unused"]
         compiled = [report.program for report in used if report.source == "compiled"]
         rows = [(r.program, r.source, f"{r.seconds * 1e3:.0f} ms") for r in used]

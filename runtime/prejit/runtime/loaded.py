@@ -13,6 +13,7 @@ from prejit.runtime import bundle, pytree, start, verify
 from prejit.runtime.batch import Batch
 from prejit.runtime.bundle import Array, Config, Program
 from prejit.runtime.decoder_programs import DecoderPrograms
+from prejit.runtime.defaults import Defaults
 from prejit.runtime.errors import UsageError
 from prejit.runtime.executable import (
     Device,
@@ -44,13 +45,16 @@ Prompt = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """What a generation may be asked for. Everything that is not given is off.
+    """What a generation may be asked for.
+
+    What is not given, or None, is as the bundle's `defaults` say, or else off.
 
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens: stop after so many; None: when a stop token comes or the longest context is full.
-        stop_token_ids: stop at any of these; None: those of the model's generation config.
+        max_new_tokens: stop after so many; without it, when a stop token comes or the longest context is
+            full.
+        stop_token_ids: stop at any of these; without them, at those of the model's generation config.
         stop: stop before any of these strings.
         logprobs: how many of the most likely tokens at each place to give with their log-probabilities, 0 to
             20, beside that of the chosen one.
@@ -82,13 +86,15 @@ class Options(TypedDict, total=False):
 _SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 
-def _sampling(options: Options) -> tuple[Sampling, dict[str, Any]]:
-    """The part of the options that is a Sampling, and the others."""
+def _sampling(options: Options, defaults: Defaults) -> tuple[Sampling, dict[str, Any]]:
+    """The part of the options that is a Sampling, and the others. None is an option that is not given."""
     given: dict[str, Any] = {**options}
     if unknown := given.keys() - Options.__annotations__.keys():
         raise UsageError(
             f"expected options of {', '.join(Options.__annotations__)}; found {min(unknown)!r}"
         )
+    given = {name: value for name, value in given.items() if value is not None}
+    given = defaults.options() | given
     sampling = Sampling(**{name: value for name, value in given.items() if name in _SAMPLING})
     return sampling, {name: value for name, value in given.items() if name not in _SAMPLING}
 
@@ -175,9 +181,9 @@ class Bundle:
         """
         if n < 1:
             raise UsageError(f"n: expected 1 or more, found {n}")
-        first, common = _sampling(options)
+        first, common = _sampling(options, self.defaults)
         each = [replace(first, seed=(first.seed + index) % 2**64) for index in range(n)]
-        return self._generate([prompt] * n, each, common)
+        return self._generate([self._encode(prompt)] * n, each, common)
 
     def generate_batch(
         self,
@@ -190,13 +196,14 @@ class Bundle:
 
         Args:
             prompts: any number; a beginning that all share is computed once.
-            sampling: of each prompt, where they differ; None: as the options say.
+            sampling: of each prompt, where they differ, complete: without the bundle's defaults; None: as
+                the options say.
             **options: of all of them, as `generate`.
 
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        common_sampling, common = _sampling(options)
+        common_sampling, common = _sampling(options, self.defaults)
         each = [common_sampling] * len(prompts) if sampling is None else list(sampling)
         if len(each) != len(prompts):
             raise UsageError(f"sampling: expected {len(prompts)}, one a prompt; found {len(each)}")
@@ -210,7 +217,7 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`, at the first piece.
         """
-        sampling, common = _sampling(options)
+        sampling, common = _sampling(options, self.defaults)
         return self._stream(prompt, sampling, common)
 
     def session(self) -> Session:
@@ -247,7 +254,7 @@ class Bundle:
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
         """A request for `Batch.insert`. Arguments as `generate`; `stop` is the caller's, as text is."""
-        sampling, common = _sampling(options)
+        sampling, common = _sampling(options, self.defaults)
         if "stop" in common:
             raise UsageError(
                 "stop: expected none, since a batch knows tokens and no text",
@@ -394,6 +401,18 @@ class Bundle:
         weights = self._programs.weights(program.weights)
         return lambda: to_numpy(executable.run([*weights, *inputs])[0])
 
+    @cached_property
+    def defaults(self) -> Defaults:
+        """How the model's publisher wants it to generate: for requests that do not say it themselves.
+
+        Raises:
+            RejectError: the model's generation config is damaged.
+        """
+        layer = self._layers.get(bundle.GENERATION_MEDIA_TYPE)
+        if layer is None or self.config.decoder is None:
+            return Defaults()
+        return verify.check_generation(bytes(layer.content), self.config.format, layer.path)
+
     def report(self) -> tuple[ProgramReport, ...]:
         """How each program was obtained: loaded, compiled here, cached here, compiling, or unused so far."""
         return self._programs.report()
@@ -476,7 +495,7 @@ class Bundle:
             documents=documents,
             **variables,
         )
-        return self._need_tokenizer().encode(text, add_special_tokens=False)
+        return self._tokenize(text, add_special_tokens=False)
 
     def render_chat_template(
         self,
@@ -532,7 +551,12 @@ class Bundle:
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
-        return self._need_tokenizer().encode(prompt)
+        return self._tokenize(prompt)
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        room = None if self.config.decoder is None else self.decoder.contexts[-1]
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -585,7 +609,7 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """As `Bundle.generate`."""
-        sampling, common = _sampling(options)
+        sampling, common = _sampling(options, self._bundle.defaults)
         generation = self._bundle._generation(prompt, sampling, common)
         for _ in self._run(generation):
             pass
@@ -593,7 +617,7 @@ class Session:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """As `Bundle.stream`."""
-        sampling, common = _sampling(options)
+        sampling, common = _sampling(options, self._bundle.defaults)
         return self._stream(prompt, sampling, common)
 
     def _stream(
