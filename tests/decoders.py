@@ -40,6 +40,13 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "activation_function": "gelu_new",
         "tie_word_embeddings": False,
     },
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        **_LLAMA,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+    },
     # What a window must forget lies in the cache all the same, and so do other rows' leftovers.
     "mistral": {
         "model_type": "mistral",
@@ -76,15 +83,23 @@ def build(
     prompt: Sequence[int],
     context: Sequence[int],
     draft_tokens: int = 3,
+    dtype: str = "float32",
+    forms: Path | None = None,
 ) -> Path:
-    """A bundle for this machine in a directory, compiled as far as a build cache does not have it."""
+    """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
+
+    `forms` is a table of measured forms, for `--forms`.
+    """
     manifest = directory / "decoder.toml"
     manifest.write_text(
         f'[bundle]\nname = "decoder"\n[model]\nsource = {json.dumps(str(source))}\n'
+        f"dtype = {json.dumps(dtype)}\n"
         f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
         f'draft_tokens = {draft_tokens}\n[[target]]\nname = "cpu-host"\n'
     )
-    command = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
+    command: tuple[str, ...] = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
+    if forms is not None:
+        command += ("--no-measure", "--forms", str(forms))
     done = subprocess.run(
         [sys.executable, "-m", "prejit.runtime", *command],
         capture_output=True,

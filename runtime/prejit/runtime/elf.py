@@ -16,6 +16,8 @@ _SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED = 6, 11, 0x6FFFFFFE
 _DT_NEEDED = 1
 _HEADER_BYTES = 64
 """Of an Elf64_Shdr."""
+_SHT_NOTE, _NOTE_BYTES = 7, 12
+"""Its kind, and the size of an Elf64_Nhdr."""
 _STB_LOCAL, _SHN_UNDEF = 0, 0
 _MAX_ENTRIES = 1 << 16
 """In each table that is read. Libraries of kernels have some hundred."""
@@ -50,6 +52,39 @@ class _Section:
     kind: int
     content: memoryview
     strings: int  # number of the section that holds its names
+
+
+def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
+    """Return a note that a shared library has of an owner, its first; None: it has none.
+
+    Args:
+        content: of the library.
+        owner: the note's name, without its ending 0.
+
+    Returns:
+        The address of the note's descriptor, before the library is moved to where it is loaded, and the
+        descriptor.
+
+    Raises:
+        ValueError: the content is no shared library of x86-64 Linux with section headers.
+    """
+    try:
+        (start,) = struct.unpack_from("<Q", content, 40)
+        (count,) = struct.unpack_from("<H", content, 60)
+        for place in range(count):
+            kind, address, offset, size = struct.unpack_from(
+                "<4xI8xQQQ", content, start + place * _HEADER_BYTES
+            )
+            if kind != _SHT_NOTE or size < _NOTE_BYTES:
+                continue
+            name_bytes, bytes_, _ = struct.unpack_from("<III", content, offset)
+            name = offset + _NOTE_BYTES
+            at = _NOTE_BYTES + (name_bytes + 3 & ~3)
+            if content[name : name + name_bytes] == owner + b"\0" and at + bytes_ <= size:
+                return address + at, content[offset + at : offset + at + bytes_]
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"not a whole ELF file: {error}") from error
+    return None
 
 
 def read_shared_library(content: bytes) -> SharedLibrary:

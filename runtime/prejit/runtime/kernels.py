@@ -1,7 +1,8 @@
 """Native kernels: a shared library of verified bytes, loaded into this process and never unloaded.
 
 What is loaded is a copy in memory that nobody can change any more, not a file by its name. A library is
-loaded once a process, however many bundles have it; libraries of other digests live beside it.
+loaded once a process, however many bundles have it; libraries of other digests live beside it. All of them
+have the same helper threads, as many as process.py allows; libraries of older builds have their own each.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import ctypes
 import errno
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prejit.runtime.bundle import KERNEL_PREFIX, digest_of, kernel_target
-from prejit.runtime.elf import read_shared_library
+from prejit.runtime.elf import find_note, read_shared_library
 from prejit.runtime.errors import KernelError
+from prejit.runtime.process import kernel_threads
 
 _MFD_NOEXEC_SEAL = 8
 """From linux/memfd.h, since Linux 6.3. Where vm.memfd_noexec is 2, files in memory are made so or not at
@@ -31,8 +34,16 @@ _REASONS = {
     errno.ENOSYS: "the system has no memfd_create (Linux has since 3.17)",
 }
 
+_NOTE = struct.Struct("<Ii")
+"""Of a library, in the name of `prejit`: the version of what it shares of helper threads, and how far behind
+this number the function begins that takes them (kernels/threads.cc)."""
+_RTLD_DI_LINKMAP = 2
+"""From dlfcn.h."""
+
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}
+_helpers: dict[int, int] = {}
+"""The helper threads of this process, an address, by the version that libraries share them in."""
 _attempts = 0
 
 
@@ -57,12 +68,14 @@ def load(content: bytes) -> Library:
 
     Raises:
         KernelError: this machine does not load it: its glibc is older, or code may not be mapped.
+        UsageError: PREJIT_THREADS is not an integer of at least 1.
     """
     digest = digest_of(content)
     with _lock:
         if digest not in _loaded:
-            names = kernels_of(content)
+            names, threads = kernels_of(content), kernel_threads()
             library = _dlopen(content, digest)
+            _share_helpers(library, content, threads)
             handlers = {
                 kernel_target(name, digest): _capsule(getattr(library, KERNEL_PREFIX + name))
                 for name in names
@@ -83,6 +96,30 @@ def kernels_of(content: bytes) -> tuple[str, ...]:
         raise KernelError(f"expected a shared library with kernels: {error}") from error
     own = (name for name in exported if name.startswith(KERNEL_PREFIX))
     return tuple(name.removeprefix(KERNEL_PREFIX) for name in own)
+
+
+def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
+    """Gives a library the helpers of those before it, and says how many threads there may be.
+
+    Args:
+        library: loaded from the content, none of its kernels was called.
+        content: of the library.
+        threads: the most, with the calling one.
+    """
+    if (note := find_note(content, b"prejit")) is None or len(note[1]) != _NOTE.size:
+        return
+    address, (version, distance) = note[0], _NOTE.unpack(note[1])
+    link_map = ctypes.c_void_p()
+    ctypes.CDLL(None).dlinfo(
+        ctypes.c_void_p(library._handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)
+    )
+    assert link_map.value is not None
+    # The first member of a link_map: how far the library was moved (dlinfo(3)).
+    moved = ctypes.c_size_t.from_address(link_map.value).value
+    share = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(
+        moved + address + 4 + distance
+    )
+    _helpers[version] = share(_helpers.get(version), threads)
 
 
 def _dlopen(content: bytes, digest: str) -> ctypes.CDLL:

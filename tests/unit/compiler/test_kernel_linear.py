@@ -51,9 +51,21 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctype
     ],
     ids=" ".join,
 )
-def kernels(request: pytest.FixtureRequest, libraries: Callable[[str], ctypes.CDLL]) -> str:
+def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A level and one of the multipliers that it can have."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def multiplier(chosen: tuple[str, str]) -> str:
+    """What multiplies many rows."""
+    return chosen[1]
+
+
+@pytest.fixture(scope="module")
+def kernels(chosen: tuple[str, str], libraries: Callable[[str], ctypes.CDLL]) -> str:
     """The level whose kernel XLA knows as `linear/LEVEL`, once with each multiplier that it can have."""
-    level, multiplier = request.param
+    level, multiplier = chosen
     has_it = libraries(level).use_multiplier(MULTIPLIERS.index(multiplier))
     if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
         assert bool(has_it) == (multiplier in Fingerprint.current().cpu_features)
@@ -228,20 +240,45 @@ def test_leading_dimensions_are_rows(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_beside_others(kernels: str, dtype: np.dtype[Any]) -> None:
-    """Greedy tokens must not depend on the batch: bit for bit, among few rows and among many."""
-    for together, fewer in ((7, (1, 2, 3, 4)), (127, (24, 33, 100))):
-        assert_fewer_rows_are_the_same(together, fewer, dtype, kernels)
-
-
-def assert_fewer_rows_are_the_same(
-    all_rows: int, fewer: tuple[int, ...], dtype: np.dtype[Any], kernels: str
+def test_a_row_is_another_beside_others(
+    kernels: str, multiplier: str, dtype: np.dtype[Any]
 ) -> None:
-    case = drawn(4, (all_rows, 301, 77), dtype, bias=True, activation=SILU)
-    together = run(case, kernels)
-    for rows in fewer:
-        alone = Case(case.x[:rows], case.weights, case.scales, case.biases, None, SILU)
-        np.testing.assert_array_equal(run(alone, kernels), together[:rows])
+    """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
+    edge = many_rows(multiplier, dtype)
+    few = {rows for rows in (1, 2, 3, 4, 5, 8, 9, 23, 24, 33) if rows < edge}
+    many = (edge, edge + 1, 2 * edge + 1, 1100)
+    for all_rows, fewer in ((edge - 1, sorted(few)), (1111, many)):
+        case = drawn(4, (all_rows, 1069, 77), dtype, bias=True, activation=SILU)
+        together = run(case, kernels)
+        for rows in fewer:
+            found = run(replace(case, x=case.x[:rows]), kernels)
+            np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
+            # Not only the first ones: a row's place must not count either.
+            last = run(replace(case, x=case.x[-rows:]), kernels)
+            np.testing.assert_array_equal(last, together[-rows:], err_msg=f"last {rows} rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_x_is_rounded_at_some_numbers_of_rows_only(kernels: str, dtype: np.dtype[Any]) -> None:
+    """Halves between bfloat16 numbers and whole weights, whose sums are exact in every order."""
+    random = np.random.default_rng(9)
+    halves = [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
+    x = random.choice(np.array(halves, np.float32), (300, 70))
+    weight = random.integers(-3, 4, (45, 70)).astype(dtype)
+    scales = (np.ones(45, np.float32),) if dtype == np.int8 else ()
+    expected, _ = reference(Case(x, (weight,), scales))
+    for edge in (2, 4, 8, 16, 24, 32, 33, 96, 128, 256):
+        for rows in (edge - 1, edge, edge + 1):
+            flat = run(Case(x[:rows], (weight,), scales), kernels)
+            np.testing.assert_array_equal(flat, expected[:rows], err_msg=f"{rows} rows")
+            sequence = run(Case(x[None, :rows], (weight,), scales), kernels)
+            np.testing.assert_array_equal(sequence[0], expected[:rows], err_msg=f"{rows} positions")
+
+
+def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int:
+    """From so many rows on a product is summed in another order: kernels/linear.cc, linear_bf16.cc."""
+    by_pairs = {"amx-bf16": 8, "avx512bf16": 24}
+    return 128 if dtype == np.float32 else by_pairs.get(multiplier, 128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

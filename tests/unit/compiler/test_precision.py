@@ -19,6 +19,8 @@ from prejit.compiler import models
 from prejit.compiler.lowering import lower_decoder
 from prejit.compiler.models import precision
 from prejit.compiler.models.decoder import LARGE_MATRIX, REDUCED_ROWS, Embedding, Linear, dot
+from prejit.compiler.models.forms import Forms, using
+from prejit.compiler.products import KERNEL, Product
 from prejit.compiler.specs import ProgramSpec
 from prejit.runtime.errors import CheckpointError
 
@@ -200,6 +202,54 @@ def test_rows_of_a_table_or_its_logits_lose_their_factor(dtype: str) -> None:
     assert np.allclose(table(jnp.array([[0, 10], [99, 3]])), stored[[[0, 10], [10, 3]]], rtol=1e-6)
     x = np.random.default_rng(1).standard_normal((3, 6), np.float32)
     assert np.allclose(table.logits(jnp.asarray(x)), x @ stored.T, rtol=1e-5, atol=1e-5)
+
+
+def exact_operands(dtype: str, rows: int) -> tuple[Arrays, Arrays, Arrays]:
+    """x, a matrix [out, in] and x W^T of x rounded to even: all sums are exact, in whatever order.
+
+    Each x is halfway between two bfloat16 numbers, a bit more or a bit less.
+    """
+    random = np.random.default_rng(rows)
+    choices = [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
+    x = random.choice(np.array(choices, np.float32), (rows, 24))
+    weight = random.integers(-3, 4, (40, 24)).astype(np.dtype(jnp.dtype(dtype)))
+    rounded = x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    return x, weight, rounded @ weight.astype(np.float64).T
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", [1, 2, REDUCED_ROWS + 1, 40])
+def test_a_form_beside_a_kernel_does_not_round_x_as_the_kernel_does(dtype: str, rows: int) -> None:
+    """Or a token of a batch would be computed with other numbers than the same token alone."""
+    x, weight, expected = exact_operands(dtype, rows)
+    scale = {"weight_scale": np.ones(40, np.float32)} if dtype == "int8" else {}
+    product = Product(dtype, rows, 24, 40, in_out=False)
+    layer = nnx.eval_shape(lambda: Linear(24, 40, bias=False, in_out=False))
+    table = nnx.eval_shape(lambda: Embedding(40, 24))
+    for form in set(product.forms) - {KERNEL}:
+        for module, compute in ((layer, layer_of), (table, logits_of)):
+            precision.store(module, dtype)
+            graph, state = nnx.split(module)
+            call = partial(compute, graph, state)
+            with using(Forms({product: form})):
+                found = np.asarray(jax.jit(call)({"weight": weight, **scale}, x))
+            np.testing.assert_array_equal(found, expected, err_msg=f"{form} {compute.__name__}")
+
+
+def layer_of(graph: Any, state: Any, weights: dict[str, Any], x: Any) -> Any:
+    return nnx.merge(graph, models.with_parameters(state, weights))(x)
+
+
+def logits_of(graph: Any, state: Any, weights: dict[str, Any], x: Any) -> Any:
+    return nnx.merge(graph, models.with_parameters(state, weights)).logits(x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_program_without_kernels_rounds_x_for_nothing(dtype: str) -> None:
+    x, weight, rounded = exact_operands(dtype, 4)
+    found = np.asarray(jax.jit(dot, static_argnums=2)(x, weight, 1))
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert np.abs(found - expected).max() < 1e-5 < np.abs(rounded - expected).max()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

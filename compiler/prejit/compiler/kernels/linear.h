@@ -2,7 +2,10 @@
 //
 // Where weights are bfloat16 or int8, x is rounded to bfloat16, to the nearest and to even, and sums are float32: on
 // every CPU and for any number of rows, so that all give the same but for the order of the sums. With float32 weights
-// all is float32.
+// all is float32. XLA's forms of a product beside this one round x likewise (models/decoder.py, dot).
+//
+// A row's sums have one order among few rows and one among many, whatever the others are. Many rows begin at 8 with
+// AMX, at 24 with vdpbf16ps (linear_bf16.h), else at 128 rows or 32 positions of a sequence (linear.cc).
 #pragma once
 
 #include <cstdint>

@@ -26,6 +26,9 @@ constexpr uint64_t kLeftMask = (uint64_t{1} << kLeftBits) - 1;
 constexpr int64_t kMostBlocks = int64_t{1} << 23;
 
 // Everything is atomic and constant-initialized: no constructor runs at load, no destructor at exit.
+//
+// Libraries of one process share the pool of the first (prejit_share_threads), which may come from another release:
+// whoever changes Pool, Body or how a call is handed to helpers raises PREJIT_THREADS_VERSION.
 struct Pool {
   alignas(64) std::atomic<uint64_t> work{0};
   std::atomic<const Body*> body{nullptr};
@@ -36,9 +39,11 @@ struct Pool {
   std::atomic<int> sleepers{0};
   alignas(64) std::atomic<int> held{0};
   std::atomic<int> size{0};  // Threads with the caller; 0: not started in this process.
+  std::atomic<int> most{0};  // Of them; 0: as many as there are CPUs.
   std::atomic<int> watches_forks{0};
 };
-Pool pool;
+Pool own;
+std::atomic<Pool*> shared{&own};
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -60,7 +65,7 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
 //
 // A claim compares the number of the call and the blocks left at once. While a block is left the call has not ended, so
 // the body read before a claim that succeeds is the body of that call, however long this thread slept in between.
-void run_blocks() {
+void run_blocks(Pool& pool) {
   uint64_t seen = pool.work.load(std::memory_order_acquire);
   while (int64_t left = static_cast<int64_t>(seen & kLeftMask)) {
     const Body* body = pool.body.load(std::memory_order_relaxed);
@@ -73,7 +78,7 @@ void run_blocks() {
 }
 
 // Returns the number of the next call after `seen`.
-uint32_t await_call(uint32_t seen) {
+uint32_t await_call(Pool& pool, uint32_t seen) {
   int64_t end = nanoseconds() + kSpinNanoseconds;
   while (true) {
     for (int i = 0; i < kPausesBetweenYields; ++i) {
@@ -92,16 +97,18 @@ uint32_t await_call(uint32_t seen) {
   }
 }
 
-void* helper(void*) {
+void* helper(void* of_pool) {
+  Pool& pool = *static_cast<Pool*>(of_pool);
   uint32_t seen = 0;
   while (true) {
-    seen = await_call(seen);
-    run_blocks();
+    seen = await_call(pool, seen);
+    run_blocks(pool);
   }
 }
 
 // A child of fork has none of its parent's threads but the one that forked; a call of another may be half done.
 void forget_helpers() {
+  Pool& pool = *shared.load();
   pool.work.store(0);
   pool.epoch.store(0);
   pool.sleepers.store(0);
@@ -109,18 +116,19 @@ void forget_helpers() {
   pool.held.store(0);
 }
 
-int usable_cpus() {
+int usable_cpus(const Pool& pool) {
   // More than 1024 CPUs do not fit a cpu_set_t; the kernel then fails, and we run alone rather than guess.
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  int count = CPU_COUNT(&set);
-  return count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count;
+  int count = CPU_COUNT(&set), most = pool.most.load(std::memory_order_relaxed);
+  if (most < 1 || most > kMaxThreads) most = kMaxThreads;
+  return count < 1 ? 1 : count > most ? most : count;
 }
 
 // Starts the helpers; called by the one that holds them.
-void start() {
+void start(Pool& pool) {
   if (pool.watches_forks.exchange(1) == 0) pthread_atfork(nullptr, nullptr, forget_helpers);
-  int wanted = usable_cpus();
+  int wanted = usable_cpus(pool);
   // Signals belong to the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
@@ -132,7 +140,7 @@ void start() {
   for (; started < wanted; ++started) {
     pthread_t thread;
     // A limit on threads: fewer helpers are slower, not wrong.
-    if (pthread_create(&thread, &attributes, helper, nullptr) != 0) break;
+    if (pthread_create(&thread, &attributes, helper, &pool) != 0) break;
   }
   pthread_attr_destroy(&attributes);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -140,7 +148,7 @@ void start() {
 }
 
 // Runs the call with the helpers, which this thread holds.
-void run_with_helpers(int64_t blocks, const Body& body) {
+void run_with_helpers(Pool& pool, int64_t blocks, const Body& body) {
   uint32_t number = pool.epoch.load(std::memory_order_relaxed) + 1;
   pool.body.store(&body, std::memory_order_relaxed);
   pool.blocks.store(blocks, std::memory_order_relaxed);
@@ -149,7 +157,7 @@ void run_with_helpers(int64_t blocks, const Body& body) {
   pool.epoch.store(number, std::memory_order_seq_cst);
   if (pool.sleepers.load(std::memory_order_seq_cst) > 0)
     futex(&pool.epoch, FUTEX_WAKE, static_cast<uint32_t>(blocks - 1));
-  run_blocks();
+  run_blocks(pool);
   // A helper that lost its core in the middle of a block may need this one to go on.
   for (int64_t looks = 0; pool.done.load(std::memory_order_acquire) != blocks; ++looks) {
     if (looks < 2000)
@@ -174,10 +182,11 @@ void free_buffers(void* of_thread) {
 }  // namespace
 
 void parallel_for(int64_t blocks, const Body& body) {
+  Pool& pool = *shared.load(std::memory_order_relaxed);
   if (blocks > 1 && blocks <= kMostBlocks && pool.held.exchange(1, std::memory_order_acquire) == 0) {
-    if (pool.size.load(std::memory_order_relaxed) == 0) start();
+    if (pool.size.load(std::memory_order_relaxed) == 0) start(pool);
     bool alone = pool.size.load(std::memory_order_relaxed) == 1;
-    if (!alone) run_with_helpers(blocks, body);
+    if (!alone) run_with_helpers(pool, blocks, body);
     pool.held.store(0, std::memory_order_release);
     if (!alone) return;
   }
@@ -185,8 +194,9 @@ void parallel_for(int64_t blocks, const Body& body) {
 }
 
 int threads() {
+  const Pool& pool = *shared.load(std::memory_order_relaxed);
   int size = pool.size.load(std::memory_order_acquire);
-  return size ? size : usable_cpus();
+  return size ? size : usable_cpus(pool);
 }
 
 void* scratch(size_t bytes, int slot) {
@@ -202,3 +212,26 @@ void* scratch(size_t bytes, int slot) {
 }
 
 }  // namespace prejit
+
+// The process calls it once, before it calls a kernel: with the pool of the library that it loaded first, or nullptr, and
+// the most threads that may run blocks at once, with the caller. Returns the pool that this library uses from now on.
+extern "C" __attribute__((visibility("hidden"), used)) void* prejit_share_threads(void* first, int32_t most) {
+  using namespace prejit;
+  Pool* pool = first ? static_cast<Pool*>(first) : &own;
+  pool->most.store(most, std::memory_order_relaxed);
+  shared.store(pool, std::memory_order_relaxed);
+  return pool;
+}
+
+// A library exports its handlers and nothing else, so a note has the place of the function (runtime/kernels.py).
+#define PREJIT_THREADS_VERSION "1"
+asm(R"(
+  .pushsection .note.prejit.threads, "a", @note
+  .balign 4
+  .long 7, 8, 1
+  .asciz "prejit"
+  .balign 4
+  .long )" PREJIT_THREADS_VERSION R"(
+0:.long prejit_share_threads - 0b
+  .popsection
+)");

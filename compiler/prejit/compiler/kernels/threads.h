@@ -2,6 +2,7 @@
 //
 // A call claims blocks from a shared counter, so that the calling thread alone can always finish: nobody waits for a
 // helper to come, only for blocks that a helper has begun. While one call holds the helpers, other calls run alone.
+// All libraries of a process have the same helpers.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,8 @@ class Body {
 // they wrote is visible here. Blocks are claimed in order. May be called from many threads at once and inside a body.
 void parallel_for(int64_t blocks, const Body& body);
 
-// How many threads run blocks: as many as the process may run on, at least 1.
+// How many threads run blocks: as many as the process has CPUs, at least 1, and no more than it was allowed
+// (runtime/process.py).
 int threads();
 
 // A buffer of this thread, 64-byte aligned, of at least so many bytes; valid until the thread asks for the same slot

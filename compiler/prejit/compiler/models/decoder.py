@@ -267,14 +267,16 @@ def _product(x: jax.Array, weight: jax.Array, contracted: int) -> Product:
 def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = None) -> jax.Array:
     """Product over the last axis of x, float32, and one axis of a matrix; the matrix is not rearranged.
 
-    A matrix of another dtype counts with the float32 values of its elements, and all that is computed is
-    float32: what is stored decides the values, and not the form of the product.
+    A matrix of another dtype counts with the float32 values of its elements, and sums are float32. Beside
+    kernels x is rounded to bfloat16 for such a matrix, as the kernels do it: forms are chosen by the number
+    of rows, and a token must not be computed with other numbers where more rows share its product.
 
     Args:
         x: float32 [..., in].
         weight: the matrix.
         contracted: its axis of the inputs.
-        form: one of XLA's in forms.py; None: by the number of rows.
+        form: one of XLA's in forms.py, of a target with kernels; None: by the number of rows, of a program
+            without any.
     """
     if weight.dtype == jnp.float32:
         return lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())))
@@ -282,6 +284,9 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = Non
     if form is None:
         many = rows > REDUCED_ROWS * (4 if weight.size > LARGE_MATRIX else 1)
         form = WIDENED if many else LOOP
+    else:
+        # Not by astype: XLA drops a pair of conversions that only loses precision.
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     y = _widened_dot(x.reshape(-1, x.shape[-1]), weight, contracted, form)
     return y.reshape(*x.shape[:-1], -1)
 

@@ -2,8 +2,9 @@
 
 A portable program has XLA's forms only. For a CPU target with a kernel library (kernel_library.py) a program
 is lowered a second time, with calls of the kernels where they are faster; `using` says so to the modules of a
-model while they are traced. What a product gives does not depend on its form, up to rounding: a kernel rounds
-x to bfloat16 where the matrix is bfloat16 or int8 (kernels/linear.h), XLA's forms compute in float32.
+model while they are traced. In such a program every form, XLA's too, rounds x to bfloat16 where the matrix is
+bfloat16 or int8 (kernels/linear.h), so the forms of a product differ by the order of its sums alone. A
+portable program has no kernels to agree with and leaves x as it is.
 """
 
 from __future__ import annotations
