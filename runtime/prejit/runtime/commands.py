@@ -282,7 +282,7 @@ def generate(options: Namespace) -> int:
     first_seconds = 0.0
     started = time.perf_counter()
     asked = {name: getattr(options, name) for name in _GENERATE_OPTIONS}
-    given = {name: value for name, value in asked.items() if value not in (None, False)}
+    given = {name: value for name, value in asked.items() if value is not None}
     for piece in bundle.stream(prompt, **given):
         if not pieces:
             first_seconds, started = seconds_since_exec(), time.perf_counter()

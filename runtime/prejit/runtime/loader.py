@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Literal
 
-from prejit.runtime import bundle, start, verify
+from prejit.runtime import arguments, bundle, start, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Portable
 from prejit.runtime.errors import (
     FallbackWarning,
@@ -27,7 +27,6 @@ from prejit.runtime.errors import (
     MismatchError,
     PrejitWarning,
     RejectError,
-    UsageError,
 )
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict, compare, preference
 from prejit.runtime.layout import Layout, digest_file
@@ -250,12 +249,12 @@ def load(
     from prejit.runtime.loaded import Bundle
 
     started = time.perf_counter()
-    if on_mismatch not in ("jit", "error"):
-        raise UsageError(f"on_mismatch: expected 'jit' or 'error', found {on_mismatch!r}")
-    if while_compiling not in ("wait", "smaller"):
-        raise UsageError(
-            f"while_compiling: expected 'wait' or 'smaller', found {while_compiling!r}"
-        )
+    path = arguments.path("path", path)
+    arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))
+    arguments.choice("while_compiling", while_compiling, ("wait", "smaller"))
+    arguments.function("on_fallback", on_fallback)
+    if fingerprint is not None:
+        arguments.instance("fingerprint", fingerprint, Fingerprint)
     with Layout(path) as layout:
         index, digest = open_index(layout)
         machine = Fingerprint.current()

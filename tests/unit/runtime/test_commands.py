@@ -266,6 +266,31 @@ def test_call_without_arguments_calls_without(settled_dir: Path, tmp_path: Path)
     assert run("call", settled_dir, "score", "-o", tmp_path / "out") == 2
 
 
+# Generating
+
+
+@pytest.mark.parametrize("option", ["max-new-tokens", "top-p", "repetition-penalty"])
+def test_an_option_that_is_0_is_given(
+    option: str, decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
+
+
+def test_no_likely_tokens_are_still_log_probabilities(
+    decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("generate", decoder_dir, "--prompt-ids", "1,2", "--max-new-tokens", "3", "--json")
+    assert run(*argv, "--logprobs", "0", "--seed", "0", "--top-k", "0") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["token_id"] for one in said["logprobs"]] == said["token_ids"]
+    assert all(one["top"] == [] and one["logprob"] < 0 for one in said["logprobs"])
+    assert run(*argv) == 0
+    assert json.loads(capsys.readouterr().out)["logprobs"] == []
+
+
 @pytest.fixture
 def positional_dir(recipe: Any, tmp_path: Path) -> Path:
     """A bundle whose `score` takes its argument by place, as a manifest with a list of args gives."""
