@@ -28,7 +28,14 @@ from prejit.runtime.kv_cache import Prefix
 from prejit.runtime.prefill import compute_prefix
 from prejit.runtime.process import is_plain_start
 from prejit.runtime.programs import Layer, ProgramReport, Programs
-from prejit.runtime.request import Request, TokenMask, Wanted, admit, resolve
+from prejit.runtime.request import (
+    SAMPLING_OPTIONS,
+    Request,
+    TokenMask,
+    Wanted,
+    admit,
+    resolve,
+)
 from prejit.runtime.sampling import Sampling
 from prejit.runtime.weights import dtype_of, tensors
 
@@ -160,7 +167,7 @@ class Bundle:
         `generate`; n is 1 to 16,384.
         """
         n = arguments.integer("n", n, 1, arguments.MAX_SEQUENCES)
-        first = resolve(options)
+        first = self._resolve(options)
         seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
         each = [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
         return self._generate([prompt] * n, each)
@@ -183,16 +190,16 @@ class Bundle:
             UsageError, ContextError, RejectError: as `generate`.
         """
         listed = arguments.items("prompts", prompts, "a list of prompts")
-        wanted = resolve(options)
+        wanted = self._resolve(options)
         if sampling is None:
             return self._generate(listed, [wanted] * len(listed))
         each = arguments.items("sampling", sampling, "a list of Sampling, one a prompt")
         if len(each) != len(listed):
             raise UsageError(f"sampling: expected {len(listed)}, one a prompt; found {len(each)}")
-        if wanted.sampling != Sampling():
+        if beside := [name for name in SAMPLING_OPTIONS if options.get(name) is not None]:
             raise UsageError(
-                "sampling: expected it alone, found options of sampling beside it",
-                hint="give each prompt's temperature, seed and so on in its Sampling",
+                f"sampling: expected it without other options of sampling, found {beside[0]}",
+                hint=f"give each prompt's {beside[0]} in its Sampling",
             )
         return self._generate(listed, [replace(wanted, sampling=one) for one in each])
 
@@ -204,7 +211,7 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`, at the first piece.
         """
-        return self._stream(prompt, resolve(options))
+        return self._stream(prompt, self._resolve(options))
 
     def session(self) -> Session:
         """A session: its generations share a KV cache, so that a conversation computes only what is new.
@@ -240,13 +247,16 @@ class Bundle:
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
         """A request for `Batch.insert`. Arguments as `generate`; `stop` is the caller's, as text is."""
-        wanted = resolve(options)
+        wanted = self._resolve(options)
         if wanted.stop:
             raise UsageError(
                 "stop: expected none, since a batch knows tokens and no text",
                 hint="push text through prejit.runtime.stop.StopStrings and evict the slot",
             )
         return wanted.request(self._encode("prompt", prompt))
+
+    def _resolve(self, options: Options) -> Wanted:
+        return resolve({**options})
 
     def _generate(self, prompts: Sequence[Prompt], each: Sequence[Wanted]) -> list[Result]:
         generations = [
@@ -584,14 +594,14 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """As `Bundle.generate`."""
-        generation = self._bundle._generation(prompt, resolve(options))
+        generation = self._bundle._generation(prompt, self._bundle._resolve(options))
         for _ in self._run(generation):
             pass
         return generation.result()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """As `Bundle.stream`."""
-        return self._stream(prompt, resolve(options))
+        return self._stream(prompt, self._bundle._resolve(options))
 
     def _stream(self, prompt: Prompt, wanted: Wanted) -> Iterator[Piece]:
         yield from self._run(self._bundle._generation(prompt, wanted))

@@ -71,12 +71,13 @@ class Request:
             object.__setattr__(self, name, value)
 
 
+SAMPLING_OPTIONS = tuple(field.name for field in fields(Sampling))
 OPTIONS = (
-    *(field.name for field in fields(Sampling)),
+    *SAMPLING_OPTIONS,
     *(field.name for field in fields(Request) if field.name not in ("prompt", "sampling")),
     "stop",
 )
-"""Names of the options of a generation."""
+"""Names of the options of a generation; those before them are of its sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +103,20 @@ class Wanted:
         return Request(prompt, self.sampling, **self.common)
 
 
-def resolve(options: Mapping[str, Any]) -> Wanted:
+def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Wanted:
     """Resolve the options of a call. None stands for an option that is not given, nothing else does.
+
+    Args:
+        options: by their names.
+        defaults: those of the bundle, for options that are not given; None: there are none.
 
     Raises:
         UsageError: there is no such option, or one is of the wrong type or out of its range.
     """
     if unknown := options.keys() - set(OPTIONS):
         raise UsageError(f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}")
-    given = {name: value for name, value in options.items() if value is not None}
+    given = dict(defaults or {})
+    given |= {name: value for name, value in options.items() if value is not None}
     stop = arguments.strings("stop", given.pop("stop", ()))
     chosen = {
         field.name: given.pop(field.name) for field in fields(Sampling) if field.name in given
