@@ -185,13 +185,14 @@ def _telling_axes(verdict: Verdict) -> tuple[Axis, ...]:
 
 
 def _explain_fleet(options: Namespace) -> int:
-    from prejit.runtime.fleet import explain_fleet, read_fleet
+    from prejit.runtime.fleet import explain_fleet, read_fleet, unread
 
     with Layout(options.bundle) as layout:
         index, digest = open_index(layout)
         where = str(layout.path / "index.json")
         targets = [checks.target_of(descriptor, where) for descriptor in index.manifests]
-    report = explain_fleet(targets, read_fleet(options.fleet))
+    fleet = read_fleet(options.fleet)
+    report = explain_fleet(targets, fleet.machines, fleet.unreadable)
     if options.page is not None:
         from prejit.runtime.fleet_page import page
 
@@ -204,6 +205,9 @@ def _explain_fleet(options: Namespace) -> int:
         _print_json(report.described())
     else:
         print(_fleet_text(report))
+    if fleet.unreadable:
+        sys.stdout.flush()  # the report goes before what it does not tell of
+        raise unread(fleet.unreadable, len(fleet.machines) + len(fleet.unreadable))
     return 3 if options.require_aot and report.fallen_back else 0
 
 

@@ -310,7 +310,7 @@ def test_one_text_is_no_list_of_prompts(bundle: Bundle) -> None:
 
 
 def test_options_of_sampling_beside_a_list_of_them_are_refused(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match="sampling: expected it without .* found temperature"):
+    with pytest.raises(UsageError, match=r"sampling: expected it without .* temperature"):
         bundle.generate_batch([[1]], sampling=[Sampling(seed=1)], temperature=0.5)
 
 
