@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime import arguments, bundle, pytree, start, verify
@@ -25,6 +24,7 @@ from prejit.runtime.executable import (
 from prejit.runtime.fingerprint import Verdict
 from prejit.runtime.generate import Generation, Piece, Result, run
 from prejit.runtime.kv_cache import Prefix
+from prejit.runtime.once import once
 from prejit.runtime.prefill import compute_prefix
 from prejit.runtime.process import is_plain_start
 from prejit.runtime.programs import Layer, ProgramReport, Programs
@@ -328,7 +328,7 @@ class Bundle:
         seconds = tokenized - started
         return Encoded(embeddings, replace(stats, truncated=truncated, tokenize_seconds=seconds))
 
-    @cached_property
+    @once
     def encoder(self) -> EncoderPrograms:
         """The programs of an encoder.
 
@@ -416,7 +416,7 @@ class Bundle:
         """Whether prompts may be text."""
         return bundle.TOKENIZER_MEDIA_TYPE in self._layers
 
-    @cached_property
+    @once
     def decoder(self) -> DecoderPrograms:
         """The prefill and decode programs, for callers that run sessions of their own.
 
@@ -520,7 +520,7 @@ class Bundle:
                 "messages: expected objects nested less deeply than Python's recursion limit"
             ) from None
 
-    @cached_property
+    @once
     def _chat(self) -> ChatTemplates | None:
         layer = self._layers.get(bundle.CHAT_MEDIA_TYPE)
         if layer is None:
@@ -529,7 +529,7 @@ class Bundle:
 
         return ChatTemplates(verify.check_chat(bytes(layer.content), layer.path), layer.path)
 
-    @cached_property
+    @once
     def _tokenizer(self) -> Tokenizer | None:
         layer = self._layers.get(bundle.TOKENIZER_MEDIA_TYPE)
         if layer is None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -19,6 +18,7 @@ from prejit.runtime.bundle import Array, Config, Program, Segment, parse_shardin
 from prejit.runtime.errors import RejectError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.once import once
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Programs:
             except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
                 refused = serialized
 
-    @cached_property
+    @once
     def _machine(self) -> Fingerprint:
         return Fingerprint.current()
 

@@ -421,6 +421,31 @@ def test_output_is_readable_where_the_terminal_knows_no_unicode(
     assert "cpu-host" in done.stdout
 
 
+@pytest.mark.parametrize("control", ["\x1b[2J", "\x9b2J", "\b\b", "\r", "\u202e"])
+def test_what_a_bundle_says_moves_no_cursor(
+    control: str, make_recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = f"{control}all is well"
+
+    def change(config: Any) -> Any:
+        versions = {**config.versions, evil: evil}
+        first = dataclasses.replace(config.programs[0], name=f"score/{evil}")
+        programs = (first, *config.programs[1:])
+        return dataclasses.replace(config, versions=versions, programs=programs)
+
+    path = make_recipe(name=evil).configured(change).write(tmp_path / "b")
+    array = tmp_path / "x.npy"
+    np.save(array, X[:1])
+    call = ("call", path, "score", "--arg", f"x={array}", "-o", tmp_path / "out")
+    for argv in (("inspect", path), ("verify", path), ("explain", path), call):
+        run(*argv)
+        captured = capsys.readouterr()
+        for character in (*control, "\x1b"):
+            if not character.isprintable():
+                assert character not in captured.out + captured.err, argv
+    assert "all is well" in captured.err
+
+
 def test_the_build_side_is_named_where_it_is_missing(run_python: Any, tmp_path: Path) -> None:
     code = (
         "import sys\n"
