@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Literal
 
-from prejit.runtime import arguments, bundle, start, verify
+from prejit.runtime import arguments, bundle, copied, start, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Portable
 from prejit.runtime.errors import (
     FallbackWarning,
@@ -81,14 +81,19 @@ def open_index(layout: Layout) -> tuple[Index, str]:
     """Reads and checks `oci-layout` and `index.json`.
 
     Returns:
-        The index and the bundle's digest.
+        The index and the bundle's digest; of a copy that another tool made, those of its targets alone.
 
     Raises:
         RejectError: either is missing or damaged.
     """
     path = str(layout.path / "oci-layout")
-    verify.check_layout_file(layout.read("oci-layout", len(bundle.OCI_LAYOUT)), path)
+    version = layout.read("oci-layout", copied.MAX_LAYOUT_BYTES)
     content = layout.read("index.json", bundle.MAX_INDEX_BYTES)
+    manifests = copied.manifests_of_copy(content)
+    if manifests is None or not copied.is_layout_file(version):
+        verify.check_layout_file(version, path)
+    if manifests is not None:
+        content = copied.index_of_copy(layout, manifests)
     index = verify.check_index(content, str(layout.path / "index.json"))
     return index, bundle.digest_of(content)
 
