@@ -1,4 +1,4 @@
-"""A layout that another OCI tool made of one target: `skopeo copy`, `oras pull`.
+"""A layout that another OCI tool, such as skopeo or oras, made of one target.
 
 Such a tool copies a manifest and what it leads to, byte for byte, and writes an `index.json` of its own. What
 our index says of a target is in the target's config as well, so an index is made from that.

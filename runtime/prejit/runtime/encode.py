@@ -55,7 +55,7 @@ class EncodeStats:
         tokenize_seconds: from texts to token ids.
         queue_seconds: spent waiting for programs to be loaded or compiled.
         run_seconds: of the programs.
-        obtained: programs that were made ready during the call, and how: loaded, cached or compiled.
+        obtained: programs that were made ready during the call, and how: loaded, compiled or kept.
     """
 
     sentences: int

@@ -395,7 +395,7 @@ class Bundle:
         return lambda: to_numpy(executable.run([*weights, *inputs])[0])
 
     def report(self) -> tuple[ProgramReport, ...]:
-        """How each program was obtained: loaded, compiled here, cached here, compiling, or unused so far."""
+        """How each program was obtained: loaded, compiled here, kept here, compiling, or unused so far."""
         return self._programs.report()
 
     def device_memory_bytes(self) -> int | None:

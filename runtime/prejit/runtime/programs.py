@@ -47,7 +47,7 @@ class ProgramReport:
 
     Attributes:
         program: its name.
-        source: `loaded` (the bundle's executable), `compiled` (here, now), `cached` (compiled here at an
+        source: `loaded` (the bundle's executable), `compiled` (here, now), `kept` (compiled here at an
             earlier start), `compiling` (or waiting for that) or `unused` (not wanted so far).
         seconds: that it took to get ready; 0 until it is.
     """
@@ -159,7 +159,7 @@ class Programs:
             if now:
                 return compiled[0], "compiled"
             try:
-                return self._device.load(serialized, self._portable.path, results), "cached"
+                return self._device.load(serialized, self._portable.path, results), "kept"
             except RejectError:  # kept by another build of jaxlib, say: no fault of the bundle
                 refused = serialized
 

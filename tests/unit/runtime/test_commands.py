@@ -229,7 +229,7 @@ def test_call_falls_back_with_a_warning_on_stderr(
     settled_dir: Path, x_file: Path, tmp_path: Path, foreign: Path, prejit: Any
 ) -> None:
     call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out", "--json")
-    for how in ("compiled", "cached"):
+    for how in ("compiled", "kept"):
         done = prejit(*call, "--fingerprint", foreign)
         assert done.stderr.startswith("warning: ")
         assert "jaxlib: needs" in done.stderr
