@@ -171,7 +171,11 @@ def explain(options: Namespace) -> int:
         for a in _telling_axes(target.verdict)
     ]
     _say(table(["target", "axis", "rule", "fits", "needed", "found"], rows))
-    where = f"the machine of {options.fingerprint}" if options.fingerprint else "this machine"
+    where = (
+        f"the machine of {options.fingerprint}"
+        if options.fingerprint is not None
+        else "this machine"
+    )
     if chosen:
         _say(f"\n{where} loads {chosen}: nothing is compiled")
         return 0
@@ -445,14 +449,14 @@ def bench(options: Namespace) -> int:
         value = getattr(options, name)
         if not least <= value < float("inf"):
             raise UsageError(f"--{name}: expected {least} or more, found {value}")
-    baseline = reports.read(options.baseline) if options.baseline else None
-    paths = [options.bundle, *([options.against] if options.against else [])]
+    baseline = reports.read(options.baseline) if options.baseline is not None else None
+    paths = [options.bundle, *([] if options.against is None else [options.against])]
     with _progress() as say:
         report, comparison = measuring.judge(
             [measuring.Setup(path, options.require_aot, options.fingerprint) for path in paths],
             [_load(options, path) for path in paths],
             baseline,
-            other=options.against or options.baseline,
+            other=options.baseline if options.against is None else options.against,
             runs=options.runs,
             seconds=options.seconds,
             tolerance=options.tolerance / 100,
@@ -516,14 +520,14 @@ def _warnings_on_stderr() -> Iterator[None]:
 def _load(options: Namespace, path: str | None = None) -> Bundle:
     with _warnings_on_stderr():
         return load(
-            path or options.bundle,
+            options.bundle if path is None else path,
             on_mismatch="error" if options.require_aot else "jit",
             fingerprint=_machine(options),
         )
 
 
 def _machine(options: Namespace) -> Fingerprint | None:
-    return Fingerprint.read(options.fingerprint) if options.fingerprint else None
+    return Fingerprint.read(options.fingerprint) if options.fingerprint is not None else None
 
 
 def _prompt(bundle: Bundle, options: Namespace) -> str | list[int]:
@@ -538,7 +542,7 @@ def _token_ids(text: str) -> list[int]:
         return [int(item) for item in text.split(",")]
     except ValueError as error:
         raise UsageError(
-            f"--prompt-ids: expected integers separated by commas, found {text!r}"
+            f"--prompt-ids: expected integers separated by commas, found {text!r:.80}"
         ) from error
 
 

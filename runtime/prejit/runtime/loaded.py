@@ -230,7 +230,7 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        row = admit(Request(self._encode("prompt", prompt)), self.decoder)
+        row = admit(Request(self._encode(prompt)), self.decoder)
         context = self.decoder.context_for(len(row.token_ids))
         return compute_prefix(self.decoder, row.token_ids, context, row.usage)
 
@@ -253,7 +253,7 @@ class Bundle:
                 "stop: expected none, since a batch knows tokens and no text",
                 hint="push text through prejit.runtime.stop.StopStrings and evict the slot",
             )
-        return wanted.request(self._encode("prompt", prompt))
+        return wanted.request(self._encode(prompt))
 
     def _resolve(self, options: Options) -> Wanted:
         return resolve({**options})
@@ -276,7 +276,7 @@ class Bundle:
                 f"{self.name}: this bundle has no tokenizer, so nothing can stop at a string",
                 hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
             )
-        request = wanted.request(self._encode("prompt", prompt))
+        request = wanted.request(self._encode(prompt))
         return Generation(self.decoder, request, self._tokenizer, wanted.stop)
 
     def encode(
@@ -538,9 +538,9 @@ class Bundle:
 
         return Tokenizer(layer.content[:], layer.path)
 
-    def _encode(self, name: str, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; all that were given as ids are of the vocabulary."""
-        checked = arguments.prompt(name, prompt, self.decoder.decoder.vocab_size)
+        checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
         return self._need_tokenizer().encode(checked) if isinstance(checked, str) else checked
 
     def _need_tokenizer(self) -> Tokenizer:

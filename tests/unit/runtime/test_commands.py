@@ -279,6 +279,14 @@ def test_an_option_that_is_0_is_given(
     assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
 
 
+@pytest.mark.parametrize(
+    "argv", [("explain", "--fingerprint"), ("bench", "--baseline"), ("bench", "--against")]
+)
+def test_an_option_that_is_empty_is_given(argv: tuple[str, str], settled_dir: Path) -> None:
+    command, option = argv
+    assert run(command, settled_dir, option, "") == 6
+
+
 def test_no_likely_tokens_are_still_log_probabilities(
     decoder_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
