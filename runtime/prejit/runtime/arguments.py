@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 MAX_SEQUENCES = 16_384
 """Maximum number of continuations of one prompt in one call."""
 _SHOWN_CHARACTERS = 80
+_LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _TEXT_LIKE = (str, bytes, bytearray, memoryview, Mapping)
 """Types that can be iterated, and that nobody means as a list."""
@@ -56,20 +57,21 @@ def described(value: object) -> str:
     return text
 
 
-def integer(name: str, value: object, least: int, most: int | None = None) -> int:
+def integer(name: str, value: object, least: int, most: int = _LARGEST_INTEGER) -> int:
     """Return an integer in a range, from whatever Python takes as an index except bool.
 
     Args:
         name: of the argument.
         value: what was passed.
         least: the smallest that is allowed.
-        most: the largest; None: there is none.
+        most: the largest.
     """
     found = _as_integer(value)
     if found is None:
         refuse(name, "an integer", value)
-    if found < least or (most is not None and found > most):
-        refuse(name, f"{least} or more" if most is None else f"{least} to {most}", value)
+    if not least <= found <= most:
+        is_open = most == _LARGEST_INTEGER and found < least
+        refuse(name, f"{least} or more" if is_open else f"{least} to {most}", value)
     return found
 
 

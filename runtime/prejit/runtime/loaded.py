@@ -362,11 +362,12 @@ class Bundle:
             UsageError: there is no such program, or no bucket of it takes these arguments.
             RejectError: the program is damaged.
         """
+        arguments.text("name", name)
         try:
             given = {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))}
         except RecursionError:
             raise UsageError(
-                f"{name!s:.80}: expected arguments nested less deeply than Python's recursion limit"
+                f"{name:.80}: expected arguments nested less deeply than Python's recursion limit"
             ) from None
         return self.call_leaves(name, given)
 

@@ -97,7 +97,7 @@ JUNK = (
         -(10**30),
     ),
     *(2**31, 2**63, 2**64, 1e-300, 1e300, 1j, b"", b"ab", "", "a", "\ud800", "\0", "\x1b[31m"),
-    *(Hostile(), Hostile, print, object(), [], (), {}, set(), frozenset((1,)), [1.0, 2.0], [True]),
+    *(Hostile(), print, object(), [], (), {}, set(), frozenset((1,)), [1.0, 2.0], [True]),
     *([-1], [10**30], ["a", 1], [[1, 2], [3]], [None], {1: 2}, {1: "x"}, {"a": 1.0}, nested(3)),
     *(nested(5000), range(3), range(-3, 0), deque([1, 2]), iter([1, 2]), slice(3), ...),
     *(
@@ -112,7 +112,19 @@ JUNK = (
     *(np.array([2**63], np.uint64), np.datetime64("2020-01-01"), np.ma.masked_array([1], [True])),
     *(Sampling(), Request([1]), Path("x"), NotImplemented, memoryview(b"abc"), bytearray(b"a")),
 )
-VALUES = st.one_of(
+
+
+@dataclasses.dataclass(repr=False)
+class Held:
+    """A value that Hypothesis may print."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return described(self.value)
+
+
+_VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(JUNK),
     st.integers(),
     st.floats(),
@@ -122,6 +134,7 @@ VALUES = st.one_of(
         st.one_of(st.integers(-1, VOCAB), st.text(max_size=2)), st.floats(), max_size=2
     ),
 )
+VALUES: st.SearchStrategy[Held] = st.builds(Held, _VALUES)
 METHODS: dict[str, tuple[str, ...]] = {
     "generate": OPTIONS,
     "generate_n": ("n", *OPTIONS),
@@ -141,16 +154,17 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[str, Any, dict[str, Any]]:
+def calls(draw: st.DrawFn) -> tuple[str, Held, dict[str, Held]]:
     method = draw(st.sampled_from(list(METHODS)))
     names = METHODS[method]
     chosen = draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
     options = {name: draw(VALUES) for name in chosen}
     if "max_new_tokens" in names:
-        options.setdefault("max_new_tokens", 1)
-    for name in {"n": 2, "given": {}}.keys() & set(names):
-        options.setdefault(name, {"n": 2, "given": {}}[name])
-    right = st.just([[1], [2]] if method == "generate_batch" else [1, 2])
+        options.setdefault("max_new_tokens", Held(1))
+    for name, value in {"n": 2, "given": {}}.items():
+        if name in names:
+            options.setdefault(name, Held(value))
+    right = st.just(Held([[1], [2]] if method == "generate_batch" else [1, 2]))
     return method, draw(st.one_of(VALUES, right)), options
 
 
@@ -158,35 +172,63 @@ class Checked(Exception):  # noqa: N818 (no error)
     """Raised in place of running a program: all arguments were found right."""
 
 
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(calls())
-def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
-    bundles: dict[str, Bundle], call: tuple[str, Any, dict[str, Any]]
-) -> None:
-    """Up to where programs would run."""
+@pytest.fixture
+def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs: a call whose arguments are right ends where a program would."""
     from prejit.runtime import batch as engine
     from prejit.runtime import encode, loaded
 
     def stop(*_: Any, **__: Any) -> Any:
         raise Checked
 
-    method, first, options = call
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.Batch, "_insert", stop)
-        patch.setattr(loaded, "compute_prefix", stop)
-        patch.setattr(encode.EncoderPrograms, "encode", stop)
-        with contextlib.suppress(PrejitError, Checked):
-            result = getattr(bundles.get(method, bundles["generate"]), method)(first, **options)
-            if method == "stream":
-                list(result)
+    monkeypatch.setattr(engine.Batch, "_insert", stop)
+    monkeypatch.setattr(loaded, "compute_prefix", stop)
+    monkeypatch.setattr(encode.EncoderPrograms, "encode", stop)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def attempt(bundles: dict[str, Bundle], method: str, first: Any, options: dict[str, Any]) -> None:
+    """Call a method. It returns, or raises an error of prejit."""
+    function = getattr(bundles.get(method, bundles["generate"]), method)
+    with contextlib.suppress(PrejitError, Checked):
+        result = function(first, **options)
+        if method == "stream":
+            list(result)
+
+
+@pytest.mark.usefixtures("calls_alone")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_argument_may_be_any_of_these_values(bundles: dict[str, Bundle], method: str) -> None:
+    right: Any = [[1], [2]] if method == "generate_batch" else "score" if method == "call" else [1]
+    required = {
+        name: {"n": 2, "given": {}}[name] for name in ("n", "given") if name in METHODS[method]
+    }
+    for place, junk in enumerate(JUNK):
+        try:
+            attempt(bundles, method, junk, required)
+            for name in METHODS[method]:
+                attempt(bundles, method, right, {**required, name: junk})
+                attempt(bundles, method, junk, {**required, name: junk})
+        except Exception as error:
+            error.add_note(f"with value {place} of JUNK: {described(junk)}")
+            raise
+
+
+@pytest.mark.usefixtures("calls_alone")
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls())
+def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
+    bundles: dict[str, Bundle], call: tuple[str, Held, dict[str, Held]]
+) -> None:
+    method, first, held = call
+    attempt(bundles, method, first.value, {name: option.value for name, option in held.items()})
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(VALUES)
 def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
-    bundle: Bundle, value: Any
+    bundle: Bundle, held: Held
 ) -> None:
-    batch = bundle.batch(1)
+    batch, value = bundle.batch(1), held.value
     functions: tuple[Callable[[], object], ...] = (
         lambda: batch.evict(value),
         lambda: batch.insert(value) if not isinstance(value, Request) else None,
@@ -324,8 +366,9 @@ def test_a_deleted_array_is_an_error_of_usage(settled_dir: Path) -> None:
         functions.call("score", x=array)
     with pytest.raises(UsageError, match="nested less deeply"):
         functions.call("score", x=nested(5000))
-    with pytest.raises(UsageError, match="name: expected text, found 5"):
-        functions.call(5)  # type: ignore[arg-type]
+    for name in (5, nested(5000), Hostile(), 10**6000):
+        with pytest.raises(UsageError, match="name: expected text, found"):
+            functions.call(name, x=nested(5000))
 
 
 def test_every_value_has_a_short_description_of_one_line() -> None:
