@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import TypeVar, final
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.errors import ContextError, RejectError, UsageError
+
+T = TypeVar("T")
 
 _REPLACEMENT = "\ufffd"
 _UNFINISHED_TOKENS = 3
@@ -19,6 +21,10 @@ _PROMPT_TOKENS = 8
 """Of a prompt, what the text of the first new token may depend on."""
 _PENDING_TOKENS = 16
 """More than this without whole text is no text: some of it is settled, so that a push stays cheap."""
+_TOKEN_CHARACTERS = 1024
+"""No known tokenizer has a token of so many characters. A text of more than this for each token that there is
+room for is not tokenized, because that takes time in proportion to its length."""
+_INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @final
@@ -31,29 +37,44 @@ class Tokenizer:
         Raises:
             RejectError: it is none that this version of `tokenizers` reads.
         """
+        self._path = path
         try:
             self._tokenizer = _Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            added = self._tokenizer.get_added_tokens_decoder()
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:  # plain Exception, or a panic, which is none
             raise RejectError(path, f"expected a tokenizer.json: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: special tokens that it spells become those tokens.
             add_special_tokens: whether the tokenizer adds its own (a BOS, say). Not to a rendered chat
                 template, which spells them.
+            max_tokens: how many tokens there is room for. A text that is far too long for them is not
+                tokenized; None: every text is.
 
         Raises:
-            UsageError: the text holds a lone surrogate, which no encoding has.
+            UsageError: the text holds a lone surrogate, which no encoding has, or the tokenizer fails on it.
+            ContextError: the text has more than 1,024 characters for each of max_tokens.
         """
         _check_unicode(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if max_tokens is not None and len(text) > max_tokens * _TOKEN_CHARACTERS:
+            raise ContextError(
+                f"prompt: expected at most {max_tokens} tokens (the longest context), found a text of "
+                f"{len(text)} characters",
+                hint="shorten the prompt, or add a longer context to [generate] of the manifest",
+            )
+        return self._encoded(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        )
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -61,18 +82,62 @@ class Tokenizer:
         """Token ids of many texts at once, on all cores. As `encode`, and raises as it does."""
         for text in texts:
             _check_unicode(text)
-        encodings = self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
+        encodings = self._encoded(
+            lambda: self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         )
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """The text of token ids, without special tokens.
+
+        Raises:
+            UsageError: an id is no integer of 32 bits, or the tokenizer fails on them.
+        """
+        return self._decode(list(token_ids))
 
     def stream(self, prompt_ids: Sequence[int]) -> TextStream:
-        """Text of the tokens that follow a prompt, piece by piece."""
-        return TextStream(self._tokenizer, self._special, prompt_ids)
+        """Text of the tokens that follow a prompt, piece by piece. Raises as `decode`, also later."""
+        return TextStream(self._decode, self._token, self._special, prompt_ids)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id that the vocabulary gives to text; -1 where it is empty.
+
+        Tokens that were added to the vocabulary do not count: some are published that the model has no
+        embedding for.
+        """
+        return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+
+    def _encoded(self, encode: Callable[[], T]) -> T:
+        try:
+            return encode()
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:  # as in __init__
+            raise UsageError(
+                f"expected a text that {self._path} encodes, found one that it fails on: {error}",
+                hint="give another text, or token ids",
+            ) from error
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decoded(
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=True), token_ids
+        )
+
+    def _token(self, token_id: int) -> str | None:
+        return self._decoded(lambda: self._tokenizer.id_to_token(token_id), [token_id])
+
+    def _decoded(self, decode: Callable[[], T], token_ids: Sequence[int]) -> T:
+        try:
+            return decode()
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:  # as in __init__
+            raise UsageError(
+                f"expected token ids that {self._path} decodes, found {token_ids!r:.80}: {error}"
+            ) from error
 
 
 @final
@@ -91,9 +156,14 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: _Tokenizer, special: frozenset[int], prompt_ids: Sequence[int]
+        self,
+        decode: Callable[[list[int]], str],
+        token_of: Callable[[int], str | None],
+        special: frozenset[int],
+        prompt_ids: Sequence[int],
     ) -> None:
-        self._tokenizer = tokenizer
+        self._decode = decode
+        self._token_of = token_of
         self._special = special
         tail = self._tail(prompt_ids)
         begun = self._begun(tail)
@@ -172,11 +242,8 @@ class TextStream:
 
     def _byte(self, token_id: int) -> bytes | None:
         """The byte of a SentencePiece model's byte token (`<0x0A>`)."""
-        match = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        match = _BYTE_TOKEN.fullmatch(self._token_of(token_id) or "")
         return bytes.fromhex(match[1]) if match else None
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def _settled(text: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.errors import ContextError, RejectError, UsageError
 from prejit.runtime.tokenizer import TextStream, Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "manifests" / "demo-model" / "tokenizer.json"
@@ -277,3 +277,52 @@ def test_text_that_no_encoding_has_is_a_usage_error() -> None:
 def test_a_file_that_is_no_tokenizer_is_rejected() -> None:
     with pytest.raises(RejectError, match=r"somewhere: expected a tokenizer\.json"):
         Tokenizer(b"{}", "somewhere")
+
+
+def crafted(model: dict[str, object], **parts: object) -> bytes:
+    """A tokenizer.json with this model and nothing else but the given parts."""
+    empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    tree = {"version": "1.0", "added_tokens": [], **dict.fromkeys(empty), **parts, "model": model}
+    return json.dumps(tree).encode()
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+"""Onig gives up on 40 `a`s: it has tried as many ways to match them as it may."""
+
+
+def test_a_panic_of_the_library_ends_the_process() -> None:
+    """A panic is a BaseException that is no Exception: a server that does not expect it ends."""
+    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UsageError, match="somewhere encodes, found one that it fails on: Onig"):
+            encode("a" * 40)
+    assert tokenizer.encode("a") == [0], "a panic must not spoil what follows"
+
+
+def test_a_panic_while_a_tokenizer_is_read_ends_the_process() -> None:
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(RejectError, match=r"somewhere: expected a tokenizer\.json: Precompiled"):
+        Tokenizer(crafted(WORDS, normalizer=charsmap), "somewhere")
+
+
+def test_a_text_that_the_tokenizer_has_no_token_for_is_a_usage_error() -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    tokenizer = Tokenizer(crafted(model), "somewhere")
+    with pytest.raises(UsageError, match=r"somewhere encodes, .*Missing \[UNK\]"):
+        tokenizer.encode("b")
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
+def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> None:
+    for made in (byte_level, sentencepiece):
+        for decode in (made().decode, made().stream):
+            with pytest.raises(UsageError, match=rf"token ids that .* decodes, found \[{token_id}"):
+                decode([token_id])
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
+    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
+    with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
+        tokenizer.encode("a" * 4097, max_tokens=4)
+    assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
