@@ -365,6 +365,8 @@ class Batch:
                     logprob = read_logprob(results, "logprobs", (at, slot), token, wanted)
                 out.append(self._take(slot, row, token, logprob))
                 if out[-1].finish_reason is not None:
+                    if (tokens[at + 1 : counts[slot], slot] < 0).any():
+                        self._clear(slot)  # what it computed after its end was no number
                     break
         if not drafts:
             self._step_seconds = seconds / width
@@ -479,11 +481,10 @@ class Batch:
     def _take(self, slot: int, row: Row, token: int, logprob: Logprob | None) -> Token:
         """Adds a token to a row's text; frees the slot where that finishes it."""
         reason = None
-        if token in row.stop:
+        if token < 0:
+            reason = "mask" if row.allows_none(self._decoder.decoder.vocab_size) else "nan"
+        elif token in row.stop:
             reason = "stop"
-        elif token < 0:
-            forbidding = row.request.token_mask is not None or row.request.sampling.logit_bias
-            reason = "mask" if forbidding else "nan"
         else:
             row.token_ids.append(token)
             if row.lookup is not None:

@@ -112,6 +112,12 @@ class RejectError(PrejitError):
         self.path = path
 
 
+class NumbersError(PrejitError):
+    """A model gave NaN or infinity where numbers were expected."""
+
+    code = "no-numbers"
+
+
 class KernelError(PrejitError):
     """A bundle's library of native kernels cannot be loaded on this machine."""
 

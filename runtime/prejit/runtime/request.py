@@ -194,6 +194,7 @@ class Row:
         token_ids: the prompt and what was generated.
         usage: what it has cost.
         lookup: the index for drafts.
+        allowed: what the token mask last said; None: all may come.
     """
 
     request: Request
@@ -201,6 +202,7 @@ class Row:
     token_ids: list[int]
     usage: Usage
     lookup: PromptLookup | None
+    allowed: np.ndarray[Any, Any] | None = None
 
     @property
     def generated(self) -> int:
@@ -222,6 +224,7 @@ class Row:
         if self.request.token_mask is None:
             return None
         mask = self.request.token_mask(self.token_ids[len(self.request.prompt) :])
+        self.allowed = None
         if mask is None:
             return None
         try:
@@ -232,7 +235,13 @@ class Row:
             raise UsageError(
                 f"token_mask: expected bool[{vocab_size}] or None, found {mask.dtype}{list(mask.shape)}"
             )
+        self.allowed = mask
         return mask
+
+    def allows_none(self, vocab_size: int) -> bool:
+        """Whether logit bias and the last token mask forbid every token."""
+        allowed = bias_row(self.request.sampling, vocab_size) > -np.inf
+        return not (allowed if self.allowed is None else allowed & self.allowed).any()
 
 
 def admit(request: Request, programs: DecoderPrograms) -> Row:

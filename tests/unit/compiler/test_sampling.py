@@ -342,10 +342,13 @@ def test_a_row_that_may_choose_nothing_chooses_nothing_and_disturbs_nobody(
     assert np.isfinite(chosen.top_logprobs).all()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_nan_give_no_token_rather_than_an_arbitrary_one(temperature: float) -> None:
+def test_logits_that_are_no_numbers_give_no_token_rather_than_an_arbitrary_one(
+    temperature: float, value: float
+) -> None:
     logits = np.random.default_rng(9).standard_normal((2, V)).astype(np.float32)
-    logits[0, 4] = np.nan
+    logits[0, 4] = value
     tokens = choose(logits, [Sampling(temperature=temperature)] * 2).token
     assert tokens[0] == -1
     assert tokens[1] >= 0

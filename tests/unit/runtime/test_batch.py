@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import warnings
 import weakref
@@ -340,19 +341,41 @@ def test_threads_that_share_a_batch_wait_for_each_other(bundle: Bundle) -> None:
         assert tuple(found[slot]) == greedy(bundle, TEXT[: 3 + place], 30).token_ids
 
 
-def test_no_number_in_one_row_spoils_no_other(
-    make_decoder: Callable[..., Path], tmp_path: Path, decoder_dir: Path
-) -> None:
-    """A row whose logits are no numbers leaves none behind in its slot."""
-    source = decoder_dir.parent / "gpt2"
+@pytest.fixture(scope="module")
+def broken_dir(
+    make_decoder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    decoder_dir: Path,
+) -> Path:
+    """A decoder that has no numbers for token 47."""
+    source, broken = decoder_dir.parent / "gpt2", tmp_path_factory.mktemp("broken")
     tensors = load_file(source / "model.safetensors")
     tensors["transformer.wte.weight"][47] = np.nan
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    broken = load(make_decoder(tmp_path, batch=(1, 3), prompt=(3, 10), context=(24, 72)))
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    (broken / "config.json").write_text((source / "config.json").read_text())
+    return make_decoder(broken, batch=(1, 3), prompt=(3, 10), context=(24, 72))
+
+
+NO_MASK: list[dict[str, Any]] = [
+    {},
+    {"sampling": Sampling(logit_bias={5: -np.inf})},
+    {"token_mask": lambda _: np.arange(VOCAB) != 5},
+]
+"""Nothing, and what forbids one token, so that others are left."""
+
+
+@pytest.mark.parametrize("options", NO_MASK, ids=["plain", "bias", "mask"])
+def test_no_number_in_one_row_spoils_no_other(broken_dir: Path, options: dict[str, Any]) -> None:
+    """A row whose logits are no numbers leaves none behind in its slot."""
+    broken = load(broken_dir)
     batch = broken.batch(3)
     prompts = [[1, 2, 3], [1, 2, 47, 4, 5, 6, 7, 8], [9]]
-    slots = batch.insert(*[request(prompt, 4) for prompt in prompts])
+    slots = batch.insert(
+        *[
+            Request(prompt, max_new_tokens=4, stop_token_ids=(), **(options if place == 1 else {}))
+            for place, prompt in enumerate(prompts)
+        ]
+    )
     found = finish(batch)
     assert [found[slot][-1].finish_reason for slot in slots] == ["length", "nan", "length"]
     for _ in range(2):
@@ -360,6 +383,16 @@ def test_no_number_in_one_row_spoils_no_other(
         found = finish(batch)
         for slot, n in zip(slots, (1, 2, 3), strict=True):
             assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
+
+
+def test_no_numbers_end_the_command_with_an_error(
+    broken_dir: Path, prejit: Callable[..., Any]
+) -> None:
+    """Not with a blank line and exit status 0."""
+    command = ("generate", broken_dir, "--prompt-ids", "1,47,2", "--max-new-tokens", "3")
+    ran = prejit(*command, status=1)
+    assert "error[no-numbers]: decoder: expected logits that are numbers, found NaN" in ran.stderr
+    assert json.loads(prejit(*command, "--json", status=1).stdout)["finish_reason"] == "nan"
 
 
 # ---------------------------------------------------------------------- token masks
