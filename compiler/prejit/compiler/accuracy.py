@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,18 @@ from flax import nnx
 
 from prejit.compiler import models
 from prejit.runtime.bundle import Accuracy
-from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, StoreError
+from prejit.runtime.encode import shortened
+from prejit.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    ManifestError,
+    RejectError,
+    StoreError,
+    TruncationWarning,
+    UsageError,
+)
 from prejit.runtime.programs import Layer
+from prejit.runtime.tokenizer import Tokenizer
 from prejit.runtime.weights import tensors
 
 Arrays = np.ndarray[Any, Any]
@@ -56,24 +67,31 @@ class Model:
     shape: models.DecoderConfig | None = None
 
 
-def read_text(file: Path, tokenizer_file: Path) -> Arrays:
-    """The tokens at the end of a text, int32 [at most MAX_TEXT_TOKENS].
+def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
+    """The tokens at the end of a text, int32 [at most MAX_TEXT_TOKENS], and those that begin any text.
 
     Args:
         file: of the manifest's `evaluation`, UTF-8.
         tokenizer_file: the model's tokenizer.json.
 
+    Returns:
+        The tokens, and what the tokenizer puts before a text: a BOS, for the models that were trained with
+        one; int32, empty for others.
+
     Raises:
         StoreError, ManifestError, CheckpointError: a file cannot be read, or the text is too short.
     """
     text, tokenizer = _read(file, tokenizer_file)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = _encoded(tokenizer, text, tokenizer_file, add_special_tokens=False)
     if len(ids) < 2:
         raise ManifestError(
             f"{file}: expected a text of 2 tokens or more, found {len(ids)}",
             hint="a few pages of what the model is used for are enough",
         )
-    return np.array(ids[-MAX_TEXT_TOKENS:], np.int32)
+    bare, whole = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    begun = next((at for at in places if whole[at : at + len(bare)] == bare), 0)
+    return np.array(ids[-MAX_TEXT_TOKENS:], np.int32), np.array(whole[:begun], np.int32)
 
 
 def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[Arrays, Arrays]:
@@ -97,9 +115,10 @@ def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[A
             f"{file}: expected a line of text, found none",
             hint="a few sentences of what the model is used for are enough",
         )
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(min(max_tokens, _SENTENCE_TOKENS))
-    encoded = [each.ids for each in tokenizer.encode_batch(lines)]
+    encoded = [_encoded(tokenizer, line, tokenizer_file) for line in lines]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruncationWarning)
+        shortened(encoded, min(max_tokens, _SENTENCE_TOKENS), lambda: tokenizer, "truncate", "")
     length = np.array([len(ids) for ids in encoded], np.int32)
     tokens = np.zeros((len(encoded), max(1, int(length.max()))), np.int32)
     for row, ids in zip(tokens, encoded, strict=True):
@@ -115,8 +134,8 @@ def random_sentences(vocab_size: int, max_tokens: int) -> tuple[Arrays, Arrays]:
     return tokens, random.integers(1, count + 1, _SENTENCES, np.int32)
 
 
-def _read(file: Path, tokenizer_file: Path) -> tuple[str, Any]:
-    """A text and the model's tokenizer."""
+def _read(file: Path, tokenizer_file: Path) -> tuple[str, Tokenizer]:
+    """A text and the model's tokenizer, as a bundle loads it."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -126,9 +145,19 @@ def _read(file: Path, tokenizer_file: Path) -> tuple[str, Any]:
             f"{tokenizer_file}: expected a file, which model.evaluation needs; found none",
             hint="leave out model.evaluation: it is measured without a text then",
         )
-    from tokenizers import Tokenizer
+    try:
+        return text, Tokenizer(tokenizer_file.read_bytes(), str(tokenizer_file))
+    except (OSError, RejectError) as error:
+        raise CheckpointError(f"{error}") from error
 
-    return text, Tokenizer.from_file(str(tokenizer_file))
+
+def _encoded(
+    tokenizer: Tokenizer, text: str, tokenizer_file: Path, *, add_special_tokens: bool = True
+) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except UsageError as error:
+        raise CheckpointError(f"{tokenizer_file}: the evaluation text: {error}") from error
 
 
 def mapped(weights: Path) -> dict[str, Arrays]:
@@ -143,7 +172,7 @@ def mapped(weights: Path) -> dict[str, Arrays]:
 
 
 def of_decoder(
-    dtype: str, exact: Model, stored: Model, text: tuple[str, Arrays] | None, bos: int
+    dtype: str, exact: Model, stored: Model, text: tuple[str, Arrays, Arrays] | None, bos: int
 ) -> Accuracy:
     """Compares a stored decoder with its float32 form.
 
@@ -151,7 +180,8 @@ def of_decoder(
         dtype: of the stored weights.
         exact: the decoder in float32.
         stored: as it is packed.
-        text: its name and its tokens, int32; None: what the float32 model writes.
+        text: its name, its tokens and those that begin any text, int32; None: what the float32 model
+            writes. It is read in windows, each of which begins as a text does.
         bos: the token that such writing begins with.
 
     Raises:
@@ -163,10 +193,18 @@ def of_decoder(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         weights = {name: jnp.asarray(values) for name, values in exact.weights.items()}
         packed = {name: jnp.asarray(values) for name, values in stored.weights.items()}
-        name, rows = text or (SAMPLED, _sampled(exact, weights, bos, min(longest, _STEPS)))
-        rows = np.atleast_2d(rows)
-        longest = min(longest, rows.shape[1])
-        windows = [row[at : at + longest] for row in rows for at in range(0, row.size, longest)]
+        if text is None:
+            rows, begin = _sampled(exact, weights, bos, min(longest, _STEPS)), np.zeros(0, np.int32)
+        else:
+            rows, begin = np.atleast_2d(text[1]), text[2][: longest - 1]
+        longest = min(longest, begin.size + rows.shape[1])
+        step = longest - begin.size
+        windows = [
+            np.concatenate((begin, row[at : at + step]))
+            for row in rows
+            for at in range(0, row.size, step)
+        ]
+        unread = max(0, begin.size - 1)  # what begins every text is not to be foreseen
         exact_logits, stored_logits = _logits(exact), _logits(stored)
         tokens, agreeing = 0, 0
         exact_loss = loss = difference = 0.0
@@ -175,18 +213,18 @@ def of_decoder(
                 continue
             padded = np.zeros((1, longest), np.int32)
             padded[0, : count + 1] = window
-            want = np.asarray(exact_logits(weights, padded))[:count]
-            found = np.asarray(stored_logits(packed, padded))[:count]
-            exact_loss += _loss(want, window[1:])
-            loss += _loss(found, window[1:])
+            want = np.asarray(exact_logits(weights, padded))[unread:count]
+            found = np.asarray(stored_logits(packed, padded))[unread:count]
+            exact_loss += _loss(want, window[1 + unread :])
+            loss += _loss(found, window[1 + unread :])
             difference = max(difference, float(np.abs(want - found).max()))
             agreeing += int((want.argmax(-1) == found.argmax(-1)).sum())
-            tokens += count
+            tokens += count - unread
     if not math.isfinite(exact_loss + loss + difference):
         raise BuildError("the model's logits are infinite or NaN", hint="look at its weights")
     return Accuracy(
         weights=dtype,
-        text=name,
+        text=SAMPLED if text is None else text[0],
         tokens=tokens,
         float32_perplexity_millionths=_perplexity(exact_loss / tokens),
         perplexity_millionths=_perplexity(loss / tokens),
