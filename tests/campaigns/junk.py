@@ -45,16 +45,21 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
 """A value of a configuration file, where lists may be nested deeper than Python's recursion goes."""
 
 
-def _near(value: Any) -> st.SearchStrategy[Any]:
-    """Values of the same type, which may well be right ones."""
+def _near(value: Any, depth: int = 0) -> st.SearchStrategy[Any]:
+    """Values of the same type, which may well be right ones.
+
+    Args:
+        value: what they are near to.
+        depth: of the value in a list of lists, which junk of an earlier change may nest deeply.
+    """
     if isinstance(value, bool):
         return st.just(not value)
     if isinstance(value, int):
         return st.sampled_from((value - 1, value + 1, 2 * value, value // 2))
     if isinstance(value, float):
         return st.sampled_from((value / 2, value * 2, -value))
-    if isinstance(value, list) and value:
-        return st.lists(st.one_of(st.just(value[0]), _near(value[-1])), max_size=3)
+    if isinstance(value, list) and value and depth < 4:
+        return st.lists(st.one_of(st.just(value[0]), _near(value[-1], depth + 1)), max_size=3)
     return JUNK
 
 
