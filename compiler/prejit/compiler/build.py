@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler import costs, packaging
+from prejit.compiler import costs, packaging, tokenizer_check
 from prejit.compiler.cache_key import Key
 from prejit.compiler.chat_files import read_chat
 from prejit.compiler.compatibility import readable_until
@@ -28,7 +28,7 @@ from prejit.compiler.plan import Inputs, Lowered, file_digest, source_digest, ve
 from prejit.compiler.progress import Progress
 from prejit.compiler.specs import ENCODER_KINDS
 from prejit.compiler.toolchain import Toolchain
-from prejit.runtime import bundle
+from prejit.runtime import bundle, defaults, tokenizer
 from prejit.runtime.bundle import (
     Accuracy,
     Config,
@@ -105,7 +105,7 @@ def build(
     libraries: dict[tuple[str, str], KernelLibrary | None] = {}
     compiled = 0
     model_layers = tuple(
-        _model_layers(inputs)
+        _model_layers(inputs, progress)
     )  # what is wrong with them, before hours of compiling
     toolchains = {t.name: inputs.made_toolchain(t, progress) for t in inputs.targets}
     told = (each for each in inputs.kernels(progress).values() if isinstance(each, NoKernels))
@@ -398,16 +398,29 @@ def _decoder(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Decoder | None:
     shape = next((p.decoder for p in lowered.values() if p.decoder is not None), None)
     if shape is None:
         return None
-    said = {**_read_json(inputs.directory / "config.json", required=True)}
-    said |= _read_json(inputs.directory / "generation_config.json")
-    eos = said.get("eos_token_id")
-    eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
-    bos = said.get("bos_token_id")
-    return Decoder(
-        **shape,
-        eos_token_ids=tuple(sorted(eos_ids)),
-        bos_token_id=bos if isinstance(bos, int) else None,
-    )
+    eos, bos = _special_ids(inputs.directory, shape["vocab_size"])
+    return Decoder(**shape, eos_token_ids=eos, bos_token_id=bos)
+
+
+def _special_ids(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+    """The ids that end a text, and the one that begins it, as far as the model has such tokens.
+
+    Raises:
+        CheckpointError: a file cannot be read, or an id is no integer.
+    """
+    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    for file in ("config.json", "generation_config.json"):  # the second goes before the first
+        said = _read_json(directory / file, required=file == "config.json")
+        for name in found.keys() & said.keys():
+            value = said[name]
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+                raise CheckpointError(
+                    f"{directory / file}: {name}: expected a token id or a list of them, found "
+                    f"{value!r:.80}"
+                )
+            found[name] = sorted({each for each in ids if 0 <= each < vocab_size})
+    return tuple(found["eos_token_id"]), next(iter(found["bos_token_id"]), None)
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -417,23 +430,38 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         if not required:
             return {}
         raise CheckpointError(f"{path}: expected a file, found none") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot read JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return value
 
 
-def _model_layers(inputs: Inputs) -> Iterator[Layer]:
-    """Tokenizer, generation config and licence, byte for byte as they were published; chat templates."""
+def _model_layers(inputs: Inputs, progress: Progress) -> Iterator[Layer]:
+    """Tokenizer, generation config and licence, byte for byte as they were published; chat templates.
+
+    Raises:
+        CheckpointError: one of them would fail where the bundle runs.
+        StoreError: a file cannot be read.
+    """
     if inputs.manifest.model is not None:
         directory = inputs.transformer_directory
+        if inputs.manifest.encode is None:
+            _special_ids(directory, bundle.MAX_SIZE)
         for file, media_type in (
             ("tokenizer.json", bundle.TOKENIZER_MEDIA_TYPE),
             ("generation_config.json", bundle.GENERATION_MEDIA_TYPE),
         ):
-            if (directory / file).is_file():
-                yield packaging.layer(media_type, (directory / file).read_bytes(), file)
+            if (path := directory / file).is_file():
+                try:
+                    content = path.read_bytes()
+                except OSError as error:
+                    raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from error
+                if file == "tokenizer.json":
+                    _check_tokenizer(inputs, path, content, progress)
+                elif inputs.manifest.encode is None:
+                    _check_generation(path, content)
+                yield packaging.layer(media_type, content, file)
         chat = read_chat(directory)
         if chat is not None and (directory / "tokenizer.json").is_file():
             yield packaging.layer(bundle.CHAT_MEDIA_TYPE, bundle.to_json(chat), "chat.json")
@@ -443,6 +471,45 @@ def _model_layers(inputs: Inputs) -> Iterator[Layer]:
             yield packaging.layer(bundle.LICENSE_MEDIA_TYPE, path.read_bytes(), "LICENSE")
         except OSError as error:
             raise StoreError(f"{path}: cannot read the licence: {error.strerror}") from error
+
+
+def _check_generation(path: Path, content: bytes) -> None:
+    if len(content) > bundle.MAX_GENERATION_BYTES:
+        raise CheckpointError(
+            f"{path}: expected at most {bundle.MAX_GENERATION_BYTES} bytes, found {len(content)}"
+        )
+    try:
+        defaults.parse(content)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: {error}", hint="mend the value, or take the key out to have prejit's default"
+        ) from error
+
+
+def _check_tokenizer(inputs: Inputs, path: Path, content: bytes, progress: Progress) -> None:
+    """Checks a tokenizer, but for one that passed before."""
+    key = Key(
+        "tokenizer",
+        inputs.manifest.bundle.name,
+        (
+            ("file", bundle.digest_of(content)),
+            # The vocabulary is in it: reading it takes transformers, which a build without news spares.
+            ("config", file_digest(path.with_name("config.json"))),
+            ("checking", file_digest(Path(tokenizer_check.__file__))),
+            ("loading", file_digest(Path(tokenizer.__file__))),
+            *versions("tokenizers", "transformers").items(),
+        ),
+    )
+    if inputs.cache.lookup(key) is not None:
+        return
+    from prejit.compiler import models
+
+    shape = (
+        inputs.shape if inputs.manifest.encode is None else models.describe_encoder(inputs.encoder)
+    )
+    with progress.phase("checking tokenizer.json"):
+        tokenizer_check.check_tokenizer(path, content, shape.vocab_size)
+    inputs.cache.store(key, {"passed": True})
 
 
 def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
@@ -501,12 +568,12 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         return None
     published = inputs.checkpoint()
     file = None if model.evaluation is None else inputs.manifest.resolve(model.evaluation)
-    tokenizer = inputs.transformer_directory / "tokenizer.json"
+    tokenizer_file = inputs.transformer_directory / "tokenizer.json"
     ingredients = [
         ("dtype", model.dtype),
         ("cache_dtype", inputs.cache_dtype),
         ("text", "none" if file is None else f"{file.name} {file_digest(file)}"),
-        ("tokenizer", file_digest(tokenizer) if file and tokenizer.is_file() else "none"),
+        ("tokenizer", file_digest(tokenizer_file) if file and tokenizer_file.is_file() else "none"),
         ("model code", source_digest()),
         ("measuring", file_digest(Path(__file__).with_name("accuracy.py"))),
         *((f"file {each.name}", file_digest(each)) for each in published.files),
@@ -527,7 +594,7 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
             models.describe(inputs.config),
         )
         stored = accuracy.Model(inputs.model, packed, inputs.shape)
-        text = None if file is None else (file.name, accuracy.read_text(file, tokenizer))
+        text = None if file is None else (file.name, *accuracy.read_text(file, tokenizer_file))
         bos = getattr(inputs.config, "bos_token_id", None)
         bos = bos if isinstance(bos, int) and 0 <= bos < inputs.shape.vocab_size else 0
         found = accuracy.of_decoder(model.dtype, exact, stored, text, bos)
@@ -538,7 +605,7 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         sentences = (
             accuracy.random_sentences(shape.vocab_size, shape.max_tokens)
             if file is None
-            else accuracy.read_sentences(file, tokenizer, shape.max_tokens)
+            else accuracy.read_sentences(file, tokenizer_file, shape.max_tokens)
         )
         name = accuracy.RANDOM if file is None else file.name
         found = accuracy.of_encoder(model.dtype, exact, stored, name, *sentences)

@@ -94,7 +94,7 @@ def _object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot read JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")

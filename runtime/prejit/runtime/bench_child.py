@@ -51,7 +51,14 @@ def use_once(
         bundle.encode([prompt])
         first = seconds_since_exec()
     else:
-        for _ in bundle.stream(prompt, max_new_tokens=new_tokens, stop_token_ids=()):
+        # The publisher's defaults may ask for sampling: measured is the same for all models.
+        for _ in bundle.stream(
+            prompt,
+            max_new_tokens=new_tokens,
+            stop_token_ids=(),
+            temperature=0,
+            repetition_penalty=1,
+        ):
             first = first or seconds_since_exec()
     return {
         "first_seconds": first,

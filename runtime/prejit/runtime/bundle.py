@@ -84,6 +84,8 @@ MAX_PROGRAM_BYTES = 1 << 30
 """One executable or portable program, decompressed."""
 MAX_CHAT_BYTES = 4 << 20
 """Published templates have some 10 kB."""
+MAX_GENERATION_BYTES = 1 << 20
+"""Published generation configs have some 200 bytes."""
 MAX_KERNELS_BYTES = 64 << 20
 """Libraries of kernels have some 600 kB, most of it libstdc++."""
 MAX_MESH_DEVICES = 1 << 12

@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from prejit.runtime import bundle as format
 from prejit.runtime import verify as checks
-from prejit.runtime.errors import PrejitWarning, StoreError, UsageError, printable
+from prejit.runtime.defaults import Defaults
+from prejit.runtime.errors import (
+    NumbersError,
+    PrejitWarning,
+    StoreError,
+    UsageError,
+    printable,
+)
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import (
+    Contents,
     check_blobs,
     load,
     match,
@@ -42,6 +50,7 @@ def inspect(options: Namespace) -> int:
         index, digest = open_index(layout)
         targets = match(layout, index, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
+        defaults = _defaults(layout, contents[0])
     if options.json:
         described = [
             {
@@ -50,13 +59,17 @@ def inspect(options: Namespace) -> int:
             }
             for c in contents
         ]
-        return _print_json({"digest": digest, "targets": described})
+        described_defaults = None if defaults is None else asdict(defaults)
+        return _print_json({"digest": digest, "targets": described, "defaults": described_defaults})
     first = contents[0].config
     _say(f"{first.bundle}  {digest}")
     _say(table(["built with", "version"], sorted(first.versions.items())))
     if (portable := first.portable) is not None:
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
         _say(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
+    if defaults is not None:
+        values = (f"{name} {value}" for name, value in defaults.options().items())
+        _say(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
     if first.accuracy is not None:
         _say(accuracy_table(first.accuracy))
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
@@ -90,6 +103,23 @@ def inspect(options: Namespace) -> int:
         if content.config.forms:
             _say(forms_table(content.config.forms))
     return 0
+
+
+def _defaults(layout: Layout, content: Contents) -> Defaults | None:
+    """The defaults of a decoder; None: the bundle holds none.
+
+    Raises:
+        RejectError: the generation config is damaged.
+    """
+    manifest = content.manifest
+    if content.config.decoder is None:
+        return None
+    if not manifest.has_layer(format.GENERATION_MEDIA_TYPE):
+        return Defaults()
+    at = manifest.layer(format.GENERATION_MEDIA_TYPE)
+    read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)
+    checks.check_digest(read, at.digest, path)
+    return checks.check_generation(read, content.config.format, path)
 
 
 def verify(options: Namespace) -> int:
@@ -129,6 +159,7 @@ def verify(options: Namespace) -> int:
                 chat = manifest.layer(format.CHAT_MEDIA_TYPE)
                 templates = layout.read_blob(chat.digest, chat.size)
                 checks.check_chat(templates, layout.blob_path(chat.digest))
+            _defaults(layout, content)
     seconds = time.perf_counter() - started
     if options.json:
         found = {"digest": digest, "targets": len(targets), "programs": programs, "bytes": hashed}
@@ -310,7 +341,7 @@ def generate(options: Namespace) -> int:
     stats = pieces[-1].stats
     assert stats is not None
     if options.json:
-        return _print_json(
+        _print_json(
             {
                 "text": "".join(piece.text for piece in pieces),
                 "token_ids": tokens,
@@ -325,8 +356,15 @@ def generate(options: Namespace) -> int:
                 "programs": [asdict(report) for report in bundle.report()],
             }
         )
-    _say()
-    if options.stats:
+    else:
+        _say()
+    if pieces[-1].finish_reason == "nan":
+        raise NumbersError(
+            f"{bundle.name}: expected logits that are numbers, found NaN or infinity after {len(tokens)} "
+            "new tokens",
+            hint="the model's weights are broken, or too large for the cache_dtype of the manifest",
+        )
+    if options.stats and not options.json:
         used = [report for report in bundle.report() if report.source != "unused"]
         compiled = [report.program for report in used if report.source == "compiled"]
         rows = [(r.program, r.source, f"{r.seconds * 1e3:.0f} ms") for r in used]

@@ -12,6 +12,7 @@ from prejit.runtime import arguments, bundle, pytree, start, verify
 from prejit.runtime.batch import Batch
 from prejit.runtime.bundle import Array, Config, Program
 from prejit.runtime.decoder_programs import DecoderPrograms
+from prejit.runtime.defaults import Defaults
 from prejit.runtime.errors import UsageError
 from prejit.runtime.executable import (
     Device,
@@ -51,13 +52,16 @@ Prompt = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """What a generation may be asked for. Everything that is not given is off.
+    """What a generation may be asked for.
+
+    What is not given, or None, is as the bundle's `defaults` say, or else off.
 
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens: stop after so many; None: when a stop token comes or the longest context is full.
-        stop_token_ids: stop at any of these; None: those of the model's generation config.
+        max_new_tokens: stop after so many; without it, when a stop token comes or the longest context is
+            full.
+        stop_token_ids: stop at any of these; without them, at those of the model's generation config.
         stop: stop before any of these strings.
         logprobs: how many of the most likely tokens at each place to give with their log-probabilities, 0 to
             20, beside that of the chosen one.
@@ -170,7 +174,7 @@ class Bundle:
         first = self._resolve(options)
         seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
         each = [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
-        return self._generate([prompt] * n, each)
+        return self._generate([self._encode(prompt)] * n, each)
 
     def generate_batch(
         self,
@@ -183,7 +187,8 @@ class Bundle:
 
         Args:
             prompts: any number; a beginning that all share is computed once.
-            sampling: of each prompt, where they differ; None: as the options say.
+            sampling: of each prompt, where they differ, complete: without the bundle's defaults; None: as
+                the options say.
             **options: of all of them, as `generate`.
 
         Raises:
@@ -256,7 +261,7 @@ class Bundle:
         return wanted.request(self._encode(prompt))
 
     def _resolve(self, options: Options) -> Wanted:
-        return resolve({**options})
+        return resolve({**options}, self.defaults.options())
 
     def _generate(self, prompts: Sequence[Prompt], each: Sequence[Wanted]) -> list[Result]:
         generations = [
@@ -395,6 +400,18 @@ class Bundle:
         weights = self._programs.weights(program.weights)
         return lambda: to_numpy(executable.run([*weights, *inputs])[0])
 
+    @once
+    def defaults(self) -> Defaults:
+        """How the model's publisher wants it to generate: for requests that do not say it themselves.
+
+        Raises:
+            RejectError: the model's generation config is damaged.
+        """
+        layer = self._layers.get(bundle.GENERATION_MEDIA_TYPE)
+        if layer is None or self.config.decoder is None:
+            return Defaults()
+        return verify.check_generation(bytes(layer.content), self.config.format, layer.path)
+
     def report(self) -> tuple[ProgramReport, ...]:
         """How each program was obtained: loaded, compiled here, kept here, compiling, or unused so far."""
         return self._programs.report()
@@ -477,7 +494,7 @@ class Bundle:
             documents=documents,
             **variables,
         )
-        return self._need_tokenizer().encode(text, add_special_tokens=False)
+        return self._tokenize(text, add_special_tokens=False)
 
     def render_chat_template(
         self,
@@ -542,7 +559,12 @@ class Bundle:
     def _encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; all that were given as ids are of the vocabulary."""
         checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
-        return self._need_tokenizer().encode(checked) if isinstance(checked, str) else checked
+        return self._tokenize(checked) if isinstance(checked, str) else checked
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self._need_tokenizer()
+        room = None if self.config.decoder is None else self.decoder.contexts[-1]
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zstandard
 
@@ -44,6 +44,9 @@ from prejit.runtime.signatures import (
     kinds_of,
 )
 
+if TYPE_CHECKING:
+    from prejit.runtime.defaults import Defaults
+
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
 MAX_WEIGHTS_HEADER_BYTES = 100 << 20
 """As the safetensors library caps it."""
@@ -51,6 +54,7 @@ MAX_DIMENSIONS = 64
 """As NumPy caps them."""
 _LAYER_CAPS = {
     bundle.CHAT_MEDIA_TYPE: bundle.MAX_CHAT_BYTES,
+    bundle.GENERATION_MEDIA_TYPE: bundle.MAX_GENERATION_BYTES,
     bundle.KERNELS_MEDIA_TYPE: bundle.MAX_KERNELS_BYTES,
 }
 """Of those that are read whole."""
@@ -556,6 +560,23 @@ def check_chat(content: bytes, path: str) -> Chat:
             if not name:
                 raise RejectError(path, "expected a name for each template and token, found none")
     return chat
+
+
+def check_generation(content: bytes, written: int, path: str) -> Defaults:
+    """12. A decoder's generation config is JSON, and what of it is followed can be used.
+
+    Args:
+        content: of the layer.
+        written: the bundle's format. Programs of 1 and 2 take neither min_p nor repetition_penalty.
+        path: of the layer.
+    """
+    from prejit.runtime.defaults import parse  # NumPy, which no other check needs
+
+    try:
+        found = parse(content)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    return found if written > 2 else replace(found, min_p=None, repetition_penalty=None)
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -279,7 +279,7 @@ def test_a_file_that_is_no_tokenizer_is_rejected() -> None:
         Tokenizer(b"{}", "somewhere")
 
 
-def crafted(model: dict[str, object], **parts: object) -> bytes:
+def crafted(model: Mapping[str, object], **parts: object) -> bytes:
     """A tokenizer.json with this model and nothing else but the given parts."""
     empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     tree = {"version": "1.0", "added_tokens": [], **dict.fromkeys(empty), **parts, "model": model}
