@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prejit.runtime.batch import Batch
+    from prejit.runtime.defaults import Defaults
     from prejit.runtime.encode import Encoded, EncodeStats
     from prejit.runtime.errors import (
         ContextError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "batch": ("Batch",),
+    "defaults": ("Defaults",),
     "encode": ("EncodeStats", "Encoded"),
     "errors": (
         *("ContextError", "FallbackWarning", "MismatchError", "PrejitError"),
@@ -54,6 +56,7 @@ __all__ = [
     "Batch",
     "Bundle",
     "ContextError",
+    "Defaults",
     "EncodeStats",
     "Encoded",
     "FallbackWarning",

@@ -126,16 +126,21 @@ def parser() -> argparse.ArgumentParser:
     prompt.add_argument(
         "--chat", metavar="TEXT", help="a user's message, put into the model's chat template"
     )
-    command.add_argument("--max-new-tokens", type=int, metavar="N", help="stop after N tokens")
+    command.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="stop after N tokens (default: the bundle's limit)",
+    )
     command.add_argument(
         "--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated"
     )
     for name, kind, text in (
-        ("temperature", float, "0: the most likely token (default)"),
-        ("top-k", int, "0: all tokens (default)"),
-        ("top-p", float, "1: all (default)"),
-        ("min-p", float, "0: all (default)"),
-        ("repetition-penalty", float, "1: none (default)"),
+        ("temperature", float, "0: the most likely token (default, unless the bundle has its own)"),
+        ("top-k", int, "0: all tokens (default, unless the bundle has its own)"),
+        ("top-p", float, "1: all (default, unless the bundle has its own)"),
+        ("min-p", float, "0: all (default, unless the bundle has its own)"),
+        ("repetition-penalty", float, "1: none (default, unless the bundle has its own)"),
         ("presence-penalty", float, "0: none (default)"),
         ("frequency-penalty", float, "0: none (default)"),
         ("seed", int, "of the sampling (default 0)"),
