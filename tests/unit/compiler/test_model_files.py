@@ -16,7 +16,7 @@ from prejit.runtime.errors import CheckpointError
 def test_a_generation_config_that_the_server_would_refuse_fails_the_build(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     _check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
-    with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected more than 0 .* 'x'"):
+    with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
         _check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
         _check_generation(path, b" " * (1 << 20) + b"1")
