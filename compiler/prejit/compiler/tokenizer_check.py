@@ -8,6 +8,7 @@ that holds it would load and then fail on its first text.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -62,7 +63,8 @@ def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
             [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *arguments],
             input=content,
             capture_output=True,
-            env={"RUST_BACKTRACE": "0"},
+            # Threads would each reserve memory, of which there is a limit.
+            env={**os.environ, "RUST_BACKTRACE": "0", "RAYON_NUM_THREADS": "1"},
             timeout=_WALL_SECONDS + seconds,
             check=False,
         )
