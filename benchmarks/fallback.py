@@ -97,7 +97,7 @@ def tables(samples: dict[str, list[Sample]]) -> tuple[list[Table], list[Target]]
         "A mismatch is declared (`load(fingerprint=)`); what is verified and its receipts are those of any "
         f"load. Tokens of all rows: {'the same' if agree else '**not the same**'}.",
     )
-    wanted = {MATCHED: "loaded", FIRST: "compiled", SECOND: "cached"}
+    wanted = {MATCHED: "loaded", FIRST: "compiled", SECOND: "kept"}
     strays = sum(
         how != wanted[name]
         for name in wanted

@@ -427,6 +427,8 @@ def _calls(draw: st.DrawFn) -> tuple[str, list[Any], dict[str, Any]]:
     given = {name: draw(VALUES) for name in names if name != first}
     if "max_new_tokens" in others:
         given.setdefault("max_new_tokens", 3)
+    if method == "generate_n":
+        given.setdefault("n", 2)  # Python itself refuses a call without it
     numbers = st.sampled_from((*NUMBERS, *FLOATS))
     ids = st.lists(st.one_of(st.integers(0, 28), numbers), max_size=6)
     prompt = draw(st.one_of(VALUES, ids, st.just([1, 2]), st.just("abc")))

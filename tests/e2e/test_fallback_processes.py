@@ -82,7 +82,7 @@ def test_sixteen_processes_at_once_compile_each_program_once(
             assert said["matched"] is False
             assert said["token_ids"] == expected["ids"][20:50]
             compiled.update(p["program"] for p in said["programs"] if p["source"] == "compiled")
-            cached.update(p["program"] for p in said["programs"] if p["source"] == "cached")
+            cached.update(p["program"] for p in said["programs"] if p["source"] == "kept")
             by_xla += len(re.findall(r"cpu_compiler\.cc:\d+\] Compiling: \S+", errors))
     assert compiled == {"prefill/b1-t16-c64": 1, "decode/b1-c64": 1}
     assert cached == {"prefill/b1-t16-c64": 15, "decode/b1-c64": 15}
@@ -248,7 +248,7 @@ def test_what_an_earlier_start_compiled_is_taken_at_once(
     fallen_back(stories_dir, "wait").generate(ids[:16], max_new_tokens=5)
     bundle, compiler = served
     assert list(bundle.generate(ids[:16], max_new_tokens=5).token_ids) == ids[16:21]
-    assert sources(bundle) == {"prefill/b1-t16-c64": "cached", "decode/b1-c64": "cached"}
+    assert sources(bundle) == {"prefill/b1-t16-c64": "kept", "decode/b1-c64": "kept"}
     assert compiler.compiled == []
 
 

@@ -198,7 +198,7 @@ def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
     python: Run, bundles: dict[str, Path], generated: Generated, tmp_path: Path
 ) -> None:
     arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
-    for source in ("compiled", "cached"):
+    for source in ("compiled", "kept"):
         done = python(*arguments, bundles["llama-2x2"], PREJIT_RUNTIME_CACHE=str(tmp_path))
         result = json.loads(done.stdout.splitlines()[-1])["llama-2x2"]
         assert result == [generated["llama-one"][0], [source]]

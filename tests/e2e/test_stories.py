@@ -86,7 +86,7 @@ def test_fallback_writes_the_published_text_and_keeps_what_it_compiled(
     told = ("--fingerprint", str(tmp_path / "old.json"))
     first = generate(run, bundles["cpu-host"], stories, *told)
     second = generate(run, bundles["cpu-host"], stories, *told)
-    for result, source in ((first, "compiled"), (second, "cached")):
+    for result, source in ((first, "compiled"), (second, "kept")):
         assert result["token_ids"] == stories[1]["ids"]
         assert result["matched"] is False
         assert {p["source"] for p in result["programs"]} == {source, "unused"}  # type: ignore[attr-defined]

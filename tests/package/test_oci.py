@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import oras.schemas
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
+
+from prejit.runtime import RejectError, load
+from prejit.runtime.__main__ import main
 
 TARGETS = ("cpu-host", "cpu-x86-64-v3")
 MODEL = Path(__file__).parents[1] / "format" / "v3" / "decoder"
@@ -217,6 +221,93 @@ def test_a_target_survives_a_push_and_a_pull_by_oras(
         assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
 
 
+def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path:
+    """A copy of some targets as skopeo makes it: the blobs, and an index of the tool's own."""
+    index = json.loads((layout / "index.json").read_bytes())
+    manifests = []
+    for descriptor in index["manifests"]:
+        name = descriptor["annotations"]["org.opencontainers.image.ref.name"]
+        if name in targets:
+            kept = {key: descriptor[key] for key in ("mediaType", "digest", "size")}
+            annotations = {"org.opencontainers.image.ref.name": f"{name}-copy"}
+            manifests.append({**kept, "annotations": annotations})
+            (to / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+            for digest in blobs_of(layout, name):
+                at = Path("blobs", "sha256", digest.removeprefix("sha256:"))
+                shutil.copyfile(layout / at, to / at)
+    written = {"schemaVersion": 2, "manifests": manifests}
+    (to / "index.json").write_text(json.dumps(written, indent=2 if spaced else None))
+    version = {"imageLayoutVersion": "1.0.0"}
+    (to / "oci-layout").write_text(json.dumps(version, indent=2 if spaced else None))
+    return to
+
+
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+def test_a_target_that_oras_pulled_loads_and_runs(
+    registry: _Store, bundle_dir: Path, tmp_path: Path
+) -> None:
+    provider = Registry(insecure=True, tls_verify=False)
+    where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
+    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag="cpu-host")
+    NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="anything")
+    pulled = load(tmp_path / "pulled", on_mismatch="error")
+    whole = load(bundle_dir, on_mismatch="error")
+    assert (pulled.name, pulled.target) == (whole.name, "cpu-host")
+    np.testing.assert_array_equal(pulled.call("score", x=X), whole.call("score", x=X))
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_a_copy_of_one_target_is_a_bundle_of_that_target(
+    bundle_dir: Path, tmp_path: Path, spaced: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_of(bundle_dir, tmp_path / "copy", "cpu-x86-64-v3", spaced=spaced)
+    assert main(["verify", str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert "ok: 1 targets" in said
+    again = copy_of(bundle_dir, tmp_path / "again", "cpu-x86-64-v3", spaced=not spaced)
+    assert main(["verify", str(again)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said.splitlines()[-1], "one digest"
+    both = copy_of(bundle_dir, tmp_path / "both", *TARGETS)
+    assert load(both, on_mismatch="error").target == "cpu-host"
+
+
+def test_a_copy_is_checked_as_a_bundle_is(
+    bundle_dir: Path, make_recipe: Any, tmp_path: Path
+) -> None:
+    for digest in blobs_of(bundle_dir, "cpu-host"):
+        copy = copy_of(bundle_dir, tmp_path / digest[-9:], "cpu-host")
+        blob = copy / "blobs" / "sha256" / digest.removeprefix("sha256:")
+        blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+        with pytest.raises(RejectError):
+            load(copy)
+    for change in (
+        {"digest": "sha256:0"},
+        {"size": -1},
+        {"size": "1"},
+        {"mediaType": "text/plain"},
+    ):
+        copy = copy_of(bundle_dir, tmp_path / "wrong", "cpu-host")
+        index = json.loads((copy / "index.json").read_bytes())
+        index["manifests"][0] |= change
+        (copy / "index.json").write_text(json.dumps(index))
+        with pytest.raises(RejectError):
+            load(copy)
+    other = make_recipe(name="other").write(tmp_path / "other")
+    mixed = copy_of(other, copy_of(bundle_dir, tmp_path / "mixed", "cpu-host"), "cpu-x86-64-v3")
+    index = json.loads((mixed / "index.json").read_bytes())
+    copied = json.loads(
+        (copy_of(bundle_dir, tmp_path / "c", "cpu-host") / "index.json").read_bytes()
+    )
+    index["manifests"] += copied["manifests"]
+    (mixed / "index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        RejectError, match="expected targets of one bundle, found example of format"
+    ):
+        load(mixed)
+
+
 @pytest.mark.skipif(
     shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
 )
@@ -234,6 +325,7 @@ def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_pa
         for digest in blobs:
             name = Path("blobs", "sha256", digest.removeprefix("sha256:"))
             assert (copied / name).read_bytes() == (bundle_dir / name).read_bytes()
+        assert load(copied).target == target
 
 
 @pytest.mark.skipif(

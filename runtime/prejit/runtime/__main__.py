@@ -87,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--require-aot",
             action="store_true",
-            help="fail (exit 3) rather than compile where this machine is none of the targets",
+            help="fail (exit 3) rather than compile where this machine is none of the targets; "
+            "on_mismatch='error' of prejit.runtime.load",
         )
 
     add("inspect", "show what a bundle holds: targets, programs, sizes, versions")
@@ -146,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
         (
             "logprobs",
             int,
-            "with --json: that many of the most likely tokens at each place, 0 to 20",
+            "with --json: each token's log-probability, and those of the L most likely ones, 0 to 20",
         ),
     ):
         command.add_argument(f"--{name}", type=kind, metavar=name[0].upper(), help=text)

@@ -20,6 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
+from prejit.runtime import arguments
 from prejit.runtime.bundle import Program
 from prejit.runtime.decoder_programs import DecoderPrograms
 from prejit.runtime.errors import UsageError
@@ -63,8 +64,7 @@ class Batch:
         Raises:
             UsageError: the bundle has no batch bucket of so many.
         """
-        if slots < 1:
-            raise UsageError(f"slots: expected 1 or more, found {slots}")
+        slots = arguments.integer("slots", slots, 1)
         self._decoder = decoder
         self._rows: list[Row | None] = [None] * decoder.batch_for(slots)
         self._held: list[list[int]] = [[] for _ in self._rows]
@@ -106,6 +106,8 @@ class Batch:
             UsageError: too few slots are free, or a request is not one that this model can serve.
             ContextError: a prompt is longer than the longest context.
         """
+        for request in requests:
+            arguments.instance("request", request, Request)
         with self._lock:
             if len(requests) > self.free:
                 raise UsageError(
@@ -144,8 +146,7 @@ class Batch:
             UsageError: there is no such slot.
         """
         with self._lock:
-            if not 0 <= slot < self.slots:
-                raise UsageError(f"slot: expected 0 to {self.slots - 1}, found {slot}")
+            slot = arguments.integer("slot", slot, 0, self.slots - 1)
             if self._rows[slot] is not None:
                 self._vacate(slot)
             self._pending = [token for token in self._pending if token.slot != slot]

@@ -910,13 +910,15 @@ def _dataclass_reader(kind: Any) -> Callable[[Any, _Where], Any]:
     return read
 
 
-def encode_index(name: str, manifests: tuple[Descriptor, ...]) -> bytes:
+def encode_index(
+    name: str, manifests: tuple[Descriptor, ...], written: int = FORMAT_VERSION
+) -> bytes:
     """`index.json` of a bundle. It carries a digest of itself, so that a changed byte is noticed.
 
     The digest is that of the same index without its `dev.prejit.index-digest` annotation. It guards
     against damage, not against forgery: for that, sign the bundle's digest.
     """
-    annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(FORMAT_VERSION)}
+    annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(written)}
     index = Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations)
     sealed = {**annotations, INDEX_DIGEST: digest_of(to_json(index))}
     return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, sealed))

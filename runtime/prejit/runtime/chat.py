@@ -201,10 +201,17 @@ def _plain(where: str, value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value) if kind is not str else str.__str__(value)
     if isinstance(value, Mapping):
-        return {_plain(where, key): _plain(f"{where}.{key}", item) for key, item in value.items()}
+        return {_key(where, key): _plain(f"{where}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(f"{where}[{place}]", item) for place, item in enumerate(value)]
     raise UsageError(f"{where}: expected what JSON has, found {type(value).__name__}")
+
+
+def _key(where: str, key: Any) -> Any:
+    plain = _plain(where, key)
+    if isinstance(plain, list | dict):
+        raise UsageError(f"{where}: expected text as keys, found {type(key).__name__}")
+    return plain
 
 
 def _mark_final(messages: list[dict[str, Any]]) -> str:

@@ -11,12 +11,18 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from prejit.runtime import bundle as format
 from prejit.runtime import verify as checks
 from prejit.runtime.defaults import Defaults
-from prejit.runtime.errors import NumbersError, PrejitWarning, StoreError, UsageError
+from prejit.runtime.errors import (
+    NumbersError,
+    PrejitWarning,
+    StoreError,
+    UsageError,
+    printable,
+)
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict
 from prejit.runtime.layout import Layout
 from prejit.runtime.loader import (
@@ -61,30 +67,30 @@ def inspect(options: Namespace) -> int:
         described_defaults = None if defaults is None else asdict(defaults)
         return _print_json({"digest": digest, "targets": described, "defaults": described_defaults})
     first = contents[0].config
-    print(f"{first.bundle}  {digest}")
-    print(table(["built with", "version"], sorted(first.versions.items())))
+    _say(f"{first.bundle}  {digest}")
+    _say(table(["built with", "version"], sorted(first.versions.items())))
     if (portable := first.portable) is not None:
         until = f", readable until {portable.readable_until}" if portable.readable_until else ""
-        print(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
+        _say(f"portable programs: jax {portable.jax}, StableHLO {portable.stablehlo}{until}")
     if defaults is not None:
         values = (f"{name} {value}" for name, value in defaults.options().items())
-        print(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
+        _say(f"generates by default with: {', '.join(values) or 'the most likely tokens'}")
     if first.accuracy is not None:
-        print(accuracy_table(first.accuracy))
+        _say(accuracy_table(first.accuracy))
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
-    print(
+    _say(
         table(
             ["layer", "size"], [(_layer_name(x.mediaType), size(x.size)) for x in layers.values()]
         )
     )
     for target, content in zip(targets, contents, strict=True):
         fits = "fits this machine" if target.verdict.matches else target.verdict.reason()
-        print(f"\n{target.name}: {fits}")
+        _say(f"\n{target.name}: {fits}")
         if (kernels := content.config.kernels) is not None:
             held = content.manifest.layer(format.KERNELS_MEDIA_TYPE).size
             names = ", ".join(kernels.handlers)
-            print(f"kernels {kernels.level}, {kernels.compiler}, {size(held)}: {names}")
-        print(
+            _say(f"kernels {kernels.level}, {kernels.compiler}, {size(held)}: {names}")
+        _say(
             table(
                 ["program", "kind", "executable", "StableHLO", "temporary memory"],
                 [
@@ -100,7 +106,7 @@ def inspect(options: Namespace) -> int:
             )
         )
         if content.config.forms:
-            print(forms_table(content.config.forms))
+            _say(forms_table(content.config.forms))
     return 0
 
 
@@ -129,7 +135,7 @@ def verify(options: Namespace) -> int:
     if options.json:
         found = {"digest": digest, "targets": targets, "programs": programs, "bytes": hashed}
         return _print_json({**found, "seconds": round(seconds, 3)})
-    print(
+    _say(
         f"{options.bundle}: ok: {targets} targets, {programs} programs, {size(hashed)} hashed "
         f"in {seconds:.1f} s\n{digest}"
     )
@@ -207,12 +213,16 @@ def explain(options: Namespace) -> int:
         for target in targets
         for a in _telling_axes(target.verdict)
     ]
-    print(table(["target", "axis", "rule", "fits", "needed", "found"], rows))
-    where = f"the machine of {options.fingerprint}" if options.fingerprint else "this machine"
+    _say(table(["target", "axis", "rule", "fits", "needed", "found"], rows))
+    where = (
+        f"the machine of {options.fingerprint}"
+        if options.fingerprint is not None
+        else "this machine"
+    )
     if chosen:
-        print(f"\n{where} loads {chosen}: nothing is compiled")
+        _say(f"\n{where} loads {chosen}: nothing is compiled")
         return 0
-    print(f"\n{where} is none of the targets: every program would be compiled there")
+    _say(f"\n{where} is none of the targets: every program would be compiled there")
     return 3
 
 
@@ -222,13 +232,14 @@ def _telling_axes(verdict: Verdict) -> tuple[Axis, ...]:
 
 
 def _explain_fleet(options: Namespace) -> int:
-    from prejit.runtime.fleet import explain_fleet, read_fleet
+    from prejit.runtime.fleet import explain_fleet, read_fleet, unread
 
     with Layout(options.bundle) as layout:
         index, digest = open_index(layout)
         where = str(layout.path / "index.json")
         targets = [checks.target_of(descriptor, where) for descriptor in index.manifests]
-    report = explain_fleet(targets, read_fleet(options.fleet))
+    fleet = read_fleet(options.fleet)
+    report = explain_fleet(targets, fleet.machines, fleet.unreadable)
     if options.page is not None:
         from prejit.runtime.fleet_page import page
 
@@ -240,7 +251,10 @@ def _explain_fleet(options: Namespace) -> int:
     if options.json:
         _print_json(report.described())
     else:
-        print(_fleet_text(report))
+        _say(_fleet_text(report))
+    if fleet.unreadable:
+        sys.stdout.flush()  # the report goes before what it does not tell of
+        raise unread(fleet.unreadable, len(fleet.machines) + len(fleet.unreadable))
     return 3 if options.require_aot and report.fallen_back else 0
 
 
@@ -295,9 +309,9 @@ def tune(options: Namespace) -> int:
     """Records what XLA measures on this machine's GPU."""
     from prejit.runtime import tuning
 
-    measured = tuning.tune(options.bundle, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = tuning.tune(options.bundle, lambda line: _say(line, file=sys.stderr, flush=True))
     tuning.write(measured, Path(options.output))
-    print(
+    _say(
         f"wrote {options.output} for {measured.machine.device_kind}; name it in the manifest:\n"
         f'  [[target]]\n  tuning = "{options.output}"',
         file=sys.stderr,
@@ -317,9 +331,11 @@ def generate(options: Namespace) -> int:
     prompt = _prompt(bundle, options)
     pieces: list[Piece] = []
     first_seconds = 0.0
+    # What a model writes is data, and only a terminal would obey it.
+    terminal = sys.stdout is not None and sys.stdout.isatty()
     started = time.perf_counter()
     asked = {name: getattr(options, name) for name in _GENERATE_OPTIONS}
-    given = {name: value for name, value in asked.items() if value not in (None, False)}
+    given = {name: value for name, value in asked.items() if value is not None}
     for piece in bundle.stream(prompt, **given):
         if not pieces:
             first_seconds, started = seconds_since_exec(), time.perf_counter()
@@ -330,7 +346,7 @@ def generate(options: Namespace) -> int:
                 if bundle.has_tokenizer
                 else f"{piece.token_id} " * (piece.token_id is not None)
             )
-            print(text, end="", flush=True)
+            print(printable(text) if terminal else text, end="", flush=True)
     seconds = time.perf_counter() - started
     tokens = [piece.token_id for piece in pieces if piece.token_id is not None]
     rate = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
@@ -353,7 +369,7 @@ def generate(options: Namespace) -> int:
             }
         )
     else:
-        print()
+        _say()
     if pieces[-1].finish_reason == "nan":
         raise NumbersError(
             f"{bundle.name}: expected logits that are numbers, found NaN or infinity after {len(tokens)} "
@@ -364,8 +380,8 @@ def generate(options: Namespace) -> int:
         used = [report for report in bundle.report() if report.source != "unused"]
         compiled = [report.program for report in used if report.source == "compiled"]
         rows = [(r.program, r.source, f"{r.seconds * 1e3:.0f} ms") for r in used]
-        print(f"\n{table(['program', 'how', 'took'], rows)}", file=sys.stderr)
-        print(
+        _say(f"\n{table(['program', 'how', 'took'], rows)}", file=sys.stderr)
+        _say(
             f"\n{bundle.name} for {bundle.target}, {bundle.digest[:19]}\n"
             f"first token {first_seconds:.2f} s after the start of the process, "
             f"then {rate:.0f} tokens a second; {stats.new_tokens} tokens in {stats.passes} passes, "
@@ -395,10 +411,10 @@ def encode(options: Namespace) -> int:
             }
         )
     for row in rows:
-        print(" ".join(f"{value:.6g}" for value in row))
+        _say(" ".join(f"{value:.6g}" for value in row))
     if options.stats:
         used = ", ".join(f"{runs} x {bucket}" for bucket, runs in encoded.stats.buckets.items())
-        print(
+        _say(
             f"{encoded.stats.tokens} tokens of {len(rows)} sentences in {used}; "
             f"{encoded.stats.padding:.0%} padding; {encoded.stats.run_seconds * 1e3:.1f} ms",
             file=sys.stderr,
@@ -430,7 +446,7 @@ def call(options: Namespace) -> int:
     if options.json:
         return _print_json({"results": written, "programs": [asdict(r) for r in bundle.report()]})
     for name, array in written.items():
-        print(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
+        _say(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
     return 0
 
 
@@ -519,14 +535,14 @@ def bench(options: Namespace) -> int:
         value = getattr(options, name)
         if not least <= value < float("inf"):
             raise UsageError(f"--{name}: expected {least} or more, found {value}")
-    baseline = reports.read(options.baseline) if options.baseline else None
-    paths = [options.bundle, *([options.against] if options.against else [])]
+    baseline = reports.read(options.baseline) if options.baseline is not None else None
+    paths = [options.bundle, *([] if options.against is None else [options.against])]
     with _progress() as say:
         report, comparison = measuring.judge(
             [measuring.Setup(path, options.require_aot, options.fingerprint) for path in paths],
             [_load(options, path) for path in paths],
             baseline,
-            other=options.against or options.baseline,
+            other=options.baseline if options.against is None else options.against,
             runs=options.runs,
             seconds=options.seconds,
             tolerance=options.tolerance / 100,
@@ -540,9 +556,9 @@ def bench(options: Namespace) -> int:
     if options.json:
         _print_json(described)
         for note in reports.notes(comparison) if comparison is not None else ():
-            print(f"note: {note}", file=sys.stderr)
+            _say(f"note: {note}", file=sys.stderr)
     else:
-        print(reports.text(report, comparison))
+        _say(reports.text(report, comparison))
     if comparison is not None and comparison.regressions:
         raise reports.regression(comparison)
     return 0
@@ -557,10 +573,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
     def say(line: str) -> None:
         nonlocal shown
         if terminal:
-            print(f"\r\x1b[K{line[:79]}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{printable(line[:79])}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - shown > 5:
             shown = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            _say(line, file=sys.stderr, flush=True)
 
     try:
         yield say
@@ -581,7 +597,7 @@ def _warnings_on_stderr() -> Iterator[None]:
     """Our warnings as a command prints them."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", PrejitWarning)  # whatever PYTHONWARNINGS says
-        warnings.showwarning = lambda message, *_, **__: print(
+        warnings.showwarning = lambda message, *_, **__: _say(
             f"warning: {message}", file=sys.stderr
         )
         yield
@@ -590,14 +606,14 @@ def _warnings_on_stderr() -> Iterator[None]:
 def _load(options: Namespace, path: str | None = None) -> Bundle:
     with _warnings_on_stderr():
         return load(
-            path or options.bundle,
+            options.bundle if path is None else path,
             on_mismatch="error" if options.require_aot else "jit",
             fingerprint=_machine(options),
         )
 
 
 def _machine(options: Namespace) -> Fingerprint | None:
-    return Fingerprint.read(options.fingerprint) if options.fingerprint else None
+    return Fingerprint.read(options.fingerprint) if options.fingerprint is not None else None
 
 
 def _prompt(bundle: Bundle, options: Namespace) -> str | list[int]:
@@ -612,8 +628,13 @@ def _token_ids(text: str) -> list[int]:
         return [int(item) for item in text.split(",")]
     except ValueError as error:
         raise UsageError(
-            f"--prompt-ids: expected integers separated by commas, found {text!r}"
+            f"--prompt-ids: expected integers separated by commas, found {text!r:.80}"
         ) from error
+
+
+def _say(text: str = "", *, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print text for people. Names in it may come out of a bundle, and move no cursor."""
+    print(printable(text), file=file, flush=flush)
 
 
 def _print_json(value: Any) -> int:

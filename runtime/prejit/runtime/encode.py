@@ -36,6 +36,8 @@ makes lazily. Measured with MiniLM's on two cores."""
 _WARM_MICROSECONDS = 30_000
 """Buckets whose run costs less are run once before they are wanted. A first run takes some milliseconds more
 than the next; where a run takes longer than this, that is little."""
+_MAX_COST = 1 << 60
+"""Costs beyond it, in microseconds, are taken for it: a program table may hold any integer."""
 _PATIENCE_SECONDS = 0.1
 """How long the loading thread makes way for a call before it loads the next bucket."""
 
@@ -53,7 +55,7 @@ class EncodeStats:
         tokenize_seconds: from texts to token ids.
         queue_seconds: spent waiting for programs to be loaded or compiled.
         run_seconds: of the programs.
-        obtained: programs that were made ready during the call, and how: loaded, cached or compiled.
+        obtained: programs that were made ready during the call, and how: loaded, compiled or kept.
     """
 
     sentences: int
@@ -147,18 +149,25 @@ def loading_order(buckets: Sequence[Bucket]) -> list[Bucket]:
     Some serve every other at no more than twice its own cost: each is chosen for the most of those left, and
     they go first, the cheapest first. The rest follows in the same way.
     """
-    unserved, order = list(buckets), list[Bucket]()
-
-    def serves(bucket: Bucket, other: Bucket) -> bool:
-        holds = bucket.batch >= other.batch and bucket.length >= other.length
-        return holds and bucket.cost <= 2 * other.cost
-
-    while unserved:
-        best = max(buckets, key=lambda b: (sum(serves(b, other) for other in unserved), -b.cost))
-        order.append(best)
-        unserved = [other for other in unserved if not serves(best, other) and other != best]
-    order.sort(key=lambda bucket: bucket.cost)
-    return [*order, *sorted(set(buckets) - set(order), key=lambda bucket: bucket.cost)]
+    sizes = [(b.batch, b.length, min(b.cost, _MAX_COST)) for b in buckets]
+    batch, length, cost = np.array(sizes, np.int64).reshape(-1, 3).T
+    # [n, n]: whether each bucket is served by each other. Arrays, since a bundle may have thousands.
+    served_by = (
+        (batch >= batch[:, None]) & (length >= length[:, None]) & (cost <= 2 * cost[:, None])
+    )
+    counts = served_by.sum(axis=0)  # of those left, how many each bucket serves
+    unserved = np.ones(len(buckets), bool)
+    chosen = []
+    while unserved.any():
+        most = np.flatnonzero(counts == counts.max())
+        best = int(most[cost[most].argmin()])
+        chosen.append(best)
+        served = unserved & served_by[:, best]
+        counts -= served_by[served].sum(axis=0)
+        unserved &= ~served
+    rest = np.setdiff1d(np.arange(len(buckets)), chosen)
+    order = [*sorted(chosen, key=lambda i: cost[i]), *sorted(rest, key=lambda i: cost[i])]
+    return [buckets[place] for place in order]
 
 
 @final

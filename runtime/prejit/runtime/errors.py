@@ -6,10 +6,22 @@ with. A message says what was expected and what was found; the hint says what to
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from prejit.runtime.fingerprint import Verdict
+
+# What moves a terminal's cursor or colours its text, and what turns the direction of writing.
+_CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its control characters spelt out (`\x1b`); line ends and tabs stay.
+
+    For whatever comes from a file and goes to a terminal: a bundle need not be a friend's.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class PrejitError(Exception):
@@ -31,7 +43,7 @@ class PrejitError(Exception):
     def describe(self) -> str:
         """The error as the command line prints it: one sentence, then the next step."""
         text = f"error[{self.code}]: {self}"
-        return f"{text}\n\nhint: {self.hint}" if self.hint else text
+        return printable(f"{text}\n\nhint: {self.hint}" if self.hint else text)
 
 
 class BuildError(PrejitError):

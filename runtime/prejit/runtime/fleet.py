@@ -15,7 +15,7 @@ from textwrap import shorten
 from typing import Any
 
 from prejit.runtime.bundle import Requirement
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.fingerprint import (
     Axis,
     Fingerprint,
@@ -51,6 +51,32 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file of a fleet, or a directory in it, that gives no fingerprint.
+
+    Attributes:
+        path: of it.
+        why: what is wrong with it, in one sentence that names it.
+    """
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a fleet's directory holds.
+
+    Attributes:
+        machines: sorted by name.
+        unreadable: sorted by path.
+    """
+
+    machines: tuple[Machine, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Machines with the same verdict.
 
@@ -82,17 +108,28 @@ class Addition:
         note: what a person should know of it.
         requirement: what its executables will need.
         machines: those without a target now that it serves.
+        is_elsewhere: whether it needs a build host of another architecture than the bundle's targets.
     """
 
     table: dict[str, Any]
     note: str | None
     requirement: Requirement
     machines: tuple[str, ...]
+    is_elsewhere: bool
+
+    def needs(self) -> str:
+        """What it needs of the build host, in one phrase."""
+        needed = self.requirement
+        where = f"a build host with {needed.architecture}"
+        if self.is_elsewhere:
+            where += ", in a manifest and bundle of its own"
+        return f"{where}; pip that finds jax {needed.jaxlib}"
 
     def toml(self) -> str:
         """The table, to paste into a manifest."""
+        notes = [f"# needs {self.needs()}", *([f"# {self.note}"] if self.note else [])]
         lines = [f"{key} = {_toml(value)}" for key, value in self.table.items()]
-        return "\n".join(["[[target]]", *([f"# {self.note}"] if self.note else []), *lines])
+        return "\n".join(["[[target]]", *notes, *lines])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +143,7 @@ class Report:
         additions: targets with which no machine falls back, but for those beyond help.
         is_fewest: whether no smaller number of targets would do.
         beyond_help: machines that no added target serves, by what stands in the way.
+        unreadable: what of the fleet this report says nothing of.
     """
 
     verdicts: tuple[tuple[Machine, Verdict], ...]
@@ -114,6 +152,7 @@ class Report:
     additions: tuple[Addition, ...]
     is_fewest: bool
     beyond_help: tuple[Group, ...]
+    unreadable: tuple[Unreadable, ...] = ()
 
     @property
     def fallen_back(self) -> int:
@@ -125,7 +164,9 @@ class Report:
         count = f"{len(self.additions)} target{'s' * (len(self.additions) > 1)}"
         rest = " but those at the end" if self.beyond_help else ""
         how = "the fewest there can be" if self.is_fewest else "found greedily, fewer may do"
-        return f"add {count} ({how}), and none{rest} falls back"
+        others = sorted({a.requirement.architecture for a in self.additions if a.is_elsewhere})
+        where = f", those for {' and '.join(others)} on a host of that kind" if others else ""
+        return f"add {count} ({how}){where}, and none{rest} falls back"
 
     def described(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -140,12 +181,14 @@ class Report:
                         k: asdict(v) if isinstance(v, Gpu) else v for k, v in a.table.items()
                     },
                     "toml": a.toml(),
+                    "needs": a.needs(),
                     "machines": a.machines,
                 }
                 for a in self.additions
             ],
             "is_fewest": self.is_fewest,
             "beyond_help": [asdict(group) for group in self.beyond_help],
+            "unreadable": [asdict(file) for file in self.unreadable],
         }
 
 
@@ -155,47 +198,76 @@ def few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_fleet(directory: str | os.PathLike[str]) -> tuple[Machine, ...]:
-    """The machines of every *.json in a directory and below it, sorted by name.
+def read_fleet(directory: str | os.PathLike[str]) -> Fleet:
+    """Return the machines of every *.json in a directory and below it, and what could not be read.
 
     Raises:
-        StoreError: the directory or a file cannot be read.
-        RejectError: a file is not a fingerprint.
-        UsageError: there is none.
+        StoreError: the directory cannot be read, or none of its files.
+        UsageError: it holds no such file.
     """
+    root = os.fspath(directory)
+    unreadable: list[Unreadable] = []
 
-    def stop(error: OSError) -> None:
-        raise StoreError(
+    def note(error: OSError) -> None:
+        failed = StoreError(
             f"{error.filename}: cannot read a fleet: {error.strerror}",
             hint="give a directory of files that `prejit fingerprint > FILE` wrote",
-        ) from error
+        )
+        if error.filename == root:
+            raise failed from error
+        unreadable.append(Unreadable(str(error.filename), str(failed)))
 
-    root = os.fspath(directory)
     paths = [
         os.path.join(at, file)
-        for at, _, files in os.walk(root, onerror=stop)
+        for at, _, files in os.walk(root, onerror=note)
         for file in files
         if file.endswith(".json")
     ]
-    if not paths:
+    machines: list[Machine] = []
+    for path in sorted(paths):
+        try:
+            found = Fingerprint.read(path)
+        except PrejitError as error:
+            unreadable.append(Unreadable(path, str(error)))
+        else:
+            name = os.path.relpath(path, root).removesuffix(".json")
+            machines.append(Machine(name, path, found))
+    unreadable.sort(key=lambda file: file.path)
+    if not paths and not unreadable:
         raise UsageError(
             f"{root}: expected fingerprints (*.json), found none",
             hint="run `prejit fingerprint > NAME.json` on each machine",
         )
-    return tuple(
-        Machine(os.path.relpath(path, root).removesuffix(".json"), path, Fingerprint.read(path))
-        for path in sorted(paths)
+    if not machines:
+        raise unread(unreadable, len(unreadable))
+    return Fleet(tuple(machines), tuple(unreadable))
+
+
+def unread(unreadable: Sequence[Unreadable], total: int) -> StoreError:
+    """Return the error for files that could not be read; it names all of them.
+
+    Args:
+        unreadable: those, at least one.
+        total: how many files the fleet has.
+    """
+    reasons = "".join(f"\n  {file.why}" for file in unreadable)
+    return StoreError(
+        f"expected {total} fingerprints, found {len(unreadable)} that cannot be read:{reasons}",
+        hint="write them again with `prejit fingerprint > FILE`, or move them elsewhere",
     )
 
 
 def explain_fleet(
-    targets: Sequence[tuple[str, Requirement]], machines: Sequence[Machine]
+    targets: Sequence[tuple[str, Requirement]],
+    machines: Sequence[Machine],
+    unreadable: Sequence[Unreadable] = (),
 ) -> Report:
     """Says what each machine loads, and what to add so that none falls back.
 
     Args:
         targets: names and requirements of a bundle, in its order.
         machines: of the fleet.
+        unreadable: what else is in its directory.
     """
     classes = _merge(machines)
     verdicts: dict[str, Verdict] = {}
@@ -218,6 +290,7 @@ def explain_fleet(
         additions=additions,
         is_fewest=is_fewest,
         beyond_help=beyond_help,
+        unreadable=tuple(unreadable),
     )
 
 
@@ -257,9 +330,11 @@ class _Build:
         xla_flags: those that all targets have: of the environment in which the bundle was built.
         environment: variables, by platform, likewise.
         glibc: the lowest that a CPU target asks for: of the build host's compiler of kernels.
+        architectures: of the targets; a build host compiles for its own alone.
     """
 
     names: frozenset[str]
+    architectures: frozenset[str]
     device_count: int
     need_bytes: dict[str, int]
     xla_flags: tuple[str, ...]
@@ -275,6 +350,7 @@ class _Build:
                 sizes[need.platform].append(need.device_memory_bytes)
         return cls(
             names=frozenset(name for name, _ in targets),
+            architectures=frozenset(need.architecture for need in needs),
             device_count=max((need.device_count or 1 for need in needs), default=1),
             need_bytes={platform: min(known) for platform, known in sizes.items()},
             xla_flags=tuple(sorted(set.intersection(*(set(n.xla_flags or ()) for n in needs)))),
@@ -342,7 +418,7 @@ def _cover(
             served = sorted(
                 m.name for i, merged in enumerate(classes) if masks[index] >> i & 1 for m in merged
             )
-            additions.append(_addition(candidates[index], tuple(served), taken))
+            additions.append(_addition(candidates[index], tuple(served), taken, build))
     additions.sort(key=lambda addition: (-len(addition.machines), addition.machines))
     return tuple(additions), is_fewest, _groups({(t, why): n for why, (t, n) in beyond.items()})
 
@@ -472,7 +548,9 @@ def _prefer(
     return result
 
 
-def _addition(candidate: _Candidate, machines: tuple[str, ...], taken: set[str]) -> Addition:
+def _addition(
+    candidate: _Candidate, machines: tuple[str, ...], taken: set[str], build: _Build
+) -> Addition:
     """The table of a candidate, under a name that is not taken; it is then."""
     target, table = candidate.target, candidate.table
     # The name in the bundle tells the jax version: prejit.compiler.target.resolve.
@@ -485,7 +563,9 @@ def _addition(candidate: _Candidate, machines: tuple[str, ...], taken: set[str])
     taken.add(name + suffix)
     if name != target.name and not own_name:  # the catalogue does not know it by that name
         table = {**_described(target), **table}
-    return Addition({"name": name, **table}, candidate.note, candidate.requirement, machines)
+    needs = candidate.requirement
+    is_elsewhere = needs.architecture not in build.architectures
+    return Addition({"name": name, **table}, candidate.note, needs, machines, is_elsewhere)
 
 
 def _described(target: Target) -> dict[str, Any]:

@@ -101,13 +101,15 @@ def page(bundle: str, digest: str, fleet: str, report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
-        f"<title>{escape(bundle)}: fleet</title><style>{_STYLE}</style></head><body><main>"
-        f"<h1>{escape(bundle)} on the fleet <code>{escape(fleet)}</code></h1>"
+        f"<title>{escape(bundle)}: machines of {escape(fleet)}</title>"
+        f"<style>{_STYLE}</style></head><body><main>"
+        f"<h1>Bundle <code>{escape(bundle)}</code>, machines of <code>{escape(fleet)}</code></h1>"
         f'<p class="soft mono digest">{escape(digest)}</p>'
         f'<ul class="sums">{tiles}</ul>'
         f'<h2>Machines by target</h2><dl class="bars">{bars}</dl>'
         f"{_advice(report)}{_reasons('Why machines compile', report.groups)}"
         f"{_reasons('Beyond help: no target that can be added serves', report.beyond_help)}"
+        f"{_unreadable(report)}"
         f"{_machines(report)}</main><script>{_SCRIPT}</script></body></html>\n"
     )
 
@@ -148,6 +150,13 @@ def _reasons(title: str, groups: tuple[Group, ...]) -> str:
         return ""
     table = f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
     return f'<h2>{title}</h2><div class="wide">{table}</div>'
+
+
+def _unreadable(report: Report) -> str:
+    if not report.unreadable:
+        return ""
+    files = "".join(f"<li>{escape(file.why)}</li>" for file in report.unreadable)
+    return f"<h2>Files that could not be read, and are not in this report</h2><ul>{files}</ul>"
 
 
 def _why(verdict: Verdict) -> str:

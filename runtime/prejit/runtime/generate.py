@@ -36,7 +36,7 @@ class Stats:
         padding: of the positions that were computed for it, the part that nobody asked for: padding of
             buckets, slots that were free, drafts that were wrong; 0 to 1.
         programs: names of the programs, and so the buckets, that ran for it.
-        obtained: those of them that were made ready during the call, and how: loaded, cached or compiled.
+        obtained: those of them that were made ready during the call, and how: loaded, compiled or kept.
     """
 
     prompt_tokens: int

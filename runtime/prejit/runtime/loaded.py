@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
-from prejit.runtime import bundle, pytree, start, verify
+from prejit.runtime import arguments, bundle, pytree, start, verify
 from prejit.runtime.batch import Batch
 from prejit.runtime.bundle import Array, Config, Program
 from prejit.runtime.decoder_programs import DecoderPrograms
@@ -26,10 +25,18 @@ from prejit.runtime.executable import (
 from prejit.runtime.fingerprint import Verdict
 from prejit.runtime.generate import Generation, Piece, Result, run
 from prejit.runtime.kv_cache import Prefix
+from prejit.runtime.once import once
 from prejit.runtime.prefill import compute_prefix
 from prejit.runtime.process import is_plain_start
 from prejit.runtime.programs import Layer, ProgramReport, Programs
-from prejit.runtime.request import Request, TokenMask, admit
+from prejit.runtime.request import (
+    SAMPLING_OPTIONS,
+    Request,
+    TokenMask,
+    Wanted,
+    admit,
+    resolve,
+)
 from prejit.runtime.sampling import Sampling
 from prejit.runtime.weights import dtype_of, tensors
 
@@ -81,22 +88,6 @@ class Options(TypedDict, total=False):
     token_mask: TokenMask | None
     prompt_lookup: bool
     prefix: Prefix | None
-
-
-_SAMPLING = frozenset(field.name for field in fields(Sampling))
-
-
-def _sampling(options: Options, defaults: Defaults) -> tuple[Sampling, dict[str, Any]]:
-    """The part of the options that is a Sampling, and the others. None is an option that is not given."""
-    given: dict[str, Any] = {**options}
-    if unknown := given.keys() - Options.__annotations__.keys():
-        raise UsageError(
-            f"expected options of {', '.join(Options.__annotations__)}; found {min(unknown)!r}"
-        )
-    given = {name: value for name, value in given.items() if value is not None}
-    given = defaults.options() | given
-    sampling = Sampling(**{name: value for name, value in given.items() if name in _SAMPLING})
-    return sampling, {name: value for name, value in given.items() if name not in _SAMPLING}
 
 
 @final
@@ -177,13 +168,13 @@ class Bundle:
         """Generates n continuations of one prompt, which is computed once.
 
         The first is what `generate` gives; each further one has the next seed. Arguments and errors as
-        `generate`.
+        `generate`; n is 1 to 16,384.
         """
-        if n < 1:
-            raise UsageError(f"n: expected 1 or more, found {n}")
-        first, common = _sampling(options, self.defaults)
-        each = [replace(first, seed=(first.seed + index) % 2**64) for index in range(n)]
-        return self._generate([self._encode(prompt)] * n, each, common)
+        n = arguments.integer("n", n, 1, arguments.MAX_SEQUENCES)
+        first = self._resolve(options)
+        seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
+        each = [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
+        return self._generate([self._encode(prompt)] * n, each)
 
     def generate_batch(
         self,
@@ -203,11 +194,19 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        common_sampling, common = _sampling(options, self.defaults)
-        each = [common_sampling] * len(prompts) if sampling is None else list(sampling)
-        if len(each) != len(prompts):
-            raise UsageError(f"sampling: expected {len(prompts)}, one a prompt; found {len(each)}")
-        return self._generate(prompts, each, common)
+        listed = arguments.items("prompts", prompts, "a list of prompts")
+        wanted = self._resolve(options)
+        if sampling is None:
+            return self._generate(listed, [wanted] * len(listed))
+        each = arguments.items("sampling", sampling, "a list of Sampling, one a prompt")
+        if len(each) != len(listed):
+            raise UsageError(f"sampling: expected {len(listed)}, one a prompt; found {len(each)}")
+        if beside := [name for name in SAMPLING_OPTIONS if options.get(name) is not None]:
+            raise UsageError(
+                f"sampling: expected it without other options of sampling, found {beside[0]}",
+                hint=f"give each prompt's {beside[0]} in its Sampling",
+            )
+        return self._generate(listed, [replace(wanted, sampling=one) for one in each])
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generates from one prompt and gives each token as it comes.
@@ -217,8 +216,7 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`, at the first piece.
         """
-        sampling, common = _sampling(options, self.defaults)
-        return self._stream(prompt, sampling, common)
+        return self._stream(prompt, self._resolve(options))
 
     def session(self) -> Session:
         """A session: its generations share a KV cache, so that a conversation computes only what is new.
@@ -254,43 +252,37 @@ class Bundle:
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
         """A request for `Batch.insert`. Arguments as `generate`; `stop` is the caller's, as text is."""
-        sampling, common = _sampling(options, self.defaults)
-        if "stop" in common:
+        wanted = self._resolve(options)
+        if wanted.stop:
             raise UsageError(
                 "stop: expected none, since a batch knows tokens and no text",
                 hint="push text through prejit.runtime.stop.StopStrings and evict the slot",
             )
-        return Request(self._encode(prompt), sampling, **common)
+        return wanted.request(self._encode(prompt))
 
-    def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], common: dict[str, Any]
-    ) -> list[Result]:
-        decoder = self.decoder
+    def _resolve(self, options: Options) -> Wanted:
+        return resolve({**options}, self.defaults.options())
+
+    def _generate(self, prompts: Sequence[Prompt], each: Sequence[Wanted]) -> list[Result]:
         generations = [
-            self._generation(prompt, one, common)
-            for prompt, one in zip(prompts, sampling, strict=True)
+            self._generation(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)
         ]
-        for _ in run(decoder, generations):
+        for _ in run(self.decoder, generations):
             pass
         return [generation.result() for generation in generations]
 
-    def _stream(
-        self, prompt: Prompt, sampling: Sampling, common: dict[str, Any]
-    ) -> Iterator[Piece]:
-        generation = self._generation(prompt, sampling, common)
-        for _, piece in run(self.decoder, [generation]):
+    def _stream(self, prompt: Prompt, wanted: Wanted) -> Iterator[Piece]:
+        for _, piece in run(self.decoder, [self._generation(prompt, wanted)]):
             yield piece
 
-    def _generation(self, prompt: Prompt, sampling: Sampling, common: dict[str, Any]) -> Generation:
-        options = {name: value for name, value in common.items() if name != "stop"}
-        stop = common.get("stop", ())
-        if stop and self._tokenizer is None:
+    def _generation(self, prompt: Prompt, wanted: Wanted) -> Generation:
+        if wanted.stop and self._tokenizer is None:
             raise UsageError(
                 f"{self.name}: this bundle has no tokenizer, so nothing can stop at a string",
                 hint="give stop_token_ids, or build from a model directory with a tokenizer.json",
             )
-        request = Request(self._encode(prompt), sampling, **options)
-        return Generation(self.decoder, request, self._tokenizer, stop)
+        request = wanted.request(self._encode(prompt))
+        return Generation(self.decoder, request, self._tokenizer, wanted.stop)
 
     def encode(
         self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
@@ -320,15 +312,16 @@ class Bundle:
         encoder = self.encoder
         from prejit.runtime.encode import Encoded, check_ids, shortened
 
-        if isinstance(sentences, str):
-            raise UsageError("sentences: expected a list of texts, found one text")
-        if on_too_long not in ("truncate", "error"):
-            raise UsageError(f"on_too_long: expected 'truncate' or 'error', found {on_too_long!r}")
+        listed = arguments.items("sentences", sentences, "a list of texts")
+        arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
         started = time.perf_counter()
-        texts = [sentence for sentence in sentences if isinstance(sentence, str)]
+        texts = [sentence for sentence in listed if isinstance(sentence, str)]
         encoded = iter(self._need_tokenizer().encode_batch(texts) if texts else ())
         ids = [
-            next(encoded) if isinstance(s, str) else [int(token) for token in s] for s in sentences
+            next(encoded)
+            if isinstance(sentence, str)
+            else arguments.integers(f"sentences[{place}]", sentence, "text or a list of token ids")
+            for place, sentence in enumerate(listed)
         ]
         tokenized = time.perf_counter()
         check_ids(ids, encoder.encoder.vocab_size)
@@ -340,7 +333,7 @@ class Bundle:
         seconds = tokenized - started
         return Encoded(embeddings, replace(stats, truncated=truncated, tokenize_seconds=seconds))
 
-    @cached_property
+    @once
     def encoder(self) -> EncoderPrograms:
         """The programs of an encoder.
 
@@ -375,15 +368,25 @@ class Bundle:
             UsageError: there is no such program, or no bucket of it takes these arguments.
             RejectError: the program is damaged.
         """
-        return self.call_leaves(name, {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))})
+        arguments.text("name", name)
+        try:
+            given = {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))}
+        except RecursionError:
+            raise UsageError(
+                f"{name:.80}: expected arguments nested less deeply than Python's recursion limit"
+            ) from None
+        return self.call_leaves(name, given)
 
     def call_leaves(self, name: str, given: Mapping[pytree.Path, Any]) -> Any:
         """As `call`, with the arguments flat: each array by its path. Raises as `call`."""
-        values = {path: _as_numpy(value) for path, value in given.items()}
+        arguments.text("name", name)
+        if not isinstance(given, Mapping) or not all(isinstance(path, tuple) for path in given):
+            arguments.refuse("given", "a mapping of paths to arrays", given)
+        values = {path: _as_numpy(path, value) for path, value in given.items()}
         program = self._bucket_for(name, values)
-        arguments = self._programs.arguments(program.name)
+        wanted = self._programs.arguments(program.name)
         paths = [result.path for result in self._programs.results(program.name)]
-        inputs = [self._device.put(values[a.path], a.sharding) for a in arguments]
+        inputs = [self._device.put(values[a.path], a.sharding) for a in wanted]
         results = self._programs[program.name].run(
             [*self._programs.weights(program.weights), *inputs]
         )
@@ -392,16 +395,15 @@ class Bundle:
 
     def runner_with_zeros(self, program: Program) -> Callable[[], object]:
         """A function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        arguments = self._programs.arguments(program.name)
+        wanted = self._programs.arguments(program.name)
         inputs = [
-            self._device.put(aligned_zeros(a.shape, dtype_of(a.dtype)), a.sharding)
-            for a in arguments
+            self._device.put(aligned_zeros(a.shape, dtype_of(a.dtype)), a.sharding) for a in wanted
         ]
         executable = self._programs[program.name]
         weights = self._programs.weights(program.weights)
         return lambda: to_numpy(executable.run([*weights, *inputs])[0])
 
-    @cached_property
+    @once
     def defaults(self) -> Defaults:
         """How the model's publisher wants it to generate: for requests that do not say it themselves.
 
@@ -414,7 +416,7 @@ class Bundle:
         return verify.check_generation(bytes(layer.content), self.config.format, layer.path)
 
     def report(self) -> tuple[ProgramReport, ...]:
-        """How each program was obtained: loaded, compiled here, cached here, compiling, or unused so far."""
+        """How each program was obtained: loaded, compiled here, kept here, compiling, or unused so far."""
         return self._programs.report()
 
     def device_memory_bytes(self) -> int | None:
@@ -435,7 +437,7 @@ class Bundle:
         """Whether prompts may be text."""
         return bundle.TOKENIZER_MEDIA_TYPE in self._layers
 
-    @cached_property
+    @once
     def decoder(self) -> DecoderPrograms:
         """The prefill and decode programs, for callers that run sessions of their own.
 
@@ -518,19 +520,28 @@ class Bundle:
                 hint="give the prompt as text, or build from a model directory whose "
                 "tokenizer_config.json has a chat_template",
             )
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        return self._chat.render(
-            messages,
-            template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            variables=variables,
-        )
+        if template is not None:
+            arguments.text("template", template)
+        continues = arguments.flag("continue_final_message", continue_final_message)
+        begins = not continues
+        if add_generation_prompt is not None:
+            begins = arguments.flag("add_generation_prompt", add_generation_prompt)
+        try:
+            return self._chat.render(
+                messages,
+                template=template,
+                add_generation_prompt=begins,
+                continue_final_message=continues,
+                tools=tools,
+                documents=documents,
+                variables=variables,
+            )
+        except RecursionError:
+            raise UsageError(
+                "messages: expected objects nested less deeply than Python's recursion limit"
+            ) from None
 
-    @cached_property
+    @once
     def _chat(self) -> ChatTemplates | None:
         layer = self._layers.get(bundle.CHAT_MEDIA_TYPE)
         if layer is None:
@@ -539,7 +550,7 @@ class Bundle:
 
         return ChatTemplates(verify.check_chat(bytes(layer.content), layer.path), layer.path)
 
-    @cached_property
+    @once
     def _tokenizer(self) -> Tokenizer | None:
         layer = self._layers.get(bundle.TOKENIZER_MEDIA_TYPE)
         if layer is None:
@@ -549,9 +560,9 @@ class Bundle:
         return Tokenizer(layer.content[:], layer.path)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        return self._tokenize(prompt)
+        """Return the token ids of a prompt; all that were given as ids are of the vocabulary."""
+        checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
+        return self._tokenize(checked) if isinstance(checked, str) else checked
 
     def _tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokenizer = self._need_tokenizer()
@@ -609,21 +620,17 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """As `Bundle.generate`."""
-        sampling, common = _sampling(options, self._bundle.defaults)
-        generation = self._bundle._generation(prompt, sampling, common)
+        generation = self._bundle._generation(prompt, self._bundle._resolve(options))
         for _ in self._run(generation):
             pass
         return generation.result()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """As `Bundle.stream`."""
-        sampling, common = _sampling(options, self._bundle.defaults)
-        return self._stream(prompt, sampling, common)
+        return self._stream(prompt, self._bundle._resolve(options))
 
-    def _stream(
-        self, prompt: Prompt, sampling: Sampling, common: dict[str, Any]
-    ) -> Iterator[Piece]:
-        yield from self._run(self._bundle._generation(prompt, sampling, common))
+    def _stream(self, prompt: Prompt, wanted: Wanted) -> Iterator[Piece]:
+        yield from self._run(self._bundle._generation(prompt, wanted))
 
     def _run(self, generation: Generation) -> Iterator[Piece]:
         mine = False
@@ -661,9 +668,17 @@ def _complaint(wanted: Sequence[Array], values: dict[pytree.Path, Any]) -> str |
     return None
 
 
-def _as_numpy(value: Any) -> Any:
+def _as_numpy(path: pytree.Path, value: Any) -> Any:
     import numpy as np
 
-    if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
-        return np.asarray(value)
-    return np.from_dlpack(value)
+    try:
+        if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
+            return np.asarray(value)
+        return np.from_dlpack(value)
+    except (
+        Exception
+    ) as error:  # a deleted buffer, another device: whatever the value's library raises
+        raise UsageError(
+            f"{pytree.spell(path)}: expected an array that NumPy or DLPack reads, found "
+            f"{type(value).__name__}: {error}"
+        ) from error

@@ -21,7 +21,7 @@ from datetime import date, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, final
 
-from prejit.runtime import bundle, start, verify
+from prejit.runtime import arguments, bundle, copied, start, verify
 from prejit.runtime.bundle import Config, Descriptor, Index, Manifest, Portable
 from prejit.runtime.errors import (
     FallbackWarning,
@@ -30,7 +30,6 @@ from prejit.runtime.errors import (
     PrejitWarning,
     RejectError,
     StoreError,
-    UsageError,
 )
 from prejit.runtime.fingerprint import Axis, Fingerprint, Verdict, compare, preference
 from prejit.runtime.layout import Content, Identity, Layout, digest_file, map_file
@@ -91,14 +90,19 @@ def open_index(layout: Layout) -> tuple[Index, str]:
     """Reads and checks `oci-layout` and `index.json`.
 
     Returns:
-        The index and the bundle's digest.
+        The index and the bundle's digest; of a copy that another tool made, those of its targets alone.
 
     Raises:
         RejectError: either is missing or damaged.
     """
     path = str(layout.path / "oci-layout")
-    verify.check_layout_file(layout.read("oci-layout", len(bundle.OCI_LAYOUT)), path)
+    version = layout.read("oci-layout", copied.MAX_LAYOUT_BYTES)
     content = layout.read("index.json", bundle.MAX_INDEX_BYTES)
+    manifests = copied.manifests_of_copy(content)
+    if manifests is None or not copied.is_layout_file(version):
+        verify.check_layout_file(version, path)
+    if manifests is not None:
+        content = copied.index_of_copy(layout, manifests)
     index = verify.check_index(content, str(layout.path / "index.json"))
     return index, bundle.digest_of(content)
 
@@ -346,12 +350,12 @@ def load(
     from prejit.runtime.loaded import Bundle
 
     started = time.perf_counter()
-    if on_mismatch not in ("jit", "error"):
-        raise UsageError(f"on_mismatch: expected 'jit' or 'error', found {on_mismatch!r}")
-    if while_compiling not in ("wait", "smaller"):
-        raise UsageError(
-            f"while_compiling: expected 'wait' or 'smaller', found {while_compiling!r}"
-        )
+    path = arguments.path("path", path)
+    arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))
+    arguments.choice("while_compiling", while_compiling, ("wait", "smaller"))
+    arguments.function("on_fallback", on_fallback)
+    if fingerprint is not None:
+        arguments.instance("fingerprint", fingerprint, Fingerprint)
     machine = Fingerprint.current()
 
     def open_targets(

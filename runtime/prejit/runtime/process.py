@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -95,6 +97,20 @@ def _text_of(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def is_alone() -> bool:
+    """Whether the calling thread is this process's main thread, and no other one runs Python.
+
+    What is set for the whole process is set only then: other threads belong to the host program.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and len(sys._current_frames()) == 1
+
+
+def thread_count() -> int:
+    """How many threads the kernel knows of in this process, those without Python among them."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def seconds_since_exec() -> float:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -19,6 +18,7 @@ from prejit.runtime.errors import MismatchError
 from prejit.runtime.executable import Device, DeviceArray, Executable
 from prejit.runtime.fingerprint import Fingerprint
 from prejit.runtime.layout import Content
+from prejit.runtime.once import once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ProgramReport:
 
     Attributes:
         program: its name.
-        source: `loaded` (the bundle's executable), `compiled` (here, now), `cached` (compiled here at an
+        source: `loaded` (the bundle's executable), `compiled` (here, now), `kept` (compiled here at an
             earlier start), `compiling` (or waiting for that) or `unused` (not wanted so far).
         seconds: that it took to get ready; 0 until it is.
     """
@@ -167,7 +167,7 @@ class Programs:
                 refused = serialized
                 continue
             self._check_signature(program, executable, self._portable.path)
-            return executable, "cached"
+            return executable, "kept"
 
     def _check_signature(self, program: Program, executable: Executable, path: str) -> None:
         """Compares what a program takes and gives with the program table, before anything is run.
@@ -208,7 +208,7 @@ class Programs:
             self._device.mesh,
         )
 
-    @cached_property
+    @once
     def _machine(self) -> Fingerprint:
         return Fingerprint.current()
 

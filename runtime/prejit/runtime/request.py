@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from prejit.runtime import arguments
 from prejit.runtime.decoder_programs import DecoderPrograms
 from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.kv_cache import Prefix
@@ -36,6 +37,9 @@ class Request:
         prompt_lookup: whether tokens are drafted by prompt lookup and verified, several in a pass. It
             changes no token, only how fast they come.
         prefix: what of the prompt may be computed already, by the same bundle.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of its range.
     """
 
     prompt: Sequence[int]
@@ -46,6 +50,78 @@ class Request:
     token_mask: TokenMask | None = None
     prompt_lookup: bool = False
     prefix: Prefix | None = None
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "prompt": arguments.integers("prompt", self.prompt, "a list of token ids"),
+            "sampling": arguments.instance("sampling", self.sampling, Sampling),
+            "token_mask": arguments.function("token_mask", self.token_mask),
+            "prompt_lookup": arguments.flag("prompt_lookup", self.prompt_lookup),
+        }
+        if self.max_new_tokens is not None:
+            checked["max_new_tokens"] = arguments.integer("max_new_tokens", self.max_new_tokens, 1)
+        if self.stop_token_ids is not None:
+            stop = arguments.integers("stop_token_ids", self.stop_token_ids, sets=True)
+            checked["stop_token_ids"] = frozenset(stop)
+        if self.logprobs is not None:
+            checked["logprobs"] = arguments.integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prefix is not None:
+            arguments.instance("prefix", self.prefix, Prefix)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+SAMPLING_OPTIONS = tuple(field.name for field in fields(Sampling))
+OPTIONS = (
+    *SAMPLING_OPTIONS,
+    *(field.name for field in fields(Request) if field.name not in ("prompt", "sampling")),
+    "stop",
+)
+"""Names of the options of a generation; those before them are of its sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The options of a generation, resolved.
+
+    Attributes:
+        sampling: how tokens are chosen.
+        common: the fields of a `Request` beside its prompt and sampling, where they were given.
+        stop: strings to stop before.
+    """
+
+    sampling: Sampling
+    common: dict[str, Any]
+    stop: tuple[str, ...] = ()
+
+    def request(self, prompt: Sequence[int]) -> Request:
+        """Return the request for a prompt.
+
+        Raises:
+            UsageError: an option is of the wrong type or out of its range.
+        """
+        return Request(prompt, self.sampling, **self.common)
+
+
+def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Wanted:
+    """Resolve the options of a call. None stands for an option that is not given, nothing else does.
+
+    Args:
+        options: by their names.
+        defaults: those of the bundle, for options that are not given; None: there are none.
+
+    Raises:
+        UsageError: there is no such option, or one is of the wrong type or out of its range.
+    """
+    if unknown := options.keys() - set(OPTIONS):
+        raise UsageError(f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}")
+    given = dict(defaults or {})
+    given |= {name: value for name, value in options.items() if value is not None}
+    stop = arguments.strings("stop", given.pop("stop", ()))
+    chosen = {
+        field.name: given.pop(field.name) for field in fields(Sampling) if field.name in given
+    }
+    return Wanted(Sampling(**chosen), given, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +227,10 @@ class Row:
         self.allowed = None
         if mask is None:
             return None
-        mask = np.asarray(mask)
+        try:
+            mask = np.asarray(mask)
+        except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
+            arguments.refuse("token_mask", f"bool[{vocab_size}] or None", mask)
         if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
             raise UsageError(
                 f"token_mask: expected bool[{vocab_size}] or None, found {mask.dtype}{list(mask.shape)}"
@@ -176,20 +255,14 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
     prompt = list(request.prompt)
     if not prompt:
         raise UsageError("prompt: expected at least one token, found none")
-    for token in prompt:
-        if not 0 <= token < decoder.vocab_size:
-            raise UsageError(
-                f"prompt: expected token ids of 0 to {decoder.vocab_size - 1}, found {token}"
-            )
+    arguments.check_vocabulary("prompt", prompt, decoder.vocab_size)
     if len(prompt) > limit:
         raise ContextError(
             f"prompt: expected at most {limit} tokens (the longest context), found {len(prompt)}",
             hint="shorten the prompt, or add a longer context to [generate] of the manifest",
         )
-    if request.max_new_tokens is not None and request.max_new_tokens < 1:
-        raise UsageError(f"max_new_tokens: expected 1 or more, found {request.max_new_tokens}")
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-        raise UsageError(f"logprobs: expected 0 to {MAX_LOGPROBS}, found {request.logprobs}")
+    if request.stop_token_ids is not None:
+        arguments.check_vocabulary("stop_token_ids", request.stop_token_ids, decoder.vocab_size)
     programs.check_sampling(
         request.sampling,
         logprobs=request.logprobs is not None,

@@ -5,16 +5,25 @@ The choosing itself is on the device, in the programs: prejit.compiler.sampling 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prejit.runtime import arguments
 from prejit.runtime.errors import UsageError
 
-_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+_NUMBERS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+    ("temperature", "0 or more", lambda value: value >= 0),
+    ("top_p", "more than 0 and at most 1", lambda value: 0 < value <= 1),
+    ("min_p", "0 to 1", lambda value: 0 <= value <= 1),
+    ("repetition_penalty", "more than 0", lambda value: value > 0),
+    ("presence_penalty", "-2 to 2", lambda value: -2 <= value <= 2),
+    ("frequency_penalty", "-2 to 2", lambda value: -2 <= value <= 2),
+)
+"""Options that are numbers, and their ranges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +57,15 @@ class Sampling:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        # Beyond float32 the arrays would hold infinity.
-        _require(
-            "temperature",
-            self.temperature,
-            "0 or more",
-            _is_number(self.temperature) and 0 <= self.temperature <= _LARGEST_FLOAT,
-        )
-        _require(
-            "top_k", self.top_k, "0 or more", _is_integer(self.top_k) and 0 <= self.top_k < 2**31
-        )
-        _require(
-            "top_p",
-            self.top_p,
-            "more than 0 and at most 1",
-            _is_number(self.top_p) and 0 < self.top_p <= 1,
-        )
-        _require(
-            "seed", self.seed, "0 to 2**64 - 1", _is_integer(self.seed) and 0 <= self.seed < 2**64
-        )
-        _require("min_p", self.min_p, "0 to 1", _is_number(self.min_p) and 0 <= self.min_p <= 1)
-        _require(
-            "repetition_penalty",
-            self.repetition_penalty,
-            "more than 0",
-            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= _LARGEST_FLOAT,
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(name, value, "-2 to 2", _is_number(value) and -2 <= value <= 2)
-        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        checked: dict[str, Any] = {
+            "top_k": arguments.integer("top_k", self.top_k, 0, 2**31 - 1),
+            "seed": arguments.integer("seed", self.seed, 0, 2**64 - 1),
+            "logit_bias": arguments.pairs("logit_bias", self.logit_bias),
+        }
+        for name, expected, holds in _NUMBERS:
+            checked[name] = arguments.number(name, getattr(self, name), expected, holds)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def needs_history(self) -> bool:
@@ -133,7 +121,7 @@ def bias_row(sampling: Sampling, vocab_size: int) -> NDArray[np.float32]:
         UsageError: it names a token that the vocabulary has not.
     """
     row = np.zeros(vocab_size, np.float32)
-    for token, value in _pairs(sampling.logit_bias):
+    for token, value in cast("tuple[tuple[int, float], ...]", sampling.logit_bias):
         if token >= vocab_size:
             raise UsageError(
                 f"logit_bias: expected token ids of 0 to {vocab_size - 1}, found {token}"
@@ -159,38 +147,3 @@ def history_row(
     row = 2 * np.bincount(generated, minlength=vocab_size).astype(np.int32)
     row[np.fromiter(prompt_ids, np.int64)] += 1
     return row
-
-
-def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
-    """A logit bias as pairs in order of the id; equal ones compare and hash as equal."""
-    try:
-        pairs = sorted(bias.items() if isinstance(bias, Mapping) else bias)
-        found = dict(pairs)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"logit_bias: expected a mapping of token ids to numbers, found {bias!r}"
-        ) from None
-    if len(found) < len(pairs):
-        raise UsageError(f"logit_bias: expected each token id once, found {bias!r}")
-    for token, value in pairs:
-        _require("logit_bias", token, "token ids of 0 or more", _is_integer(token) and token >= 0)
-        _require(
-            f"logit_bias of token {token}",
-            value,
-            "a finite number or -inf",
-            _is_number(value) and (abs(value) <= _LARGEST_FLOAT or value == -np.inf),
-        )
-    return tuple((int(token), float(value)) for token, value in pairs)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _require(name: str, value: Any, expected: str, holds: Any) -> None:
-    if not holds:
-        raise UsageError(f"{name}: expected {expected}, found {value!r}")

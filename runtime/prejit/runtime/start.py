@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.layout import write_file
-from prejit.runtime.process import is_plain_start
+from prejit.runtime.process import is_alone, is_plain_start, thread_count
 from prejit.runtime.receipt import cache_root, read_own
 
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
@@ -45,6 +45,8 @@ def import_numpy() -> None:
     from its C side, as jax does, it must not be imported from here. Python ends that with a half of NumPy.
     """
     spins = is_plain_start() or "numpy" in sys.modules or _OPENBLAS_TIMEOUT in os.environ
+    # Another thread might read the environment meanwhile, or start a process that inherits it.
+    spins = spins or not is_alone() or thread_count() > 1
     if not spins:
         os.environ[_OPENBLAS_TIMEOUT] = "4"
     try:
@@ -57,7 +59,10 @@ def import_numpy() -> None:
 
 @contextlib.contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Imports and a load make much and no garbage."""
+    """Imports and a load make much and no garbage. What other threads make is collected as ever."""
+    if not is_alone():
+        yield
+        return
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +73,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 def set_log_level() -> None:
-    """As jax does it: no INFO lines on stderr. XLA reads it when its library is opened."""
+    """No INFO lines on stderr: XLA's library reads it when it is opened. `import jax` sets the same."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
 

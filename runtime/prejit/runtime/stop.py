@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from prejit.runtime.errors import UsageError
+from prejit.runtime import arguments
 
 
 @final
@@ -30,12 +30,7 @@ class StopStrings:
             UsageError: one of them is empty or no string.
         """
         self.found: str | None = None
-        self._stops = tuple(dict.fromkeys((stops,) if isinstance(stops, str) else stops))
-        for stop in self._stops:
-            if not isinstance(stop, str) or not stop:
-                raise UsageError(
-                    f"stop: expected strings of at least one character, found {stop!r:.80}"
-                )
+        self._stops = tuple(dict.fromkeys(arguments.strings("stop", stops)))
         self._borders = tuple(_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)
         self._held = ""

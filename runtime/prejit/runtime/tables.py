@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prejit.runtime.bundle import Accuracy, ProductForm
+from prejit.runtime.errors import printable
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows below a head, columns as wide as their widest cell."""
+    """Rows below a head, columns as wide as their widest cell. A cell is one line, whatever it says."""
+    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join(

@@ -230,7 +230,7 @@ def test_call_falls_back_with_a_warning_on_stderr(
     settled_dir: Path, x_file: Path, tmp_path: Path, foreign: Path, prejit: Any
 ) -> None:
     call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out", "--json")
-    for how in ("compiled", "cached"):
+    for how in ("compiled", "kept"):
         done = prejit(*call, "--fingerprint", foreign)
         assert done.stderr.startswith("warning: ")
         assert "jaxlib: needs" in done.stderr
@@ -265,6 +265,39 @@ def test_call_without_arguments_calls_without(settled_dir: Path, tmp_path: Path)
     assert run("call", settled_dir, "tick", "-o", tmp_path / "out") == 0
     assert np.load(tmp_path / "out" / "result.npy") == 7
     assert run("call", settled_dir, "score", "-o", tmp_path / "out") == 2
+
+
+# Generating
+
+
+@pytest.mark.parametrize("option", ["max-new-tokens", "top-p", "repetition-penalty"])
+def test_an_option_that_is_0_is_given(
+    option: str, decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
+
+
+@pytest.mark.parametrize(
+    "argv", [("explain", "--fingerprint"), ("bench", "--baseline"), ("bench", "--against")]
+)
+def test_an_option_that_is_empty_is_given(argv: tuple[str, str], settled_dir: Path) -> None:
+    command, option = argv
+    assert run(command, settled_dir, option, "") == 6
+
+
+def test_no_likely_tokens_are_still_log_probabilities(
+    decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("generate", decoder_dir, "--prompt-ids", "1,2", "--max-new-tokens", "3", "--json")
+    assert run(*argv, "--logprobs", "0", "--seed", "0", "--top-k", "0") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["token_id"] for one in said["logprobs"]] == said["token_ids"]
+    assert all(one["top"] == [] and one["logprob"] < 0 for one in said["logprobs"])
+    assert run(*argv) == 0
+    assert json.loads(capsys.readouterr().out)["logprobs"] == []
 
 
 @pytest.fixture
@@ -492,6 +525,31 @@ def test_output_is_readable_where_the_terminal_knows_no_unicode(
     path = make_recipe(name="modèle-日本").write(tmp_path / "b")
     done = prejit("inspect", path, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert "cpu-host" in done.stdout
+
+
+@pytest.mark.parametrize("control", ["\x1b[2J", "\x9b2J", "\b\b", "\r", "\u202e"])
+def test_what_a_bundle_says_moves_no_cursor(
+    control: str, make_recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = f"{control}all is well"
+
+    def change(config: Any) -> Any:
+        versions = {**config.versions, evil: evil}
+        first = dataclasses.replace(config.programs[0], name=f"score/{evil}")
+        programs = (first, *config.programs[1:])
+        return dataclasses.replace(config, versions=versions, programs=programs)
+
+    path = make_recipe(name=evil).configured(change).write(tmp_path / "b")
+    array = tmp_path / "x.npy"
+    np.save(array, X[:1])
+    call = ("call", path, "score", "--arg", f"x={array}", "-o", tmp_path / "out")
+    for argv in (("inspect", path), ("verify", path), ("explain", path), call):
+        run(*argv)
+        captured = capsys.readouterr()
+        for character in (*control, "\x1b"):
+            if not character.isprintable():
+                assert character not in captured.out + captured.err, argv
+    assert "all is well" in captured.err
 
 
 def test_the_build_side_is_named_where_it_is_missing(run_python: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections.abc import Sequence
 
@@ -93,6 +94,37 @@ def test_every_bucket_is_loaded_once_and_the_first_ones_serve_all_at_twice_the_c
 def test_one_bucket_that_serves_many_well_is_loaded_before_the_cheapest() -> None:
     small, middle, large = Bucket(1, 16, 10), Bucket(1, 64, 15), Bucket(1, 512, 400)
     assert loading_order([small, middle, large]) == [middle, large, small]
+
+
+def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The order by its definition."""
+    unserved, order = list(buckets), list[Bucket]()
+
+    def serves(bucket: Bucket, other: Bucket) -> bool:
+        holds = bucket.batch >= other.batch and bucket.length >= other.length
+        return holds and bucket.cost <= 2 * other.cost
+
+    while unserved:
+        best = max(buckets, key=lambda b: (sum(serves(b, other) for other in unserved), -b.cost))
+        order.append(best)
+        unserved = [other for other in unserved if not serves(best, other)]
+    rest = [bucket for bucket in buckets if bucket not in order]
+    return [*sorted(order, key=lambda b: b.cost), *sorted(rest, key=lambda b: b.cost)]
+
+
+@given(BUCKETS)
+@example([Bucket(1, 4, 0), Bucket(2, 4, 0), Bucket(1, 2, 2**70), Bucket(9, 9, 10**400)])
+def test_the_order_is_the_one_that_is_defined(buckets: list[Bucket]) -> None:
+    assert loading_order(buckets) == _ordered_plainly(buckets)
+
+
+def test_1600_buckets_are_ordered_within_a_load() -> None:
+    """The definition takes 4 s of a load for them."""
+    buckets = [Bucket(b, t, b * t + 20) for b in range(1, 41) for t in range(1, 41)]
+    started = time.perf_counter()
+    order = loading_order(buckets)
+    assert time.perf_counter() - started < 1
+    assert len(set(order)) == 1600
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,7 @@ def test_the_second_start_compiles_nothing(
     assert compiled_by_xla(second) == []
     assert compiled_by_xla(matching) == []
     said = [json.loads(process.stdout) for process in (first, second, matching)]
-    for found, source in zip(said, ("compiled", "cached", "loaded"), strict=True):
+    for found, source in zip(said, ("compiled", "kept", "loaded"), strict=True):
         assert set(found["how"].values()) == {source}
         np.testing.assert_allclose(found["y"], said[2]["y"], rtol=1e-5)
 
@@ -259,7 +259,7 @@ def test_a_damaged_cache_entry_is_compiled_again_and_healed(
     for file in files:
         file.write_bytes(damage(file.read_bytes()))
     assert set(sources(settled_dir).values()) == {"compiled"}
-    assert set(sources(settled_dir).values()) == {"cached"}
+    assert set(sources(settled_dir).values()) == {"kept"}
 
 
 def test_a_cache_entry_that_xla_refuses_is_compiled_again(
@@ -275,7 +275,7 @@ def test_a_cache_entry_that_xla_refuses_is_compiled_again(
         frame = zstandard.ZstdCompressor(write_checksum=True).compress(b"of another time")
         file.write_bytes(hashlib.sha256(frame).digest() + frame)
     assert set(sources(settled_dir).values()) == {"compiled"}
-    assert set(sources(settled_dir).values()) == {"cached"}
+    assert set(sources(settled_dir).values()) == {"kept"}
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
@@ -297,9 +297,9 @@ def test_what_is_no_file_in_the_cache_is_passed_over(
         else contextlib.nullcontext()
     )
     with expected:
-        assert sorted(sources(settled_dir).values()) == ["cached"] * 3 + ["compiled"]
+        assert sorted(sources(settled_dir).values()) == ["compiled"] + ["kept"] * 3
     if kind != "directory":
-        assert set(sources(settled_dir).values()) == {"cached"}
+        assert set(sources(settled_dir).values()) == {"kept"}
 
 
 @pytest.mark.parametrize("mode", [0o622, 0o606])
@@ -329,7 +329,7 @@ def test_a_loose_umask_does_not_cost_the_cache(settled_dir: Path) -> None:
         assert set(sources(settled_dir).values()) == {"compiled"}
     finally:
         os.umask(before)
-    assert set(sources(settled_dir).values()) == {"cached"}
+    assert set(sources(settled_dir).values()) == {"kept"}
 
 
 @pytest.mark.parametrize("root", ["/dev/null", "/proc/no/such", "file"])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from prejit.compiler.manifest import read_manifest
 from prejit.runtime import __main__, bundle, fleet, loader
 from prejit.runtime.bundle import Requirement
-from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.fingerprint import Fingerprint, compare, effective_xla_flags
 from prejit.runtime.fleet import Machine, Report, explain_fleet, fewest_sets, read_fleet
 from prejit.runtime.fleet_page import page
@@ -340,7 +340,7 @@ def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
     names = [f'a "b" {i}/[{i}]' if i % 2 else f"cuda-l4/{i}" for i in range(len(machines))]
     directory = tmp_path / "fleet"
     save([Machine(n, "", m) for n, m in zip(names, machines, strict=True)], directory)
-    report = explain_fleet([needs("tpu-v6e")], read_fleet(directory))
+    report = explain_fleet([needs("tpu-v6e")], read_fleet(directory).machines)
     assert not report.beyond_help
     assert len(report.additions) == 11, "what serves the odd machine serves HOST too"
     (tmp_path / "score.py").write_text("def score(x): return x\n")
@@ -348,7 +348,7 @@ def test_the_tables_are_targets_that_a_manifest_takes(tmp_path: Path) -> None:
     text += 'args = { x = "float32[1]" }\n\n' + "\n\n".join(a.toml() for a in report.additions)
     (tmp_path / "m.toml").write_text(text)
     manifest = read_manifest(tmp_path / "m.toml")
-    by_name = {machine.name: machine.fingerprint for machine in read_fleet(directory)}
+    by_name = {machine.name: machine.fingerprint for machine in read_fleet(directory).machines}
     for addition, target in zip(report.additions, manifest.targets, strict=True):
         assert target.jax == addition.requirement.jaxlib
         plugin = {"cuda": f"jax-cuda13-pjrt {target.jax}"}.get(target.platform)
@@ -430,21 +430,33 @@ def fleet_bundle(recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_machines_are_read_from_below_and_named_by_where_they_lie(tmp_path: Path) -> None:
     save([Machine("b/c", "", HOST), Machine("a", "", gpu())], tmp_path)
     (tmp_path / "notes.txt").write_text("no fingerprint")
-    found = read_fleet(tmp_path)
+    found = read_fleet(tmp_path).machines
     assert [machine.name for machine in found] == ["a", "b/c"]
     assert [machine.fingerprint for machine in found] == [gpu(), HOST]
 
 
-def test_a_file_that_is_no_fingerprint_is_named(tmp_path: Path) -> None:
-    save(named([HOST, HOST]), tmp_path)
+def test_a_file_that_is_no_fingerprint_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    save(named([HOST, HOST, HOST]), tmp_path)
     (tmp_path / "m1.json").write_text("{}")
-    with pytest.raises(RejectError) as caught:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "gone.json").symlink_to("nowhere")
+    fleet = read_fleet(tmp_path)
+    assert [machine.name for machine in fleet.machines] == ["m0", "m2"]
+    gone, empty = fleet.unreadable
+    assert (gone.path, empty.path) == (
+        str(tmp_path / "below" / "gone.json"),
+        str(tmp_path / "m1.json"),
+    )
+    assert gone.why.startswith(f"{gone.path}: cannot read")
+    assert empty.why.startswith(f"{empty.path}: ")
+
+
+def test_a_fleet_of_bad_files_alone_is_an_error_that_names_all(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text("[]")
+    with pytest.raises(StoreError, match=r"expected 2 fingerprints, found 2 that cannot") as caught:
         read_fleet(tmp_path)
-    assert caught.value.path == str(tmp_path / "m1.json")
-    (tmp_path / "m1.json").unlink()
-    (tmp_path / "m1.json").symlink_to("nowhere")
-    with pytest.raises(StoreError, match=r"m1\.json: cannot read"):
-        read_fleet(tmp_path)
+    assert all(str(tmp_path / f"{name}.json") in str(caught.value) for name in ("a", "b"))
 
 
 def test_no_fleet_is_an_error_and_not_a_fleet_without_problems(tmp_path: Path) -> None:
@@ -482,7 +494,7 @@ def test_the_table_says_who_loads_what_and_what_to_add(
         r"1 +nothing: compiles +m5 +cpu-host +compute_capability: needs 9.0, found 8.9",
         "2 of 7 machines are none of the targets: every program would be compiled there",
         r"add 1 target \(the fewest there can be\), and none but those at the end falls back",
-        r'\[\[target\]\]\nname = "cuda-l4"\njax = "0.12.0.1"',
+        r"\[\[target\]\]\n# needs a build host with x86_64; pip that finds jax 0.12.0.1\nname = \"cuda-l4\"",
         r"1 +m6 +topology: needs 1x1, found 2x2",
     ):
         assert re.search(line, said), f"{line}\n{said}"
@@ -554,6 +566,47 @@ def test_a_fleet_and_one_machine_are_not_asked_for_at_once(
 # The page
 
 
+def test_one_bad_file_is_named_after_the_report_of_all_others(
+    small_fleet: Path, fleet_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = small_fleet / "edited.json"
+    bad.write_text("{")
+    argv = ("explain", fleet_bundle, "--fleet", small_fleet)
+    path = tmp_path / "p.html"
+    assert run(*argv, "--page", path) == 6
+    captured = capsys.readouterr()
+    assert "machines  loads" in captured.out
+    assert f"found 1 that cannot be read:\n  {bad}: " in captured.err
+    assert str(bad) in "".join(Elements(path.read_text(encoding="utf-8")).text)
+    assert run(*argv, "--json", "--require-aot") == 6
+    said = json.loads(capsys.readouterr().out)
+    assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
+
+
+def test_each_proposal_says_what_it_needs_of_the_build_host() -> None:
+    arm = dataclasses.replace(HOST, architecture="aarch64", cpu_features=("neon",))
+    old = dataclasses.replace(HOST, jaxlib="0.11.2")
+    report = explain_fleet([needs("cpu-x86-64-v3")], named([arm, old]))
+    by_architecture = {a.requirement.architecture: a for a in report.additions}
+    assert by_architecture.keys() == {"aarch64", "x86_64"}
+    here, there = by_architecture["x86_64"], by_architecture["aarch64"]
+    assert here.needs() == "a build host with x86_64; pip that finds jax 0.11.2"
+    assert there.needs().startswith(
+        "a build host with aarch64, in a manifest and bundle of its own"
+    )
+    for addition in (here, there):
+        assert f"# needs {addition.needs()}\n" in addition.toml()
+    assert ", those for aarch64 on a host of that kind, and none falls back" in report.advice()
+    described = {entry["toml"]: entry["needs"] for entry in report.described()["add"]}
+    assert described == {a.toml(): a.needs() for a in report.additions}
+
+
+def test_the_page_of_a_fleet_named_fleet_says_which_is_which() -> None:
+    text = page("fleet", "sha256:0", "fleet", explain_fleet([needs("cpu-x86-64-v3")], []))
+    assert "fleet on the fleet" not in "".join(Elements(text).text)
+    assert "<h1>Bundle <code>fleet</code>, machines of <code>fleet</code></h1>" in text
+
+
 class Elements(html.parser.HTMLParser):
     """All elements, what their attributes say, and whether each is closed where it must be."""
 
@@ -610,7 +663,7 @@ def test_the_page_needs_nothing_beside_itself(small_fleet: Path, fleet_bundle: P
 
 
 def test_the_page_shows_every_machine_target_and_table(small_fleet: Path) -> None:
-    machines = read_fleet(small_fleet)
+    machines = read_fleet(small_fleet).machines
     targets = [needs("cpu-x86-64-v3", **DEFAULTS), needs("cuda-h100", **DEFAULTS)]
     report = explain_fleet(targets, machines)
     found = Elements(page("demo", "sha256:0", "fleet", report))

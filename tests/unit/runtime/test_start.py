@@ -76,6 +76,40 @@ def test_a_host_that_set_things_itself_finds_them_as_they_were(
     )
 
 
+THREADED = """
+import threading
+resting = threading.Event()
+thread = threading.Thread(target=resting.wait)
+thread.start()
+"""
+
+
+def test_nothing_is_set_for_the_whole_process_beside_threads_of_the_host(
+    settled_dir: Path, run_python: Any
+) -> None:
+    """They make garbage, read the environment, and start processes that inherit it."""
+    run_python(
+        THREADED
+        + WATCHED
+        + CALL.format(path=str(settled_dir))
+        + "resting.set()\n"
+        + "assert seen == [('numpy', True, None), ('jaxlib._jax', True, None)], seen"
+    )
+
+
+def test_a_load_in_another_thread_than_the_main_one_leaves_the_collector_on(
+    settled_dir: Path, run_python: Any
+) -> None:
+    lines = CALL.format(path=str(settled_dir)).strip().replace("\n", "\n    ")
+    run_python(
+        "import numpy, threading\n"
+        + WATCHED
+        + f"def work():\n    {lines}\n"
+        + "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\n"
+        + "assert seen == [('jaxlib._jax', True, None)], seen"
+    )
+
+
 @pytest.mark.parametrize(
     "host",
     [

@@ -1,0 +1,258 @@
+"""Checks of the public API's arguments, made once where a call enters. Imports neither JAX nor NumPy.
+
+Each function takes the name of an argument and its value, and returns the value in the Python type that the
+code behind it computes with. Whatever the value is, all that it raises is a UsageError that names the
+argument, what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from numbers import Real
+from typing import Any, NoReturn, TypeVar
+
+from prejit.runtime.errors import UsageError, printable
+
+_T = TypeVar("_T")
+
+MAX_SEQUENCES = 16_384
+"""Maximum number of continuations of one prompt in one call."""
+_SHOWN_CHARACTERS = 80
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+_TEXT_LIKE = (str, bytes, bytearray, memoryview, Mapping)
+"""Types that can be iterated, and that nobody means as a list."""
+
+
+def refuse(name: str, expected: str, value: object) -> NoReturn:
+    """Raise the UsageError for a wrong argument.
+
+    Args:
+        name: of the argument.
+        expected: what it should be, to follow "expected".
+        value: what was passed.
+    """
+    raise UsageError(f"{name}: expected {expected}, found {described(value)}")
+
+
+def described(value: object) -> str:
+    """Return a value's repr in one short line, or its type where it has no usable repr."""
+    try:
+        if isinstance(value, str | bytes):
+            value = value[:_SHOWN_CHARACTERS]
+        dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+        if dtype is not None and shape:
+            text = f"{dtype}{list(shape)}"
+        elif isinstance(value, Collection) and len(value) > _SHOWN_CHARACTERS:
+            text = f"{type(value).__name__} of {len(value)}"
+        else:
+            text = repr(value)
+    except Exception:  # the value's own code: a repr that fails, an integer of 10,000 digits
+        text = f"a value of type {type(value).__name__}"
+    text = " ".join(printable(text).split())
+    if len(text) > _SHOWN_CHARACTERS:
+        text = f"{text[: _SHOWN_CHARACTERS - 4]} ..."
+    return text
+
+
+def integer(name: str, value: object, least: int, most: int = _LARGEST_INTEGER) -> int:
+    """Return an integer in a range, from whatever Python takes as an index except bool.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        least: the smallest that is allowed.
+        most: the largest.
+    """
+    found = _as_integer(value)
+    if found is None:
+        refuse(name, "an integer", value)
+    if not least <= found <= most:
+        is_open = most == _LARGEST_INTEGER and found < least
+        refuse(name, f"{least} or more" if is_open else f"{least} to {most}", value)
+    return found
+
+
+def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> float:
+    """Return a number that float32 can hold and that meets a condition; NaN meets none.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        expected: the condition in words.
+        holds: the condition.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        refuse(name, f"a number, {expected}", value)
+    try:
+        found = float(value)
+    except Exception:  # an integer beyond float's range
+        refuse(name, expected, value)
+    if not holds(found) or (abs(found) > _LARGEST_FLOAT32 and found != float("-inf")):
+        refuse(name, expected, value)
+    return found
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a bool, from one of Python's or NumPy's."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
+        refuse(name, "True or False", value)
+    return bool(value)
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return one of several words."""
+    if not isinstance(value, str) or value not in choices:
+        refuse(name, " or ".join(map(repr, choices)), value)
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        refuse(name, "text", value)
+    return value
+
+
+def function(name: str, value: object) -> Callable[..., Any] | None:
+    """Return a callable, or None."""
+    if value is not None and not callable(value):
+        refuse(name, "a function or None", value)
+    return value
+
+
+def instance(name: str, value: object, kind: type[_T]) -> _T:
+    """Return an object of one of our own classes."""
+    if not isinstance(value, kind):
+        refuse(name, f"a {kind.__name__}", value)
+    return value
+
+
+def path(name: str, value: object) -> str | os.PathLike[str]:
+    """Return the path of a file or directory."""
+    if not isinstance(value, str | os.PathLike):
+        refuse(name, "a path", value)
+    try:
+        found = os.fspath(value)
+    except Exception:  # the object's own code
+        refuse(name, "a path", value)
+    if not isinstance(found, str) or "\0" in found:
+        refuse(name, "a path without a null character", value)
+    return value
+
+
+def items(name: str, value: object, expected: str, *, sets: bool = False) -> list[Any]:
+    """Return the items of a list, tuple or array of any kind; of no text, mapping or iterator.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        expected: what it should be, to follow "expected".
+        sets: whether it may be a set, which has no order.
+    """
+    kinds = (Sequence, Set) if sets else (Sequence,)
+    if isinstance(value, _TEXT_LIKE) or not (
+        isinstance(value, kinds) or hasattr(value, "__array__")
+    ):
+        refuse(name, expected, value)
+    try:
+        return list(value)  # type: ignore[call-overload, no-any-return]
+    except Exception:  # an array without dimensions, or what only claims to be an array
+        refuse(name, expected, value)
+
+
+def integers(
+    name: str, value: object, expected: str = "a list of integers", *, sets: bool = False
+) -> list[int]:
+    """Return integers, from a list, tuple, range or an array with one dimension.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        expected: what it should be, to follow "expected".
+        sets: whether it may be a set, which has no order.
+    """
+    if hasattr(value, "__array__") and not isinstance(value, _TEXT_LIKE):
+        import numpy as np
+
+        try:
+            array = np.asarray(value)
+        except Exception:  # a deleted buffer, or what only claims to be an array
+            refuse(name, expected, value)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            refuse(name, expected, value)
+        return [int(each) for each in array.tolist()]
+    found = items(name, value, expected, sets=sets)
+    if all(type(each) is int for each in found):
+        return found
+    converted = []
+    for place, each in enumerate(found):
+        if (one := _as_integer(each)) is None:
+            refuse(f"{name}[{place}]", "an integer", each)
+        converted.append(one)
+    return converted
+
+
+def check_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """Check that token ids are of 0 to `vocab_size` - 1."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(each for each in ids if not 0 <= each < vocab_size)
+        refuse(name, f"token ids of 0 to {vocab_size - 1}", wrong)
+
+
+def prompt(name: str, value: object, vocab_size: int) -> str | list[int]:
+    """Return a text, or token ids of 0 to `vocab_size` - 1, at least one."""
+    if isinstance(value, str):
+        return value
+    found = integers(name, value, "text or a list of token ids")
+    if not found:
+        raise UsageError(f"{name}: expected at least one token, found none")
+    check_vocabulary(name, found, vocab_size)
+    return found
+
+
+def strings(name: str, value: object) -> tuple[str, ...]:
+    """Return strings of at least one character, from one or from a list of them."""
+    expected = "text or a list of texts"
+    found = [value] if isinstance(value, str) else items(name, value, expected, sets=True)
+    for each in found:
+        if not isinstance(each, str) or not each:
+            refuse(name, "strings of at least one character", each)
+    return tuple(found)
+
+
+def pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    """Return a logit bias as pairs of token id and number, in order of the id, each once.
+
+    Args:
+        name: of the argument.
+        value: a mapping, or such pairs. A number is finite, or -inf, which forbids its token.
+    """
+    expected = "a mapping of token ids to numbers"
+    try:
+        given = value.items() if isinstance(value, Mapping) else items(name, value, expected)
+        found = [(token, bias) for token, bias in given]
+    except UsageError:
+        raise
+    except Exception:  # no pairs, or a mapping that fails
+        refuse(name, expected, value)
+    checked: dict[int, float] = {}
+    for token, bias in found:
+        one = _as_integer(token)
+        if one is None or one < 0:
+            refuse(name, "token ids of 0 or more", token)
+        if one in checked:
+            refuse(name, "each token id once", value)
+        checked[one] = number(f"{name} of token {one}", bias, "finite or -inf", lambda x: x == x)
+    return tuple(sorted(checked.items()))
+
+
+def _as_integer(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # no integer, or the value's own code
+        return None
