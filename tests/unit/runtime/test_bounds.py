@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.runtime import bundle, loader, verify
+from prejit.runtime import __main__, bundle, loader, verify
 from prejit.runtime.bundle import Config, Index, Requirement
 from prejit.runtime.elf import read_shared_library
 from prejit.runtime.errors import PrejitError, RejectError
@@ -502,3 +502,17 @@ def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path
         np.testing.assert_array_equal(result, expected)
         outcomes["ran"] += 1
     assert min(outcomes.values()) > 5
+
+
+def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for every target and program: a small bundle could name one frame a million times."""
+    unpacked = []
+    unpack = verify.unpack
+
+    def counting(frame: bytes, segment: Any, path: str) -> bytes:
+        unpacked.append((path, segment.offset))
+        return unpack(frame, segment, path)
+
+    monkeypatch.setattr(verify, "unpack", counting)
+    assert __main__.main(["verify", str(bundle_dir)]) == 0
+    assert len(unpacked) == len(set(unpacked)) == 3 * 4, "two targets with executables of their own"

@@ -305,7 +305,7 @@ except Exception as error:
 WITHOUT = """
 import sys
 from prejit.runtime import executable
-from prejit.runtime.errors import BuildError, RejectError
+from prejit.runtime.errors import BuildError, MismatchError
 program, compiled = (open(path, "rb").read() for path in sys.argv[1:])
 try:
     executable.compile_portable(program)
@@ -313,7 +313,7 @@ except BuildError as error:
     print(error)
 try:
     executable.Device("cpu").load(compiled, "path")
-except RejectError as error:
+except MismatchError as error:
     print(error)
 """
 
