@@ -53,15 +53,19 @@ def measured(
         BuildError: a program fails here.
     """
     target = toolchain.target
+    here = Fingerprint.current()
+    machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
     under = {
-        spec.name: Key("cost", keys[spec.name].name, keys[spec.name].ingredients) for spec in specs
+        spec.name: Key("cost", key.name, (*key.ingredients, machine))
+        for spec in specs
+        for key in (keys[spec.name],)
     }
     found = {name: cache.lookup(key) for name, key in under.items()}
     known = {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}
     missing = [spec for spec in specs if spec.name not in known]
     if not missing:
         return known
-    if target.platform != "cpu" or not compare(target.name, needs, Fingerprint.current()).matches:
+    if target.platform != "cpu" or not compare(target.name, needs, here).matches:
         return {}
     request = {
         "weights": str(weights),
