@@ -58,13 +58,17 @@ def measured(
         BuildError: a program fails here.
     """
     target = toolchain.target
+    here = Fingerprint.current()
+    machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
     under = {
-        spec.name: Key("cost", keys[spec.name].name, keys[spec.name].ingredients) for spec in specs
+        spec.name: Key("cost", key.name, (*key.ingredients, machine))
+        for spec in specs
+        for key in (keys[spec.name],)
     }
     known = _known(cache, under)
     if len(known) == len(specs):
         return known
-    if target.platform != "cpu" or not compare(target.name, needs, Fingerprint.current()).matches:
+    if target.platform != "cpu" or not compare(target.name, needs, here).matches:
         return {}
     with measuring_alone(cache, progress):
         known = _known(cache, under)  # another build may have measured them

@@ -346,6 +346,7 @@ def _key(
         "kernels",
         f"{level}/jaxlib {toolchain.jaxlib}",
         (
+            ("our code", bundle.digest_of(_read(Path(__file__)))),
             ("level", level),
             ("compiler", compiler.identity),
             ("flags", " ".join((*_COMPILE_FLAGS, *compiler.flags))),

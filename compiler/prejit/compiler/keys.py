@@ -22,10 +22,10 @@ _ROOTS = {
     "prejit.runtime": Path(prejit.runtime.__file__).parent,
 }
 
-_IMPORT = re.compile(
-    r"^[ ]*(?:from (prejit[\w.]*) import (\([^)]*\)|[^(\n]+)|import (prejit[\w.]*))", re.MULTILINE
-)
-_NOT_RUN = re.compile(r"^if TYPE_CHECKING:.*\n(?:[ ]+.*\n|\n)+", re.MULTILINE)
+# Each begins with plain text, which `re` looks for fast.
+_FROM = re.compile(r"from (prejit\.[\w.]+) import (\([^)]*\)|[^(\n]+)")
+_IMPORT = re.compile(r"import (prejit\.[\w.]+)")
+_NOT_RUN = re.compile(r"\nif TYPE_CHECKING:.*\n(?:[ ]+.*\n|\n)+")
 
 COMPILING = ("prejit.compiler.compiling",)
 """The module that makes an executable of a program."""
@@ -135,10 +135,10 @@ def _imports(module: str) -> tuple[str, ...]:
     A text in quotes that looks like an import counts too, which does no harm. `ast` tells them apart, but
     takes 0.3 s for all modules, more than the rest of a build that changes nothing.
     """
-    text = _NOT_RUN.sub("", _file(module).read_text("utf-8"))
-    named = set[str]()
-    for package, names, plain in _IMPORT.findall(text):
-        named.add(package or plain)
+    text = _NOT_RUN.sub("\n", _file(module).read_text("utf-8"))
+    named = set[str](_IMPORT.findall(text))
+    for package, names in _FROM.findall(text):
+        named.add(package)
         named.update(f"{package}.{name}" for name in re.findall(r"\w+", names))
     packages = {name.rpartition(".")[0] for name in named}
     return tuple(sorted(name for name in named | packages if _is_module(name)))

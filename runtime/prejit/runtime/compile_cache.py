@@ -159,6 +159,9 @@ def _path(program: Portable, machine: Fingerprint) -> Path:
         # XLA:CPU fixes when it compiles into how many parts it splits loops: the number of cores. What was
         # compiled on 2 is right on 64, and leaves 62 idle.
         "cpu_count": machine.cpu_count,
+        "threads": [
+            os.environ.get(name) for name in ("NPROC", "PJRT_NPROC")
+        ],  # XLA asks them first
         "jaxlib": machine.jaxlib,
         "plugin": machine.plugin,
         "device_kind": machine.device_kind,

@@ -141,6 +141,12 @@ def test_what_a_bundle_says_of_a_program_is_in_the_key(change: dict[str, Any]) -
     assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
 
 
+def test_the_threads_that_xla_is_given_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(1, b"for as many as there are CPUs")
+    monkeypatch.setenv("NPROC", "1")
+    keep(1, b"for one")
+
+
 def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(1, b"made by an older prejit")
     monkeypatch.setattr(compile_cache, "_our_code", lambda: "sha256:of mended code")
