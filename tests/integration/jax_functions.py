@@ -437,13 +437,6 @@ linen.Embed (9, 3) @ i
 linen.Einsum ((4, 3), "ab,bc->ac") @ x
 linen.MultiHeadDotProductAttention: apply(linen.MultiHeadDotProductAttention(2), x[None])
 linen.MultiHeadAttention (2) @ x[None]
-linen.LSTMCell: apply_cell(linen.LSTMCell(3), x)
-linen.GRUCell: apply_cell(linen.GRUCell(3), x)
-linen.MGUCell: apply_cell(linen.MGUCell(3), x)
-linen.OptimizedLSTMCell: apply_cell(linen.OptimizedLSTMCell(3), x)
-linen.SimpleCell: apply_cell(linen.SimpleCell(3), x)
-linen.RNN: apply(linen.RNN(linen.GRUCell(3)), x[None])
-linen.Bidirectional: apply(linen.Bidirectional(linen.RNN(linen.GRUCell(3)), linen.RNN(linen.GRUCell(3))), x[None])
 linen.Sequential ([linen.Dense(3), jnp.tanh, linen.Dense(2)]) @ x
 linen.avg_pool max_pool (image, (2, 2))
 linen.dot_product_attention: linen.dot_product_attention(image, image, image)
@@ -463,14 +456,23 @@ nnx.InstanceNorm (2, rngs=rngs()) @ image
 nnx.Dropout (0.5, deterministic=True) @ x
 nnx.PReLU () @ x
 nnx.MultiHeadAttention (2, 4, rngs=rngs(), decode=False) @ x[None]
-nnx.RNN (nnx.GRUCell(4, 3, rngs=rngs()), rngs=rngs()) @ x[None]
-nnx.LSTMCell: nnx.RNN(nnx.LSTMCell(4, 3, rngs=rngs()), rngs=rngs())(x[None])
-nnx.SimpleCell: nnx.RNN(nnx.SimpleCell(4, 3, rngs=rngs()), rngs=rngs())(x[None])
 nnx.Sequential (nnx.Linear(4, 3, rngs=rngs()), jnp.tanh, nnx.Linear(3, 2, rngs=rngs())) @ x
 nnx.avg_pool max_pool min_pool (image, (2, 2))
 nnx.dot_product_attention: nnx.dot_product_attention(image, image, image)
 nnx.scan: nnx.scan(lambda t, n: (t + n, t), in_axes=(nnx.Carry, 0))(v, x)
 nnx.value_and_grad: nnx.value_and_grad(lambda m: m(x).sum())(nnx.Linear(4, 3, rngs=rngs()))[0]
+""",
+    "flax: recurrent layers": """
+linen.LSTMCell: apply_cell(linen.LSTMCell(3), x)
+linen.GRUCell: apply_cell(linen.GRUCell(3), x)
+linen.MGUCell: apply_cell(linen.MGUCell(3), x)
+linen.OptimizedLSTMCell: apply_cell(linen.OptimizedLSTMCell(3), x)
+linen.SimpleCell: apply_cell(linen.SimpleCell(3), x)
+linen.RNN: apply(linen.RNN(linen.GRUCell(3)), x[None])
+linen.Bidirectional: apply(linen.Bidirectional(linen.RNN(linen.GRUCell(3)), linen.RNN(linen.GRUCell(3))), x[None])
+nnx.RNN (nnx.GRUCell(4, 3, rngs=rngs()), rngs=rngs()) @ x[None]
+nnx.LSTMCell: nnx.RNN(nnx.LSTMCell(4, 3, rngs=rngs()), rngs=rngs())(x[None])
+nnx.SimpleCell: nnx.RNN(nnx.SimpleCell(4, 3, rngs=rngs()), rngs=rngs())(x[None])
 """,
 }
 
@@ -496,6 +498,7 @@ FAMILIES = {name: _family(text) for name, text in _TABLE.items()}
 """By family: what is tried, by name, and the expression that tries it."""
 
 SLOW = (
+    "flax: recurrent layers",
     "jax.lax: special functions",
     "jax.random: other distributions",
     "jax.scipy.linalg",
