@@ -509,7 +509,10 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         ("tokenizer", file_digest(tokenizer) if file and tokenizer.is_file() else "none"),
         ("model code", source_digest()),
         ("measuring", file_digest(Path(__file__).with_name("accuracy.py"))),
-        *((f"file {each.name}", file_digest(each)) for each in published.files),
+        *(
+            (f"file {each.relative_to(inputs.directory)}", file_digest(each))
+            for each in published.files
+        ),
         *versions("jax", "jaxlib", "flax", "transformers").items(),
     ]
     key = Key("accuracy", inputs.manifest.bundle.name, tuple(ingredients))

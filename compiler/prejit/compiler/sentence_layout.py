@@ -13,12 +13,12 @@ makes of one (sentence_transformers/SentenceTransformer.py, _load_auto_model).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.json_file import read_json
 from prejit.compiler.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
@@ -262,13 +262,7 @@ def _present(directory: Path, *names: str) -> list[Path]:
 
 
 def _read(file: Path, kind: type[Any]) -> Any:
-    try:
-        said = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: cannot read: {error}",
-            hint="expected a directory in the sentence-transformers layout",
-        ) from error
+    said = read_json(file, "expected a directory in the sentence-transformers layout")
     if not isinstance(said, kind):
         what = "a list" if kind is list else "an object"
         raise CheckpointError(f"{file}: expected {what}, found {shown(said)}")
