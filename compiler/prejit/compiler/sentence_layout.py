@@ -46,6 +46,8 @@ _MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT")
 """The last three in files of before 2020."""
 _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
+_WIDEST = 2**20
+"""Largest width of a dense layer."""
 _UNLIMITED = 10**9
 """A model_max_length of transformers that says nothing is larger."""
 _HINT = "write the model as a JAX function or flax module and compile it as a [[program]]"
@@ -185,7 +187,7 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
         raise CheckpointError(
             f"{file}: expected one of {', '.join(POOLING_KEYS)} to be true, found none", hint=_HINT
         )
-    width = next((said[key] for key in _WIDTHS if isinstance(said.get(key), int)), None)
+    width = next((said[key] for key in _WIDTHS if type(said.get(key)) is int), None)
     return modes, width
 
 
@@ -200,9 +202,9 @@ def _dense(directory: Path) -> DenseModule:
     said.setdefault("activation_function", "torch.nn.modules.activation.Tanh")
     _expect(file, said, "activation_function", ACTIVATIONS)
     for key in names[:2]:
-        if type(said.get(key)) is not int or said[key] < 1:
+        if type(said.get(key)) is not int or not 0 < said[key] <= _WIDEST:
             raise CheckpointError(
-                f"{file}: {key}: expected a positive integer, found {shown(said.get(key))}"
+                f"{file}: {key}: expected an integer from 1 to {_WIDEST}, found {shown(said.get(key))}"
             )
     return DenseModule(
         directory.name,

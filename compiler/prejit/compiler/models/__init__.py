@@ -257,6 +257,12 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
     family = _ENCODERS[config.model_type]
     family.check(config)
     width: int = config.hidden_size
+    if width % config.num_attention_heads:
+        heads = config.num_attention_heads
+        raise unsupported(
+            config,
+            f"hidden_size: expected a multiple of the {heads} attention heads, found {width}",
+        )
     if layout.width not in (None, width):
         raise CheckpointError(
             f"{layout.files[-1]}: word_embedding_dimension: expected {width}, the width that "
@@ -271,6 +277,12 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
             )
         width = part.outputs
     positions: int = family.max_tokens(config)
+    if positions < 1:
+        raise unsupported(
+            config,
+            f"max_position_embeddings: expected more than pad_token_id + 1 = {config.pad_token_id + 1}, "
+            f"found {config.max_position_embeddings}",
+        )
     return EncoderConfig(
         config.model_type,
         config.vocab_size,

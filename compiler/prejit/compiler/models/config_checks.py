@@ -218,11 +218,13 @@ def check_file(
         file: config.json.
         said: its content, or that of the object in it at `prefix`.
         family: model_type, one that is built here.
-        aliases: other names of keys, each with the one that the family reads: `attribute_map` of transformers.
+        aliases: other names of keys, each with the one that the family reads: transformers'
+            `attribute_map`.
         prefix: of keys in errors: `text_config.`.
 
     Raises:
-        CheckpointError: a value has another type or lies out of range; names the file, the key, and what is allowed.
+        CheckpointError: a value has another type or lies out of range; names the file, the key, and what
+            is allowed.
     """
     checks = _FAMILIES[family]
     for key, value in said.items():
