@@ -69,9 +69,9 @@ class _Source:
             suspect = not np.isfinite(values.sum())
         if suspect and (count := values.size - int(np.isfinite(values).sum())):
             raise CheckpointError(
-                f"{self.tensor.path}: {self.published}: expected numbers that float32 holds, found {count} of "
-                f"{values.size} that are NaN or infinite",
-                hint="a model with such weights writes nothing: take a checkpoint from before training failed",
+                f"{self.tensor.path}: {self.published}: expected numbers that float32 holds, found "
+                f"{count} of {values.size} that are NaN or infinite",
+                hint="take a checkpoint from before training failed: such a model writes nothing",
             )
         return values
 

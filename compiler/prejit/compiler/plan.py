@@ -68,8 +68,8 @@ _WITHOUT_KERNELS = ("copy", "embed", "call")
 """Kinds of programs that have no use for any."""
 _ZSTD_LEVEL = 10
 MAX_PROGRAM_BYTES = 1 << 42
-"""Largest size of a program's arrays in bytes, weights not counted: more than 16 accelerators hold, and than any
-host has for one process. XLA is slow or wrong far beyond it."""
+"""Largest size of a program's arrays in bytes, weights not counted: 4 TiB, more than the machines have that
+programs are built for. XLA is slow or wrong far beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,7 @@ class Inputs:
         return lowered
 
     def _check_size(self, spec: ProgramSpec) -> None:
-        """Checks that a bucket is none that the model was not made for, nor one that no machine has room for."""
+        """Checks that the model was made for a bucket, and that there is a machine with room for it."""
         from prejit.compiler.models import describe_encoder
 
         if self.manifest.encode is not None:

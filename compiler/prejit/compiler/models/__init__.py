@@ -187,12 +187,13 @@ def _completed(file: Path, said: Mapping[str, Any]) -> Any:
 
     text, prefix, family = said, "", said["model_type"]
     if family in _AROUND:
-        text, prefix, family = said.get("text_config"), "text_config.", _AROUND[family]
-        if not isinstance(text, dict):
+        part = said.get("text_config")
+        if not isinstance(part, dict):
             raise CheckpointError(
-                f"{file}: text_config: expected an object, found {shown(text)}",
+                f"{file}: text_config: expected an object, found {shown(part)}",
                 hint="correct config.json, or take the one that was published with the weights",
             )
+        text, prefix, family = part, "text_config.", _AROUND[family]
     check_file(file, text, family, CONFIG_MAPPING[family].attribute_map, prefix)
     read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:

@@ -231,6 +231,10 @@ def check_file(
         check = checks.get(aliases.get(key, key))
         if check is not None and value is not None and not check.allows(value):
             raise _error(file, prefix + key, check, value)
+    if "rope_parameters" in checks:
+        _check_said(file, prefix, said, _ROPE)
+        for key in ("rope_scaling", "rope_parameters"):
+            _check_rope_said(file, prefix + key, said.get(key))
 
 
 def check_config(file: Path, config: Any) -> None:
@@ -269,6 +273,29 @@ def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -
         raise _error(file, key, _Type(dict), parameters)
     checks = _ROPE if kind is None else _ROPE_KINDS.get(kind, {})
     _check(file, f"{key}.", {name: parameters.get(name) for name in checks}, checks)
+
+
+def _check_rope_said(file: Path, key: str, said: Any) -> None:
+    """Check `rope_scaling` or `rope_parameters` as the file has them: flat, or by kinds of layers."""
+    if said is None:
+        return
+    if not isinstance(said, dict):
+        raise _error(file, key, _Type(dict, optional=True), said)
+    kind = said.get("rope_type", said.get("type"))
+    numbers = _ROPE_KINDS.get(kind, {}) if isinstance(kind, str) else {}
+    _check_said(file, f"{key}.", said, {**_ROPE, **numbers})
+    for name, part in said.items():
+        if isinstance(part, dict):
+            _check_rope_said(file, f"{key}.{name}", part)
+
+
+def _check_said(
+    file: Path, prefix: str, said: Mapping[str, Any], checks: Mapping[str, _Check]
+) -> None:
+    for key, check in checks.items():
+        value = said.get(key)
+        if value is not None and not check.allows(value):
+            raise _error(file, prefix + key, check, value)
 
 
 def _check(
