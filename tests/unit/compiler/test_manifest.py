@@ -265,9 +265,9 @@ MISTAKES = {
         "m.toml:13: program[0]: expected at most 10,000 programs in a manifest; found 10012",
     ),
     "an argument that no machine holds": (
-        ("[8, 1] }", "[8, 2147483647] }"),
-        'm.toml:16: program[0].args.x: expected at most 2**40 elements; found "float32[{batch}, 1024]"'
-        " of 2199023254528",
+        ("float32[{batch}, 128]", "float32[{batch}, 65536, 2147483647]"),
+        "m.toml:16: program[0].args.x: expected at most 2**40 elements;"
+        ' found "float32[{batch}, 65536, 2147483647]" of 1125899906318336',
     ),
     "a date where text belongs": (
         ('name = "demo"', 'name = "demo"\nlicense = 2026-11-20'),
