@@ -254,3 +254,17 @@ def test_a_shape_longer_than_the_model_takes_is_told_before_it_is_compiled(
     )
     done = run("build", path, "-o", tmp_path, status=2)
     assert "encode.shapes: expected at most 520 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_sentence_transformers_directory_builds_in_every_dtype(
+    dtype: str, model: Path, run: Run, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
+        '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
+    )
+    run("build", manifest, "-o", tmp_path)
+    loaded = load(tmp_path / "m", on_mismatch="error")
+    assert np.isfinite(loaded.encode([[CLS, 7, SEP]])).all()

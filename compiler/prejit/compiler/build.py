@@ -624,7 +624,10 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         ("matrices", inputs.matrices),
         ("our code", code_digest(*ACCURACY)),
         ("jax configuration", inputs.jax_configuration),
-        *((f"file {each.name}", file_digest(each)) for each in published.files),
+        *(
+            (f"file {each.relative_to(inputs.directory)}", file_digest(each))
+            for each in published.files
+        ),
         *versions("jax", "jaxlib", "flax", "transformers").items(),
     ]
     key = Key("accuracy", inputs.manifest.bundle.name, tuple(ingredients))

@@ -13,7 +13,6 @@ nothing stays fast.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +21,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from prejit.compiler.json_file import read_json
 from prejit.compiler.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.tensor_files import Tensor, tensors
+from prejit.compiler.wording import shown
 from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
@@ -59,7 +61,19 @@ class _Source:
 
     def read(self) -> np.ndarray[Any, Any]:
         values = self.tensor.read()
-        return np.ascontiguousarray(values.T if self.transposed else values, np.float32)
+        with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
+            values = np.ascontiguousarray(values.T if self.transposed else values, np.float32)
+        # A sum is no number where a value is none, costs half of what isfinite does, and makes no array.
+        # It may pass the largest float as well, so the values decide.
+        with np.errstate(over="ignore", invalid="ignore"):
+            suspect = not np.isfinite(values.sum())
+        if suspect and (count := values.size - int(np.isfinite(values).sum())):
+            raise CheckpointError(
+                f"{self.tensor.path}: {self.published}: expected numbers that float32 holds, found "
+                f"{count} of {values.size} that are NaN or infinite",
+                hint="take a checkpoint from before training failed: such a model writes nothing",
+            )
+        return values
 
 
 @final
@@ -115,7 +129,7 @@ class Checkpoint:
             name: one of `names`.
 
         Raises:
-            CheckpointError: as `names`; or the file is damaged.
+            CheckpointError: as `names`; or the file is damaged, or values are NaN or infinite.
         """
         return self._sources[name].read()
 
@@ -143,6 +157,7 @@ class Checkpoint:
                 # Torch's, (out, in)
                 ours = f"sentence.{part.name}.{name}"
                 transposed = ours in parameters and parameters[ours].in_out
+                problems += _not_float(f"{part.name}/{name}", tensor)
                 found[ours] = _Source(f"{part.name}/{name}", tensor, transposed)
         problems += _misfits(found, parameters)
         if problems:
@@ -220,13 +235,21 @@ def _dense_weights(directory: Path) -> Path:
 
 def _shards(index: Path) -> list[Path]:
     """The files that an index names, sorted."""
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    said = read_json(index, "fetch the index again, or save the model again with save_pretrained")
+    files = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(files, dict) or not files:
         raise CheckpointError(
-            f"{index}: expected JSON with a table `weight_map`: {type(error).__name__}: {error}"
-        ) from error
-    shards = [index.parent / Path(name).name for name in names]
+            f"{index}: weight_map: expected an object that gives each tensor its file, found {shown(files)}"
+        )
+    for tensor, name in files.items():
+        # A name alone: the files of a checkpoint lie beside its index.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(_SUFFIX):
+            raise CheckpointError(
+                f"{index}: weight_map: {shown(tensor)}: expected the name of a {_SUFFIX} file beside it, "
+                f"found {shown(name)}",
+                hint="fetch the index again, or save the model again with save_pretrained",
+            )
+    shards = [index.parent / name for name in sorted(set(files.values()))]
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise CheckpointError(
             f"{index}: expected {len(shards)} files beside it, missing {_listed(missing)}",
@@ -251,10 +274,17 @@ def _named(
         transposed = in_out != (parameter is not None and parameter.in_out)
         if ours in found:
             problems.append(f"both {found[ours].published} and {name} are given")
-        elif tensor.dtype not in _FLOATS:
-            problems.append(f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits")
+        else:
+            problems += _not_float(name, tensor)
         found[ours] = _Source(name, tensor, transposed)
     return found, problems
+
+
+def _not_float(name: str, tensor: Tensor) -> list[str]:
+    """What is wrong with a tensor's type."""
+    if tensor.dtype in _FLOATS:
+        return []
+    return [f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits"]
 
 
 def _our_name(published: str, naming: Naming) -> str:
@@ -303,7 +333,8 @@ def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) 
     if unexpected := sorted(found[name].published for name in found.keys() - parameters.keys()):
         yield f"unexpected {_listed(unexpected)}"
     wrong = [
-        f"{found[name].published} (expected {list(parameter.shape)}, found {list(found[name].shape)})"
+        f"{found[name].published} in {found[name].tensor.path.name} "
+        f"(expected {list(parameter.shape)}, found {list(found[name].shape)})"
         for name, parameter in parameters.items()
         if name in found and found[name].shape != parameter.shape
     ]

@@ -26,6 +26,7 @@ from prejit.compiler import models, traced
 from prejit.compiler.kernel_calls import KERNEL_CALLS
 from prejit.compiler.models.decoder import dot
 from prejit.compiler.models.forms import Forms, Operand, linear, using
+from prejit.compiler.models.rows import each_row
 from prejit.compiler.products import KERNEL, Product
 from prejit.compiler.sampling import (
     Chosen,
@@ -332,15 +333,16 @@ def _lower_copy(
     rows = jax.ShapeDtypeStruct((bucket["batch"],), jnp.int32)
 
     def copy(source: jax.Array, target: jax.Array, rows: jax.Array) -> jax.Array:
-        for row in range(target.shape[0]):
-
-            def take(target: jax.Array, row: int = row) -> jax.Array:
+        def fill(row: int | jax.Array, target: jax.Array) -> jax.Array:
+            def take(target: jax.Array) -> jax.Array:
                 size = (1, *source.shape[1:])
                 taken = lax.dynamic_slice(source, (rows[row], 0, 0, 0), size)
                 return lax.dynamic_update_slice(target, taken, (row, 0, 0, 0))
 
-            target = lax.cond(rows[row] >= 0, take, lambda target: target, target)
-        return target
+            filled: jax.Array = lax.cond(rows[row] >= 0, take, lambda target: target, target)
+            return filled
+
+        return each_row(target.shape[0], fill, target)
 
     values = (source, target, rows)
     split = () if mesh is None else CACHE_SHARDING

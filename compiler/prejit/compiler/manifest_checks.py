@@ -7,6 +7,7 @@ see manifest.py. So one run tells all errors of a file.
 from __future__ import annotations
 
 import keyword
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,10 @@ _TARGET_TEXTS = (
     *("compute_capability", "driver", "generation", "topology"),
 )
 _MAX_DRAFT = 64
+MAX_PROGRAMS = 10_000
+"""Largest number of programs of a manifest. Each is a compile of seconds, for every target."""
+MAX_ELEMENTS = 2**40
+"""Largest number of elements of a function's argument: as float32 4 TiB, more than any machine has."""
 _EXPECTED = {
     "bundle": "a [bundle] table with a name",
     "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
@@ -107,6 +112,35 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     yield from _repeated("program", programs)
     yield from _mesh_problems(_table(data.get("mesh")), bool(programs), "encode" in data)
     yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
+    yield from _number_problems(data)
+
+
+def _number_problems(data: dict[str, Any]) -> Problems:
+    """Sections that stand for more programs than anyone would wait for, each with those before it."""
+    generate, encode = _table(data.get("generate")), _table(data.get("encode"))
+    # Of each batch and context: prefill, decode, verify and two copies, which specs.py lists.
+    contexts = _length(generate.get("batch")) * _length(generate.get("context"))
+    counts: list[tuple[KeyPath, int]] = [
+        (("generate",), contexts * (_length(generate.get("prompt")) + 4)),
+        (("encode", "shapes"), 3 * _length(encode.get("shapes"))),
+    ]
+    programs = data.get("program")
+    for index, program in enumerate(programs if isinstance(programs, list) else ()):
+        buckets = _table(_table(program).get("buckets")).values()
+        counts.append((("program", index), math.prod(map(_length, buckets))))
+    total = 0
+    for where, count in counts:
+        total += count
+        if total > MAX_PROGRAMS:
+            problem = (
+                f"expected at most {MAX_PROGRAMS:,} programs in a manifest; found {shown(total)}"
+            )
+            yield where, problem
+            return
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0
 
 
 def _row_problems(mesh: dict[str, Any], generate: dict[str, Any]) -> Problems:
@@ -248,6 +282,10 @@ def _args_problems(args: Any, buckets: Any) -> Problems:
             understood = False
             yield where, str(error)
             continue
+        largest = math.prod(_largest(extent, defined) for extent in extents)
+        if largest > MAX_ELEMENTS:
+            problem = f"expected at most 2**40 elements; found {shown(leaf)} of {shown(largest)}"
+            yield where, problem
         variables = [extent for extent in extents if isinstance(extent, str)]
         used.update(variables)
         for variable in variables:
@@ -257,6 +295,12 @@ def _args_problems(args: Any, buckets: Any) -> Problems:
         if variable not in used:
             uses = f"they use {', '.join(sorted(used))}" if used else "they use none"
             yield ("buckets", variable), f"expected a bucket variable that args use; {uses}"
+
+
+def _largest(extent: int | str, buckets: dict[str, Any] | None) -> int:
+    """The largest size that an extent of a shape string takes."""
+    sizes = [extent] if isinstance(extent, int) else (buckets or {}).get(extent)
+    return max([1, *sizes]) if is_int_list(sizes) else 1
 
 
 def _size_problems(sizes: Any) -> Problems:

@@ -73,6 +73,9 @@ if TYPE_CHECKING:
 _WITHOUT_KERNELS = ("copy", "embed", "call")
 """Kinds of programs that have no use for any."""
 _ZSTD_LEVEL = 10
+MAX_PROGRAM_BYTES = 1 << 42
+"""Largest size of a program's arrays in bytes, weights not counted: 4 TiB, more than the machines have that
+programs are built for. XLA is slow or wrong far beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +348,9 @@ class Inputs:
         """
         if spec.kind == "call":
             return self._store(self._lower_function(spec))
+        _ = (
+            self._tensor_names
+        )  # a model that its weights do not fit is refused before it is compiled
         if self.manifest.encode is not None:
             return self._lower_encoder(spec)
         from prejit.compiler.lowering import lower_decoder
@@ -384,7 +390,7 @@ class Inputs:
             check_mesh(mesh, self.model, self.shape, self.manifest.path, config)
 
     def _check_size(self, spec: ProgramSpec) -> None:
-        """Checks that a bucket is none that the model was not made for."""
+        """Checks that the model was made for a bucket, and that there is a machine with room for it."""
         from prejit.compiler.models import describe_encoder
 
         if self.manifest.encode is not None:
@@ -400,6 +406,27 @@ class Inputs:
             raise ManifestError(
                 f"{self.manifest.path}: {section}: expected at most {limit}; found {found}"
             )
+        needed = self._array_bytes(spec)
+        if needed > MAX_PROGRAM_BYTES:
+            raise ManifestError(
+                f"{self.manifest.path}: {section.partition('.')[0]}: expected programs whose arrays take at "
+                f"most {MAX_PROGRAM_BYTES >> 40} TiB, found {spec.name}, whose arrays take "
+                f"{needed >> 40} TiB",
+                hint="give a smaller batch, or a smaller context",
+            )
+
+    def _array_bytes(self, spec: ProgramSpec) -> int:
+        """Bytes of what a program of the model reads and gives for its bucket, weights not counted."""
+        bucket, rows = spec.bucket, spec.bucket["batch"]
+        if self.manifest.encode is not None:
+            config = self.encoder.config
+            tokens = rows * bucket["length"]
+            return 4 * tokens * (config.hidden_size + config.num_attention_heads * bucket["length"])
+        shape = self.shape
+        heads = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
+        cache = rows * bucket["context"] * heads * (2 if shape.cache_dtype == "bfloat16" else 4)
+        # Logits after each token of a draft, biases, counts of tokens.
+        return cache + 4 * rows * shape.vocab_size * (3 + bucket.get("draft", 0))
 
     def kernels(self, progress: Progress | None = None) -> dict[str, KernelLibrary | NoKernels]:
         """The library of each target whose environment is there, from the cache or compiled now.
@@ -567,6 +594,15 @@ class Inputs:
         """
         opened = open_checkpoint if self.manifest.encode is None else open_encoder
         return opened(self.directory, out_in=self.out_in)
+
+    @cached_property
+    def _tensor_names(self) -> tuple[str, ...]:
+        """Of the model's parameters, all of which the checkpoint has in the right shape.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        return self.checkpoint().names
 
     @property
     def _has_kernels(self) -> bool:

@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from prejit.compiler.models.rows import each_row
+
 TOP_LOGPROBS = 20
 """How many of the most likely tokens are given with their log-probabilities; all of a smaller vocabulary."""
 
@@ -204,12 +206,14 @@ def record(history: jax.Array, token: jax.Array, live: jax.Array) -> jax.Array:
         live: int32 or bool [B].
     """
     counted = (live != 0) & (token >= 0)
-    # One row after another, as the cache is written: on XLA:CPU a scatter is a loop and costs more.
-    for row in range(len(history)):
+
+    def count(row: int | jax.Array, history: jax.Array) -> jax.Array:
         at = (row, jnp.maximum(token[row], 0))
-        count = lax.dynamic_slice(history, at, (1, 1)) + jnp.where(counted[row], 2, 0)
-        history = lax.dynamic_update_slice(history, count, at)
-    return history
+        found = lax.dynamic_slice(history, at, (1, 1)) + jnp.where(counted[row], 2, 0)
+        return lax.dynamic_update_slice(history, found, at)
+
+    # On XLA:CPU a scatter is a loop and costs more.
+    return each_row(len(history), count, history)
 
 
 def _adjusted(

@@ -13,12 +13,12 @@ makes of one (sentence_transformers/SentenceTransformer.py, _load_auto_model).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.json_file import read_json
 from prejit.compiler.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
@@ -46,6 +46,8 @@ _MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT")
 """The last three in files of before 2020."""
 _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
+_WIDEST = 2**20
+"""Largest width of a dense layer."""
 _UNLIMITED = 10**9
 """A model_max_length of transformers that says nothing is larger."""
 _HINT = "write the model as a JAX function or flax module and compile it as a [[program]]"
@@ -185,7 +187,7 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
         raise CheckpointError(
             f"{file}: expected one of {', '.join(POOLING_KEYS)} to be true, found none", hint=_HINT
         )
-    width = next((said[key] for key in _WIDTHS if isinstance(said.get(key), int)), None)
+    width = next((said[key] for key in _WIDTHS if type(said.get(key)) is int), None)
     return modes, width
 
 
@@ -200,9 +202,9 @@ def _dense(directory: Path) -> DenseModule:
     said.setdefault("activation_function", "torch.nn.modules.activation.Tanh")
     _expect(file, said, "activation_function", ACTIVATIONS)
     for key in names[:2]:
-        if type(said.get(key)) is not int or said[key] < 1:
+        if type(said.get(key)) is not int or not 0 < said[key] <= _WIDEST:
             raise CheckpointError(
-                f"{file}: {key}: expected a positive integer, found {shown(said.get(key))}"
+                f"{file}: {key}: expected an integer from 1 to {_WIDEST}, found {shown(said.get(key))}"
             )
     return DenseModule(
         directory.name,
@@ -262,13 +264,7 @@ def _present(directory: Path, *names: str) -> list[Path]:
 
 
 def _read(file: Path, kind: type[Any]) -> Any:
-    try:
-        said = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: cannot read: {error}",
-            hint="expected a directory in the sentence-transformers layout",
-        ) from error
+    said = read_json(file, "expected a directory in the sentence-transformers layout")
     if not isinstance(said, kind):
         what = "a list" if kind is list else "an object"
         raise CheckpointError(f"{file}: expected {what}, found {shown(said)}")

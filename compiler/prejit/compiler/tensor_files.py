@@ -26,11 +26,13 @@ class Tensor:
     """A tensor in a file.
 
     Attributes:
+        path: the file.
         shape: as stored.
         dtype: the format's name for it.
         read: gives the values; a new array each time, or a view of memory that is kept anyway.
     """
 
+    path: Path
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], Values]
@@ -81,7 +83,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: Tensor(tuple(part.get_shape()), part.get_dtype(), partial(read, name))
+                name: Tensor(path, tuple(part.get_shape()), part.get_dtype(), partial(read, name))
                 for name, part in slices.items()
             }
     except FileNotFoundError as error:
@@ -110,7 +112,7 @@ def _msgpack(path: Path) -> dict[str, Tensor]:
             hint="fetch the checkpoint again",
         ) from error
     return {
-        name: Tensor(np.shape(leaf), str(np.asarray(leaf).dtype), partial(np.asarray, leaf))
+        name: Tensor(path, np.shape(leaf), str(np.asarray(leaf).dtype), partial(np.asarray, leaf))
         for name, leaf in leaves.items()
     }
 

@@ -229,7 +229,7 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     for said in (
         "missing transformer.ln_f.bias",
         "unexpected transformer.h.1.ln_1.bias",
-        "transformer.h.0.mlp.c_fc.weight (expected [6, 24], found [6, 23])",
+        "transformer.h.0.mlp.c_fc.weight in model.safetensors (expected [6, 24], found [6, 23])",
         "transformer.h.0.ln_2.bias is I32, expected a float",
         "both transformer.wpe.weight and wpe.weight are given",
     ):
@@ -255,6 +255,58 @@ def test_a_truncated_file_is_named(file: str, kept: int, tmp_path: Path) -> None
         _ = open_checkpoint(tmp_path).names
 
 
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("[]", "weight_map: expected an object"),
+        ("{}", "weight_map: expected an object"),
+        ('{"weight_map": {}}', "weight_map: expected an object"),
+        ('{"weight_map": ["model.safetensors"]}', "weight_map: expected an object"),
+        ('{"weight_map": {"a": 1}}', 'weight_map: "a": expected the name of a .safetensors file'),
+        ('{"weight_map": {"a": "x.safetensors", "b": {}}}', 'weight_map: "b": expected the name'),
+        ('{"weight_map": {"a": null}}', "found null"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', 'found "../x.safetensors"'),
+        ('{"weight_map": {"a": "/x.safetensors"}}', 'found "/x.safetensors"'),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', 'found "pytorch_model.bin"'),
+        ('{"weight_map": {"a": "x.safetensors"}}', "missing x.safetensors"),
+        ('{"weight_map": {"a": "\\u0000.safetensors"}}', "missing"),
+        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "missing"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+        ('{"weight_map": {"a": 1' + "0" * 5000 + "}}", "cannot read"),
+        ('{"weight_map": {"a": NaN}}', "which has no NaN"),
+        ("\xff", "utf-8"),
+    ],
+)
+def test_an_index_of_another_form_is_refused(index: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_bytes(index.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        open_checkpoint(tmp_path)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    tensors = as_torch(gpt2())
+    tensors["transformer.h.0.mlp.c_fc.weight"][2, 3] = value
+    checkpoint = open_checkpoint(write(tmp_path, GPT2, tensors))
+    with pytest.raises(CheckpointError, match="found 1 of 144 that are NaN or infinite") as caught:
+        checkpoint.read("transformer.h.0.mlp.c_fc.weight")
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert "transformer.h.0.mlp.c_fc.weight" in str(caught.value)
+
+
+def test_weights_beyond_float32_are_refused_and_those_near_its_end_are_not(tmp_path: Path) -> None:
+    tensors = as_torch(gpt2())
+    tensors["transformer.wte.weight"][:] = 3e38  # the sum is more than float32 holds
+    tensors["transformer.wpe.weight"] = np.full((8, 6), 1e39)
+    checkpoint = open_checkpoint(write(tmp_path, GPT2, tensors))
+    assert (checkpoint.read("transformer.wte.weight") == np.float32(3e38)).all()
+    with pytest.raises(CheckpointError, match="found 48 of 48 that are NaN or infinite"):
+        checkpoint.read("transformer.wpe.weight")
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: expected a file, found none"):
         open_checkpoint(tmp_path)
@@ -266,7 +318,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     assert "pickle" in str(caught.value.hint)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="expected JSON with a table `weight_map`"):
+    with pytest.raises(CheckpointError, match="weight_map: expected an object"):
         open_checkpoint(tmp_path)
 
 

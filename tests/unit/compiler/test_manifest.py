@@ -257,6 +257,19 @@ MISTAKES = {
         "m.toml:20: target: expected at least one [[target]] table with a name;"
         ' found {"name": "cpu-x86-64-v3"}',
     ),
+    "programs without end": (
+        ("[4, 1]", f"{list(range(1, 2001))}"),
+        "m.toml:8: generate: expected at most 10,000 programs in a manifest; found 12000",
+    ),
+    "functions without end": (
+        ("[8, 1] }", f"[{', '.join(map(str, range(1, 10001)))}] }}"),
+        "m.toml:13: program[0]: expected at most 10,000 programs in a manifest; found 10012",
+    ),
+    "an argument that no machine holds": (
+        ("float32[{batch}, 128]", "float32[{batch}, 65536, 2147483647]"),
+        "m.toml:16: program[0].args.x: expected at most 2**40 elements;"
+        ' found "float32[{batch}, 65536, 2147483647]" of 1125899906318336',
+    ),
     "a date where text belongs": (
         ('name = "demo"', 'name = "demo"\nlicense = 2026-11-20'),
         'm.toml:3: bundle.license: expected the path of a file; found "2026-11-20"',

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import tempfile
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.campaigns.junk import mutated, to_json
+from tests.parity.cases import cases
+from tests.parity.encoder_cases import cases as encoder_cases
 
 from prejit.compiler import models
 from prejit.compiler.models import rope
-from prejit.compiler.models.decoder import attention
+from prejit.compiler.models.decoder import NewTokens, attention
 from prejit.runtime.errors import CheckpointError
 
 Arrays = np.ndarray[Any, Any]
@@ -72,6 +77,8 @@ LONGROPE = {
     "long_factor": [3.0, 5.0, 7.0],
     "original_max_position_embeddings": 10,
 }
+
+_LONGEST = "1" + "0" * 5000
 
 families = pytest.mark.parametrize("family", CONFIGS)
 quick = partial(settings, deadline=None, derandomize=True, max_examples=25)
@@ -213,7 +220,7 @@ def test_what_lies_behind_a_token_in_the_cache_counts_for_nothing(family: str) -
 
 
 @families
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2, 65])
 def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: int) -> None:
     small = model(family)
     slots = 512
@@ -237,6 +244,24 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: 
         memory, cache_bytes = compiled.memory_analysis(), 4 * layer.size * 2 * len(cache)
         assert memory.alias_size_in_bytes == cache_bytes
         assert memory.temp_size_in_bytes < cache_bytes / 2
+
+
+def test_many_rows_are_written_as_each_row_alone() -> None:
+    random = np.random.default_rng(5)
+    rows = 65
+    cache = random.standard_normal((rows, 2, CONTEXT, 3), np.float32)
+    new = random.standard_normal((rows, BLOCK, 2, 3), np.float32)
+    start = random.integers(0, CONTEXT + 2, rows, dtype=np.int32)
+    length = random.integers(0, BLOCK + 1, rows, dtype=np.int32)
+
+    def write(start: Any, length: Any, cache: Any, new: Any) -> Any:
+        return NewTokens(start, length, BLOCK).write((cache, cache), new, new)[0]
+
+    together = jax.jit(write)(start, length, cache, new)
+    alone = jax.jit(write)
+    for row in range(rows):
+        one = slice(row, row + 1)
+        assert np.array_equal(together[one], alone(start[one], length[one], cache[one], new[one]))
 
 
 # --- Parameters ------------------------------------------------------------------------------------
@@ -397,6 +422,14 @@ def test_a_setting_that_is_not_built_is_named(
         ('{"model_type": "lama"}', 'found "lama" (did you mean "llama"?)'),
         ('{"model_type": "mixtral"}', 'found "mixtral" (did you mean "mistral"?)'),
         ('{"model_type": "gpt2", "n_head": "x"}', "n_head"),
+        ('{"model_type": "gemma3", "text_config": 3}', "text_config: expected an object, found 3"),
+        (f'{{"model_type": {"[" * 3000}{"]" * 3000}}}', "nested too deeply"),
+        (f'{{"model_type": {"[" * 90}{"]" * 90}}}', "nested too deeply"),
+        (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
+        ('{"model_type": "gpt2", "n_head": NaN}', "cannot read: expected JSON, which has no NaN"),
+        ('{"model_type": "gpt2", "n_head": 1e999}', "n_head: expected"),
+        ('{"model_type": "\\ud800"}', "ud800"),
+        ('{"model_type": "gpt2", "_name_or_path": [1], "num_labels": 4, "n_head": 0}', "n_head"),
         ('{"model_type": "gpt2", "quantization_config": {"bits": 4}}', "quantization_config"),
         (
             '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}',
@@ -412,6 +445,155 @@ def test_a_config_that_cannot_be_used_is_refused(
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
         models.load_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+_UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {"n_head": 0}, "n_head: expected an integer from 1 to 16384, found 0"),
+    ("gpt2", {"n_head": -2}, "n_head: expected"),
+    ("gpt2", {"num_attention_heads": 0}, "num_attention_heads: expected"),
+    ("gpt2", {"n_layer": 0}, "n_layer: expected an integer from 1 to 1000, found 0"),
+    ("gpt2", {"n_layer": 1001}, "n_layer: expected"),
+    ("gpt2", {"n_layer": True}, "n_layer: expected"),
+    ("gpt2", {"n_layer": 2.0}, "n_layer: expected"),
+    ("gpt2", {"n_embd": "12"}, 'n_embd: expected an integer from 1 to 1048576, found "12"'),
+    ("gpt2", {"n_inner": 0}, "n_inner: expected"),
+    ("gpt2", {"vocab_size": 2**40}, "vocab_size: expected"),
+    ("gpt2", {"n_positions": 10**30}, "n_positions: expected"),
+    ("gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a number from 1e-30 to 1"),
+    ("gpt2", {"layer_norm_epsilon": -1e-5}, "layer_norm_epsilon: expected"),
+    ("gpt2", {"activation_function": ["gelu"]}, "activation_function: expected a text"),
+    ("gpt2", {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
+    ("gpt2", {"scale_attn_weights": 1}, "scale_attn_weights: expected true or false"),
+    ("llama", {"num_hidden_layers": 100_000}, "num_hidden_layers: expected an integer from 1 to"),
+    ("llama", {"num_hidden_layers": -1}, "num_hidden_layers: expected"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads: expected"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: expected"),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
+    ("llama", {"head_dim": 0}, "head_dim: expected"),
+    ("llama", {"head_dim": [6]}, "head_dim: expected"),
+    ("llama", {"max_position_embeddings": None}, "max_position_embeddings"),
+    ("llama", {"max_position_embeddings": {}}, "max_position_embeddings: expected"),
+    ("llama", {"rms_norm_eps": 1e-300}, "rms_norm_eps: expected"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
+    (
+        "llama",
+        {"rope_theta": 0},
+        "rope_theta: expected a number from 1e-06 to 1e+12",
+    ),
+    ("llama", {"rope_theta": -1.0}, "rope_theta: expected"),
+    ("llama", {"rope_theta": "1e4"}, "rope_theta"),
+    ("llama", {"rope_theta": {"a": 1}}, "rope_theta"),
+    ("llama", {"rope_scaling": [1]}, "rope_scaling: expected an object"),
+    ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 0.0}},
+        "factor: expected a number",
+    ),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "of which frequencies can be made"),
+    ("llama", {"rope_scaling": {**YARN, "factor": -2.0}}, "factor: expected"),
+    ("llama", {"rope_scaling": {**YARN, "beta_fast": []}}, "beta_fast"),
+    ("llama", {"rope_scaling": {**YARN, "attention_factor": 0.0}}, "attention_factor"),
+    (
+        "llama",
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+        "original_max_position_embeddings: expected",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0.0, 1.0]}},
+        "short_factor: expected a list, each a number",
+    ),
+    ("llama", {"rope_scaling": {**LONGROPE, "long_factor": "1"}}, "long_factor"),
+    ("llama", {"rope_scaling": {**LONGROPE, "long_factor": [1.0, "2", None]}}, "long_factor"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected"),
+    ("gemma3_text", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: expected"),
+    ("gemma3_text", {"final_logit_softcapping": 1e-300}, "final_logit_softcapping: expected"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gemma3_text", {"layer_types": []}, "layer_types"),
+    ("gemma3_text", {"layer_types": [1, 2]}, "layer_types: expected a list, each a text"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "config.json"),
+    ("mistral", {"sliding_window": 1.5}, "sliding_window: expected"),
+    ("phi3", {"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+    ("phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    _UNUSABLE,
+    ids=[f"{family}-{next(iter(change.items()))}"[:60] for family, change, _ in _UNUSABLE],
+)
+def test_a_number_that_makes_a_model_unusable_is_refused(
+    family: str, change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        models.decoder(models.load_config(tmp_path))
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+BERT = {
+    **{name: LLAMA[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+    **{name: LLAMA[name] for name in ("num_hidden_layers", "num_attention_heads")},
+    "model_type": "roberta",
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_attention_heads": 5}, "hidden_size: expected a multiple of the 5 attention heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: expected"),
+        ({"pad_token_id": 19}, "max_position_embeddings: expected more than pad_token_id + 1 = 20"),
+        ({"pad_token_id": -1}, "pad_token_id: expected"),
+        ({"pad_token_id": None}, "pad_token_id: expected"),
+        ({"type_vocab_size": 0}, "type_vocab_size: expected"),
+        ({"layer_norm_eps": 0.0}, "layer_norm_eps: expected"),
+        ({"hidden_act": None}, "hidden_act"),
+    ],
+)
+def test_a_number_that_makes_an_encoder_unusable_is_refused(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**BERT, **change}))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        models.encoder(models.load_encoder(tmp_path))
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+_DECODERS = {case.config["model_type"]: case.config for case in cases()}
+_ENCODERS = {case.config["model_type"]: case.config for case in encoder_cases()}
+_MORE = (
+    *("head_dim", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "dtype"),
+    *("num_labels", "id2label", "torch_dtype", "partial_rotary_factor", "text_config"),
+)
+
+
+# Not drawn from st.data(), which prints what is drawn: lists of 2,000 levels.
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    drawn=st.sampled_from([*_DECODERS.items(), *_ENCODERS.items()]).flatmap(
+        lambda kind: st.tuples(st.just(kind[0]), mutated(kind[1], _MORE))
+    )
+)
+def test_any_config_is_refused_with_an_error_of_ours_or_makes_a_module(
+    drawn: tuple[str, dict[str, Any]],
+) -> None:
+    family, config = drawn
+    with tempfile.TemporaryDirectory() as name, contextlib.suppress(CheckpointError):
+        directory = Path(name)
+        (directory / "config.json").write_text(to_json(config))
+        if family in _ENCODERS:
+            models.encoder(models.load_encoder(directory))
+        else:
+            models.decoder(models.load_config(directory))
 
 
 def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:

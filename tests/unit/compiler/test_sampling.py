@@ -430,8 +430,31 @@ def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
     assert np.array_equal(recorded, expected)
 
 
-def test_history_is_recorded_in_place_in_a_loop_of_steps() -> None:
-    rows, vocab = 3, 50_257
+def test_history_of_many_rows_is_that_of_each_row_alone_and_a_small_program() -> None:
+    rows = 65
+    random = np.random.default_rng(3)
+    history = random.integers(0, 9, (rows, V), dtype=np.int32)
+    token = random.integers(-1, V, rows, dtype=np.int32)
+    live = random.integers(0, 2, rows, dtype=np.int32)
+    recorded = jax.jit(record)(history, token, live)
+    alone = [
+        record(history[row : row + 1], token[row : row + 1], live[row : row + 1])[0]
+        for row in range(rows)
+    ]
+    assert np.array_equal(recorded, alone)
+    few, many = (
+        jax.jit(record).lower(
+            jax.ShapeDtypeStruct((number, V), jnp.int32),
+            *[jax.ShapeDtypeStruct((number,), jnp.int32)] * 2,
+        )
+        for number in (64, 100_000)
+    )
+    assert len(many.as_text()) < len(few.as_text())
+
+
+@pytest.mark.parametrize("rows", [3, 65])
+def test_history_is_recorded_in_place_in_a_loop_of_steps(rows: int) -> None:
+    vocab = 50_257
 
     def steps(
         logits: jax.Array, inputs: SamplingInputs, position: jax.Array, history: jax.Array

@@ -138,7 +138,11 @@ POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
         (DENSE, {"activation_function": "my.Swish"}, 'activation_function: .*found "my.Swish"'),
         (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name: expected"),
         (DENSE, {"in_features": 5}, "in_features: expected 4, .*found 5"),
-        (DENSE, {"out_features": 0}, "out_features: expected a positive integer, found 0"),
+        (
+            DENSE,
+            {"out_features": 0},
+            "out_features: expected an integer from 1 to 1048576, found 0",
+        ),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: expected false"),
         ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length: expected"),
         ("sentence_bert_config.json", {"query_length": 3}, "query_length: expected one of"),
@@ -224,3 +228,23 @@ def test_an_encoder_is_no_decoder(directory: Path) -> None:
     with pytest.raises(CheckpointError, match=r'for \[generate\], found "bert"') as raised:
         _ = open_checkpoint(directory).names
     assert "[encode]" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff", "utf-8"),
+        (b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        (b"[1" + b"0" * 5000 + b"]", "cannot read"),
+        (b"[NaN]", "which has no NaN"),
+        (b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
+    ],
+)
+@pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "config.json"])
+def test_a_file_that_is_no_json_of_moderate_size_is_refused(
+    file: str, content: bytes, told: str, directory: Path
+) -> None:
+    (directory / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=told) as raised:
+        models.load_encoder(directory)
+    assert str(directory / file) in str(raised.value)

@@ -7,7 +7,6 @@ of the published tensors, one array each, nothing stacked.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from prejit.compiler.json_file import read_json
 from prejit.compiler.models import (
     bert,
     blocks,
@@ -34,6 +34,7 @@ from prejit.compiler.models import (
     qwen3,
     roberta,
 )
+from prejit.compiler.models.config_checks import check_config, check_file
 from prejit.compiler.models.decoder import (
     BRING_YOUR_OWN,
     Decoder,
@@ -93,8 +94,16 @@ _FAMILIES: dict[str, ModuleType] = {
 _ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
 """Encoders, by model_type."""
 
-_AROUND = ("gemma3",)
-"""Model types around a text model of a family here; that is taken, the rest is left."""
+_AROUND = {"gemma3": "gemma3_text"}
+"""Model types around a text model of a family here, which is taken; the rest is left."""
+
+_UNREAD = frozenset(
+    (
+        *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "vision_config"),
+        *("name_or_path", "_name_or_path"),
+    )
+)
+"""Keys that no family reads, of which transformers would make something: names for a billion labels."""
 
 _SPLITS: dict[type[nnx.Module], Split] = {
     gpt2.GPT2: gpt2.SPLIT,
@@ -124,13 +133,7 @@ def load_config(directory: Path) -> Any:
     Raises:
         CheckpointError: no config.json, not one that transformers accepts, or of no family here.
     """
-    config = _load_config(directory, sorted([*_FAMILIES, *_AROUND]), "[generate]")
-    if config.model_type in _AROUND:
-        text = config.get_text_config(decoder=True)
-        text.name_or_path = config.name_or_path
-        text.tie_word_embeddings = config.tie_word_embeddings
-        return text
-    return config
+    return _load_config(directory, sorted([*_FAMILIES, *_AROUND]), "[generate]")
 
 
 def load_encoder(directory: Path) -> EncoderSource:
@@ -149,13 +152,9 @@ def load_encoder(directory: Path) -> EncoderSource:
 def _load_config(directory: Path, known: list[str], section: str) -> Any:
     """The configuration, of a model type that is known to what the manifest's section needs."""
     file = directory / "config.json"
-    try:
-        said = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: cannot read: {error}",
-            hint="expected a directory in the Hugging Face layout, with config.json in it",
-        ) from error
+    said = read_json(
+        file, "expected a directory in the Hugging Face layout, with config.json in it"
+    )
     family = said.get("model_type") if isinstance(said, dict) else None
     if not isinstance(family, str) or family not in known:
         other = {"[encode]": _FAMILIES, "[generate]": _ENCODERS}[section]
@@ -171,15 +170,43 @@ def _load_config(directory: Path, known: list[str], section: str) -> Any:
             f"{file}: quantization_config: expected none, found {shown(said['quantization_config'])}",
             hint="take the checkpoint in float32, bfloat16 or float16",
         )
+    config = _completed(file, said)
+    check_config(file, config)
+    return config
+
+
+def _completed(file: Path, said: Mapping[str, Any]) -> Any:
+    """What config.json says as transformers' configuration: of the text model, where it is a part of another.
+
+    Raises:
+        CheckpointError: a value that no model can have, or that transformers does not accept.
+    """
     # At import transformers would advise to install torch, which no step here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
+    text, prefix, family = said, "", said["model_type"]
+    if family in _AROUND:
+        part = said.get("text_config")
+        if not isinstance(part, dict):
+            raise CheckpointError(
+                f"{file}: text_config: expected an object, found {shown(part)}",
+                hint="correct config.json, or take the one that was published with the weights",
+            )
+        text, prefix, family = part, "text_config.", _AROUND[family]
+    check_file(file, text, family, CONFIG_MAPPING[family].attribute_map, prefix)
+    read = {key: value for key, value in text.items() if key not in _UNREAD}
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = CONFIG_MAPPING[family].from_dict(read)
+        if (
+            text is not said
+        ):  # as transformers' Gemma3Config has it, whose other values are not read
+            config.tie_word_embeddings = said.get("tie_word_embeddings", True)
+        config.name_or_path = str(file.parent)
     except Exception as error:  # of many kinds: KeyError, ValueError, huggingface_hub's own
         reason = error.args[0] if error.args else type(error).__name__
         raise CheckpointError(f"{file}: transformers refuses it: {reason}") from error
+    return config
 
 
 def describe(config: Any, cache_dtype: str = "float32") -> DecoderConfig:
@@ -231,6 +258,12 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
     family = _ENCODERS[config.model_type]
     family.check(config)
     width: int = config.hidden_size
+    if width % config.num_attention_heads:
+        heads = config.num_attention_heads
+        raise unsupported(
+            config,
+            f"hidden_size: expected a multiple of the {heads} attention heads, found {width}",
+        )
     if layout.width not in (None, width):
         raise CheckpointError(
             f"{layout.files[-1]}: word_embedding_dimension: expected {width}, the width that "
@@ -245,6 +278,12 @@ def describe_encoder(source: EncoderSource) -> EncoderConfig:
             )
         width = part.outputs
     positions: int = family.max_tokens(config)
+    if positions < 1:
+        raise unsupported(
+            config,
+            f"max_position_embeddings: expected more than pad_token_id + 1 = {config.pad_token_id + 1}, "
+            f"found {config.max_position_embeddings}",
+        )
     return EncoderConfig(
         config.model_type,
         config.vocab_size,

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from prejit.compiler.models import forms
+from prejit.compiler.models.rows import each_row
 from prejit.compiler.products import KERNEL, LOOP, WIDENED, Product
 from prejit.compiler.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
@@ -479,18 +480,25 @@ class NewTokens:
         """One row after another: a scatter costs more, and a chain of updates stays in place."""
         _, heads, slots, size = cache.shape
         block = (1, heads, self.count, size)
-        for row in range(len(new)):
+
+        def update(row: int | jax.Array, cache: jax.Array) -> jax.Array:
             # A block that would run past the end is moved back by `shift`, and its content forward:
             # XLA clamps the position of an update, so it would overwrite earlier positions.
             at = jnp.clip(self.start[row], 0, slots - self.count)
             shift = self.start[row] - at
             token = jnp.arange(self.count) - shift
             valid = (token >= 0) & (token < self.length[row])
-            content = _shifted(new[row : row + 1].swapaxes(1, 2), shift).astype(cache.dtype)
+            own = (
+                new[row : row + 1]
+                if isinstance(row, int)
+                else lax.dynamic_slice_in_dim(new, row, 1)
+            )
+            content = _shifted(own.swapaxes(1, 2), shift).astype(cache.dtype)
             present = lax.dynamic_slice(cache, (row, 0, at, 0), block)
             content = jnp.where(valid[:, None], content, present)
-            cache = lax.dynamic_update_slice(cache, content, (row, 0, at, 0))
-        return cache
+            return lax.dynamic_update_slice(cache, content, (row, 0, at, 0))
+
+        return each_row(len(new), update, cache)
 
 
 def _shifted(block: jax.Array, shift: jax.Array) -> jax.Array:

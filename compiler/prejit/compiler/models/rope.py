@@ -23,13 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prejit.compiler.models.config_checks import check_rope
 from prejit.compiler.models.decoder import require, unsupported
+from prejit.compiler.wording import shown
 
 Frequencies = np.ndarray[Any, np.dtype[Any]]
 """Float32 [P], of the P pairs of a head that turn: H / 2, or fewer where a part of it stays."""
@@ -73,7 +76,9 @@ def frequencies(
     """
     key, parameters = "rope_parameters", config.rope_parameters
     if layer_type is not None:
-        key, parameters = f"{key}.{layer_type}", parameters[layer_type]
+        key, parameters = f"{key}.{layer_type}", parameters.get(layer_type)
+    file = Path(config.name_or_path, "config.json")
+    check_rope(file, key, parameters)
     kind = parameters.get("rope_type")
     require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
     share = parameters.get("partial_rotary_factor")
@@ -83,13 +88,25 @@ def frequencies(
     if turned % 2 or not 0 < turned <= size:
         name = f"head_dim x {key}.partial_rotary_factor" if partial else "head_dim"
         raise unsupported(config, f"{name}: expected an even number, found {turned}")
+    check_rope(file, key, parameters, kind)
     periods = _powers(parameters["rope_theta"], turned)
     if kind not in _SCALED:
         # `dynamic` scales contexts beyond max_position_embeddings alone, and a bundle ends there:
         # beyond it the frequencies, so the keys in the cache, would change with every token.
         return _rotary(1 / periods)
     longest = config.max_position_embeddings
-    rotary = _SCALED[kind](periods, parameters, longest, longest if context is None else context)
+    context = longest if context is None else context
+    try:
+        with np.errstate(all="ignore"):
+            rotary = _SCALED[kind](periods, parameters, longest, context)
+        finite = all(map(math.isfinite, (*rotary.frequencies, rotary.scale)))
+    except (ArithmeticError, ValueError):  # numbers that are right alone: log(rope_theta) is 0
+        finite = False
+    if not finite:
+        raise unsupported(
+            config,
+            f"{key}: expected numbers of which frequencies can be made, found {shown(parameters)}",
+        )
     if len(rotary.frequencies) != turned // 2:
         raise unsupported(
             config,
@@ -142,9 +159,8 @@ def _llama3(
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     original = 1 / periods
     wavelength = 2 * math.pi / original
-    with np.errstate(divide="ignore", invalid="ignore"):  # low == high: nothing lies between
-        smooth = (pretrained / wavelength - low) / (high - low)
-        between = (1 - smooth) * original / factor + smooth * original
+    smooth = (pretrained / wavelength - low) / (high - low)  # low == high: nothing lies between
+    between = (1 - smooth) * original / factor + smooth * original
     fast, slow = wavelength < pretrained / high, wavelength > pretrained / low
     return _rotary(np.where(fast, original, np.where(slow, original / factor, between)))
 

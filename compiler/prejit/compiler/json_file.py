@@ -1,0 +1,57 @@
+"""JSON files that a user gives: read within limits, so that no content of theirs is a crash. No JAX."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from prejit.runtime.errors import CheckpointError
+
+MAX_BYTES = 16 << 20
+"""Largest size of a file in bytes. The index of a checkpoint of 91,000 tensors has 9 MB."""
+MAX_DEPTH = 64
+"""Deepest nesting of lists and objects. What configurations are copied with recurses."""
+
+
+def read_json(file: Path, hint: str | None = None) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        file: the file.
+        hint: how to mend a file that cannot be read.
+
+    Raises:
+        CheckpointError: the file is missing, too large, or no JSON of moderate depth in UTF-8; NaN and
+            Infinity, which Python would take, are no JSON.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"expected at most {MAX_BYTES} bytes, found more")
+        # Not json.loads(content), which guesses among UTF-8, UTF-16 and UTF-32.
+        value = json.loads(content.decode(), parse_constant=_no_constant)
+        _check_depth(value)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{file}: cannot read: {reason}", hint=hint) from error
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"expected JSON, which has no {name}")
+
+
+def _check_depth(value: Any) -> None:
+    """Raises ValueError where lists and objects lie deeper in each other than MAX_DEPTH."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    if level:
+        raise ValueError(f"nested too deeply: expected at most {MAX_DEPTH} levels, found more")
