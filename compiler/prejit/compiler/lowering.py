@@ -38,13 +38,13 @@ from prejit.compiler.sampling import (
 )
 from prejit.compiler.shape_string import parse_shape
 from prejit.compiler.specs import ProgramSpec
-from prejit.compiler.user_code import UserModules
 from prejit.runtime.bundle import DTYPES, MESH_AXES, Array, Mesh
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.target import PLATFORMS
 
 if TYPE_CHECKING:
     from prejit.compiler import manifest
+    from prejit.compiler.user_code import UserModules
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
