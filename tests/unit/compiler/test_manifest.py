@@ -464,7 +464,9 @@ WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 @st.composite
 def programs(draw: st.DrawFn) -> dict[str, Any]:
     """A [[program]] that uses every variable that it defines."""
-    buckets = draw(st.dictionaries(WORDS, SIZES, max_size=3))
+    # Three extents make an argument, and at most 2**40 elements.
+    sizes = st.lists(st.integers(1, 2**13), min_size=1, max_size=3, unique=True)
+    buckets = draw(st.dictionaries(WORDS, sizes, max_size=3))
     extents = st.one_of(
         st.integers(1, 4096).map(str),
         *([st.sampled_from([f"{{{v}}}" for v in buckets])] if buckets else []),
