@@ -268,3 +268,13 @@ def test_a_sentence_transformers_directory_builds_in_every_dtype(
     run("build", manifest, "-o", tmp_path)
     loaded = load(tmp_path / "m", on_mismatch="error")
     assert np.isfinite(loaded.encode([[CLS, 7, SEP]])).all()
+
+
+def test_a_batch_that_no_machine_holds_is_refused(model: Path, run: Run, tmp_path: Path) -> None:
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\n[encode]\nshapes = [[2147483647, 16]]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    done = run("build", manifest, "-o", tmp_path, "--no-measure", status=2)
+    assert "encode: expected programs whose arrays take at most 4 TiB" in done.stderr

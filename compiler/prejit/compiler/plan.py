@@ -348,9 +348,8 @@ class Inputs:
         """
         if spec.kind == "call":
             return self._store(self._lower_function(spec))
-        _ = (
-            self._tensor_names
-        )  # a model that its weights do not fit is refused before it is compiled
+        # A model that its weights do not fit is refused before it is compiled.
+        _ = self._tensor_names
         if self.manifest.encode is not None:
             return self._lower_encoder(spec)
         from prejit.compiler.lowering import lower_decoder
