@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from prejit.runtime import bundle as format
 from prejit.runtime import verify as checks
-from prejit.runtime.defaults import Defaults
 from prejit.runtime.errors import (
     NumbersError,
     PrejitWarning,
@@ -40,6 +39,7 @@ from prejit.runtime.process import seconds_since_exec
 from prejit.runtime.tables import accuracy_table, forms_table, size, table
 
 if TYPE_CHECKING:
+    from prejit.runtime.defaults import Defaults
     from prejit.runtime.fleet import Report
     from prejit.runtime.generate import Piece
     from prejit.runtime.loaded import Bundle
@@ -120,6 +120,8 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
     if content.config.decoder is None:
         return None
     if not manifest.has_layer(format.GENERATION_MEDIA_TYPE):
+        from prejit.runtime.defaults import Defaults  # NumPy, which no other command here needs
+
         return Defaults()
     at = manifest.layer(format.GENERATION_MEDIA_TYPE)
     read, path = layout.read_blob(at.digest, at.size), layout.blob_path(at.digest)

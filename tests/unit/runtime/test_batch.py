@@ -347,10 +347,10 @@ def broken_dir(
     tmp_path_factory: pytest.TempPathFactory,
     decoder_dir: Path,
 ) -> Path:
-    """A decoder that has no numbers for token 47."""
+    """A decoder that has no numbers for token 47: the sum of its embedding is beyond float32."""
     source, broken = decoder_dir.parent / "gpt2", tmp_path_factory.mktemp("broken")
     tensors = load_file(source / "model.safetensors")
-    tensors["transformer.wte.weight"][47] = np.nan
+    tensors["transformer.wte.weight"][47] = 3e38
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     (broken / "config.json").write_text((source / "config.json").read_text())
     return make_decoder(broken, batch=(1, 3), prompt=(3, 10), context=(24, 72))

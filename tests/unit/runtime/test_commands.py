@@ -451,7 +451,7 @@ def test_results_that_no_tree_can_hold_are_damage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert nest(named(results={'["scalar"]': first, '["sums",0]': second}), tmp_path) == 4
-    assert "nest: expected arrays of one tree" in capsys.readouterr().err
+    assert "nest: expected paths of a tree" in capsys.readouterr().err
 
 
 def test_an_argument_may_have_a_dot_in_a_key(

@@ -717,7 +717,7 @@ def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python: Any, tmp_path: Pa
     (tmp_path / "program").write_bytes(export(lambda x: x + 1, np.float32(1)))
     run_python(
         """
-import importlib.abc, sys, threading, time
+import importlib.abc, itertools, sys, threading, time
 import ml_dtypes
 import numpy as np
 from pathlib import Path
@@ -746,10 +746,10 @@ sys.meta_path.insert(0, Watch())
 thread = threading.Thread(target=compile)
 thread.start()
 to_numpy(device.put(np.zeros(4, ml_dtypes.bfloat16)))
-meanwhile = set(Watch.threads)
 thread.join()
 assert not errors, errors
-assert meanwhile == {"prejit-first-array"}, meanwhile
+turns = [name for name, _ in itertools.groupby(Watch.threads)]
+assert turns in (["prejit-first-array"], ["prejit-first-array", thread.name]), turns
 """,
         env={"PREJIT_PLAIN_START": "1"},
     )
