@@ -14,7 +14,7 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo artifacts test test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
+.PHONY: help demo artifacts test test-main test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -29,7 +29,10 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@cd benchmarks && $(abspath $(BIN))/python encoder_model.py ../manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) test-other ## all tests
+test: $(READY) ## all tests, those of the second interpreter side by side with them
+	@$(MAKE) --no-print-directory -j2 test-main test-other
+
+test-main: $(READY) ## all tests on one interpreter
 	$(BIN)/python -m pytest
 
 test-fast: $(READY) ## the unit tests
