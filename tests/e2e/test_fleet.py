@@ -66,7 +66,8 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     file = manifest(directory / "fleet.toml", "fleet", tables)
     command = ("build", file, "-o", directory / "out", "--json")
     [built] = json.loads(run(*command, **environment).stdout)
-    assert (built["compiled"], built["cached"]) == (27, 0)
+    assert built["compiled"] + built["cached"] == 27
+    assert built["cached"] <= 3, "other tests may have compiled this model for cpu-host before"
     [again] = json.loads(run(*command, **environment).stdout)
     assert (again["compiled"], again["cached"], again["written"]) == (0, 27, False)
     return directory / "out" / "fleet"
