@@ -1,4 +1,4 @@
-"""What a worker does to a program: StableHLO in, the frame of an executable out.
+"""Compile one program in a worker: StableHLO in, the compressed frame of an executable out.
 
 The digest of this module and of what it imports is in the key of every executable (keys.py). So what decides
 an executable belongs here, and what only starts, feeds or watches a compiler does not.
@@ -24,7 +24,7 @@ ZSTD_LEVEL = 9
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a compiler gave.
+    """The output of a compiler.
 
     Attributes:
         serialized: the executable.

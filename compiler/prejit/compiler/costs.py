@@ -96,6 +96,6 @@ def measured(
 
 
 def _known(cache: Cache, keys: Mapping[str, Key]) -> dict[str, int]:
-    """What was measured before, by name."""
+    """Return earlier measurements by name."""
     found = {name: cache.lookup(key) for name, key in keys.items()}
     return {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}

@@ -225,7 +225,7 @@ def _no_compiler() -> NoKernels:
 def find_kernels(
     toolchain: Toolchain, cache: Cache, *, sources: Path = SOURCES
 ) -> KernelLibrary | NoKernels | None:
-    """What `build_kernels` would give, from the cache alone; None: it would compile.
+    """Return what `build_kernels` would return if that is in the cache, else None.
 
     Compilers are asked for their versions and for nothing else.
 

@@ -1,4 +1,4 @@
-"""What of our own code and of jax's configuration decides a result: ingredients of keys.
+"""Digests of our own code and of jax's configuration, as ingredients of keys.
 
 A module decides a result together with all modules of prejit that it imports. They are found by
 reading `import` statements, so a new import is in the keys without anyone adding it to a list. Nothing is

@@ -1,4 +1,4 @@
-"""What a traced function calls, and where in the user's code: for errors that name the line."""
+"""Find calls in a traced function and their lines in the user's code, for errors."""
 
 from __future__ import annotations
 

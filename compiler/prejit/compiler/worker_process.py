@@ -85,7 +85,7 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take another request."""
+        """Return whether it can take another request."""
         return not self._killed and self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | Death:

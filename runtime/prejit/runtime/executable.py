@@ -87,7 +87,7 @@ def _result_handler(aval: _Aval, sharding: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a compiled program takes and gives on each device.
+    """The arguments and results of a compiled program on each device.
 
     Attributes:
         arguments, results: dtype and shape of each, in NumPy's names: `("float32", (2, 3))`.
@@ -104,7 +104,7 @@ _UNWANTED = (
     *("print_operand_shape", "print_result_shape", "print_program_shape", "print_extra_attributes"),
     *("print_control_dependencies", "print_percent", "include_layout_in_shapes", "print_ids"),
 )
-"""Of HloPrintOptions."""
+"""Options of HloPrintOptions that are turned off."""
 
 _TOKENS = re.compile(r"([a-z]\w*)\[([\d,]*)\]|[{}]|->")
 _DONATED = re.compile(r"\((\d+), \{")

@@ -103,7 +103,7 @@ _UNREAD = frozenset(
         *("name_or_path", "_name_or_path"),
     )
 )
-"""Keys that no family reads, of which transformers would make something: names for a billion labels."""
+"""Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
 
 _SPLITS: dict[type[nnx.Module], Split] = {
     gpt2.GPT2: gpt2.SPLIT,

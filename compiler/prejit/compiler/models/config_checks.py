@@ -1,4 +1,4 @@
-"""What every number, text and list of a config.json must be, before a family reads it.
+"""Check the type and range of every value in config.json before a model family reads it.
 
 transformers takes most numbers as they are: models without heads, with a billion layers, or divided by 0. A
 family's code and XLA then fail somewhere, or a bundle is built that writes nonsense. So what the families
@@ -174,7 +174,7 @@ _FAMILIES: Mapping[str, Mapping[str, _Check]] = {
         "activation": _TEXT,
     },
 }
-"""What each model_type's family reads, by the names that the family reads it under."""
+"""The keys that each model_type's family reads, and what their values must be."""
 
 _ROPE: Mapping[str, _Check] = {
     "rope_theta": _SCALE,
@@ -206,7 +206,7 @@ _ROPE_KINDS: Mapping[str, Mapping[str, _Check]] = {
         "long_factor": _List(_FACTOR),
     },
 }
-"""What rope.py reads of `rope_parameters`, by rope_type."""
+"""The keys of `rope_parameters` that rope.py reads, by rope_type."""
 
 
 def check_file(
