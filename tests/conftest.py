@@ -29,7 +29,7 @@ COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
 from prejit.compiler.compile.disassembly import declared_features
-from prejit.runtime.device.executable import CompileFor, compile_portable
+from prejit.compiler.compile.xla import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
@@ -269,9 +269,9 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
 
     from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.compile.xla import compile_portable
     from prejit.compiler.store.cache import Cache
     from prejit.runtime.base.digests import digest_of
-    from prejit.runtime.device.executable import compile_portable
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
@@ -478,6 +478,7 @@ def kernel_recipe(
 
     from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.compile.xla import compile_portable
     from prejit.compiler.store.cache import Cache
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import executable
@@ -503,7 +504,7 @@ def kernel_recipe(
     x = jax.ShapeDtypeStruct((5,), jnp.float32)
     executable.register_kernels(content)
     portable = _export(lambda x: x * jnp.float32(2.5), x)
-    compiled = executable.compile_portable(_export(with_kernel, x, custom_calls=(name,)))
+    compiled = compile_portable(_export(with_kernel, x, custom_calls=(name,)))
 
     def frame(raw: bytes) -> Segment:
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)

@@ -38,13 +38,13 @@ import zstandard
 
 from prejit.compiler.compile.compiling import Compile, compile_program, compress, with_kernels
 from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.xla import CompileFor, import_compiler
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.cache import Cache
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device import executable
-from prejit.runtime.device.executable import CompileFor
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.schema import Segment
 
@@ -340,7 +340,7 @@ def main(compile_program: Compile = compile_program) -> None:
     """`python -m prejit.compiler.compile.worker CACHE PLATFORM`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what XLA or a plugin prints must not come between the answers
-    executable.import_compiler(sys.argv[2])  # once for all forks
+    import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
     serve(Cache(Path(sys.argv[1])), compile_program, requests, answers)
 

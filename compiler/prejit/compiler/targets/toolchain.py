@@ -162,7 +162,7 @@ class Toolchain:
         return tuple(listed)
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
-        """The fields of `prejit.runtime.device.executable.CompileFor`, for a worker.
+        """The fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
 
         Args:
             platforms: that the program was lowered for.
