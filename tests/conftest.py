@@ -270,7 +270,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
@@ -289,7 +289,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     }
     lowered = {f"score/b{size}": _lower_score(size) for size in buckets}
     lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
-    cache = Cache.open(at / "cache")
+    cache = DirectoryStore.open(at / "cache")
     on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
     targets = {
         "cpu-host": {
@@ -479,7 +479,7 @@ def kernel_recipe(
     from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import executable
     from prejit.runtime.format.arrays import Array
@@ -494,7 +494,7 @@ def kernel_recipe(
     from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
-    cache = Cache.open(tmp_path_factory.mktemp("recipe") / "cache")
+    cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")
     name = kernel_target("scale", library.digest)
 
     def with_kernel(x: jax.Array) -> Any:
@@ -572,11 +572,11 @@ def with_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def _built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
     """A library of kernels, with its content."""
     from prejit.compiler.native.library import KernelLibrary, build_kernels
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
     from prejit.compiler.targets.target_table import target
     from prejit.compiler.targets.toolchain import host_toolchain
 
-    opened = Cache.open(cache)
+    opened = DirectoryStore.open(cache)
     versions = {name: _version(name) for name in ("jax", "jaxlib")}
     toolchain = host_toolchain(target(target_name), versions)
     built = build_kernels(toolchain, opened, sources=sources)
