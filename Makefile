@@ -23,7 +23,7 @@ demo: $(READY) ## build the demo bundle, then generate from it in a new process
 	@$(BIN)/prejit build manifests/demo.toml -o artifacts --skip-unbuildable
 	@printf '%s' '$(PROMPT)'
 	@$(BIN)/python -m prejit.runtime generate artifacts/demo --prompt '$(PROMPT)' --max-new-tokens 80 \
-		--temperature 0.6 --top-p 0.9 --seed 1 --require-aot --stats
+		--temperature 0.6 --top-p 0.9 --seed 1 --on-mismatch error --stats
 
 artifacts: $(READY) ## build every manifest that this machine can build
 	@cd benchmarks && $(abspath $(BIN))/python encoder_model.py ../manifests/minilm-random

@@ -142,7 +142,7 @@ def test_a_table_decides_what_is_compiled_and_without_measuring_the_nearest_one_
     assert (calls > 0) == (in_decode > 0)
     assert left * in_decode == calls * (last["form"] == "kernel")
 
-    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--require-aot", "--json"]
+    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--on-mismatch", "error", "--json"]
     told = run("generate", tmp_path / "out" / "model", *ids)
     assert len(json.loads(told.stdout)["token_ids"]) == 12
 

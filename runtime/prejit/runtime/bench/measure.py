@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -79,19 +79,19 @@ class Setup:
 
     Attributes:
         path: of the bundle.
-        require_aot: fail rather than compile here.
+        on_mismatch: see `prejit.runtime.load`.
         fingerprint: of the machine that this one is taken for, as a file.
     """
 
     path: str
-    require_aot: bool = False
+    on_mismatch: Literal["jit", "error"] = "jit"
     fingerprint: str | None = None
 
     def load(self) -> Bundle:
         """Loads it. Raises as `load`."""
         return load(
             self.path,
-            on_mismatch="error" if self.require_aot else "jit",
+            on_mismatch=self.on_mismatch,
             fingerprint=Fingerprint.read(self.fingerprint) if self.fingerprint else None,
         )
 

@@ -512,7 +512,9 @@ def test_a_target_that_serves_nobody_is_listed(
     tmp_path: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(named([HOST]), tmp_path / "fleet")
-    assert run("explain", fleet_bundle, "--fleet", tmp_path / "fleet", "--require-aot") == 0
+    assert (
+        run("explain", fleet_bundle, "--fleet", tmp_path / "fleet", "--on-mismatch", "error") == 0
+    )
     said = capsys.readouterr().out
     assert re.search(r"\ncpu-host +0\n", said)
     assert "all 1 machines load a target" in said
@@ -523,7 +525,7 @@ def test_scripts_get_json_and_an_exit_status(
     small_fleet: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ("explain", fleet_bundle, "--fleet", small_fleet, "--json")
-    assert run(*command, "--require-aot") == 3
+    assert run(*command, "--on-mismatch", "error") == 3
     plain = json.loads(capsys.readouterr().out)
     assert run(*command) == 0
     assert json.loads(capsys.readouterr().out) == plain
@@ -586,7 +588,7 @@ def test_one_bad_file_is_named_after_the_report_of_all_others(
     assert "machines  loads" in captured.out
     assert f"found 1 that cannot be read:\n  {bad}: " in captured.err
     assert str(bad) in "".join(Elements(path.read_text(encoding="utf-8")).text)
-    assert run(*argv, "--json", "--require-aot") == 6
+    assert run(*argv, "--json", "--on-mismatch", "error") == 6
     said = json.loads(capsys.readouterr().out)
     assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
 
