@@ -16,7 +16,7 @@ def bench(options: Namespace) -> int:
     """Measure a bundle; compare it with another bundle or with a saved baseline."""
     from prejit.runtime.bench import measure as measuring
     from prejit.runtime.bench import report as reports
-    from prejit.runtime.bench.page import page
+    from prejit.runtime.pages.bench import bench_page
 
     for name, least in (("runs", 1), ("seconds", 0), ("tolerance", 0)):
         value = getattr(options, name)
@@ -39,7 +39,7 @@ def bench(options: Namespace) -> int:
     if options.output is not None:
         write_text(options.output, json.dumps(described, indent=1) + "\n")
     if options.page is not None:
-        write_text(options.page, page(report, comparison))
+        write_text(options.page, bench_page(report, comparison))
     if options.json:
         print_json(described)
         for note in reports.notes(comparison) if comparison is not None else ():

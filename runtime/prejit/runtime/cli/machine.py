@@ -83,10 +83,10 @@ def _explain_fleet(options: Namespace) -> int:
     fleet = read_fleet(options.fleet)
     report = explain_fleet(targets, fleet.machines, fleet.unreadable)
     if options.page is not None:
-        from prejit.runtime.fleet.page import page
+        from prejit.runtime.pages.fleet import fleet_page
 
         write_text(
-            options.page, page(index.annotations[BUNDLE_NAME], digest, options.fleet, report)
+            options.page, fleet_page(index.annotations[BUNDLE_NAME], digest, options.fleet, report)
         )
     if options.json:
         print_json(report.described())
