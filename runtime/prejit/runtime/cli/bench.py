@@ -14,8 +14,9 @@ from prejit.runtime.errors import UsageError
 
 def bench(options: Namespace) -> int:
     """Measure a bundle; compare it with another bundle or with a saved baseline."""
-    from prejit.runtime.bench import measure as measuring
     from prejit.runtime.bench import report as reports
+    from prejit.runtime.bench.measure import judge
+    from prejit.runtime.bench.processes import Setup
     from prejit.runtime.pages.bench import bench_page
 
     for name, least in (("runs", 1), ("seconds", 0), ("tolerance", 0)):
@@ -25,8 +26,8 @@ def bench(options: Namespace) -> int:
     baseline = reports.read(options.baseline) if options.baseline is not None else None
     paths = [options.bundle, *([] if options.against is None else [options.against])]
     with progress() as show:
-        report, comparison = measuring.judge(
-            [measuring.Setup(path, options.on_mismatch, options.fingerprint) for path in paths],
+        report, comparison = judge(
+            [Setup(path, options.on_mismatch, options.fingerprint) for path in paths],
             [load_bundle(options, path) for path in paths],
             baseline,
             other=options.baseline if options.against is None else options.against,

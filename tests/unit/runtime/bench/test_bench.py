@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import __main__
-from prejit.runtime.bench import measure
-from prejit.runtime.bench.measure import Setup, ratio_in_turns
+from prejit.runtime.bench.processes import Setup, _fresh_process
 from prejit.runtime.bench.report import (
     GROUPS,
     MIN_P95_SAMPLES,
@@ -40,6 +39,7 @@ from prejit.runtime.bench.report import (
     summarize,
     text,
 )
+from prejit.runtime.bench.rounds import ratio_in_turns
 from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
 from prejit.runtime.pages.bench import bench_page
 from prejit.runtime.programs.programs import ProgramReport
@@ -506,7 +506,7 @@ def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: 
         (tmp_path / "nowhere", 6, "error[store]"),
     ):
         with pytest.raises(ProcessError, match=re.escape(told)) as caught:
-            measure._fresh_process(Setup(str(path)), use)
+            _fresh_process(Setup(str(path)), use)
         assert caught.value.exit_code == status
         assert f"a fresh process ended with {status}" in str(caught.value)
     assert ProcessError("killed", -9).exit_code == 137
