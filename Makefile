@@ -14,7 +14,7 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo artifacts test test-main test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ lint: $(READY) ## formatter, linter, type checker
 format: $(READY) ## format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+graphs: $(READY) ## draw and count the imports again (docs/architecture/imports-*)
+	$(BIN)/python scripts/import_graph.py --way manifests/demo.toml
 
 bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
 	$(BIN)/python benchmarks/run.py --quick
