@@ -26,7 +26,7 @@ demo: $(READY) ## build the demo bundle, then generate from it in a new process
 		--temperature 0.6 --top-p 0.9 --seed 1 --require-aot --stats
 
 artifacts: $(READY) ## build every manifest that this machine can build
-	@cd benchmarks && $(abspath $(BIN))/python encoder_model.py ../manifests/minilm-random
+	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
 test: $(READY) ## all tests, those of the second interpreter side by side with them
@@ -59,16 +59,16 @@ graphs: $(READY) ## draw and count the imports again (docs/architecture/imports-
 	$(BIN)/python scripts/import_graph.py --way manifests/demo.toml
 
 bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
-	$(BIN)/python benchmarks/run.py --quick
+	$(BIN)/python -m benchmarks.run --quick
 
 bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2, IREE as well; encoder, 1B, start-up
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 forms: $(READY) ## measure the forms of products that ship as recorded (a quiet machine, 15 minutes)
-	$(BIN)/python benchmarks/forms.py
+	$(BIN)/python -m benchmarks.studies.forms
 
 gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
-	PYTHON=$(PYTHON) benchmarks/gpu.sh
+	PYTHON=$(PYTHON) benchmarks/studies/gpu.sh
 
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
