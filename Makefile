@@ -14,7 +14,7 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other lint check hooks format bench bench-full forms gpu parity demo-model hostile clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -51,12 +51,19 @@ lint: $(READY) ## formatter, linter, type checker
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+check: $(READY) ## lint, and the unit tests that touch what changed, in under a minute
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m scripts.changed_tests
+
+hooks: ## have git lint before a commit, and run `make check` before a push
+	git config core.hooksPath scripts/hooks
+
 format: $(READY) ## format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 graphs: $(READY) ## draw and count the imports again (docs/architecture/imports-*)
-	$(BIN)/python scripts/import_graph.py --way manifests/demo.toml
+	$(BIN)/python -m scripts.import_graph --way manifests/demo.toml
 
 bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
 	$(BIN)/python -m benchmarks.run --quick

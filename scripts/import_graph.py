@@ -1,8 +1,8 @@
 """Draw and count the imports of both roots, and check that the committed pictures are current.
 
-    python scripts/import_graph.py                    write the pictures and figures of docs/architecture
-    python scripts/import_graph.py --check            fail where they are not current
-    python scripts/import_graph.py --way MANIFEST     count also what a cached build and a first token enter
+    python -m scripts.import_graph                   write the pictures and figures of docs/architecture
+    python -m scripts.import_graph --check            fail where they are not current
+    python -m scripts.import_graph --way MANIFEST     count also what a cached build and a first token enter
 
 Every import counts: at the top of a file, inside a function, and under `if TYPE_CHECKING`. A circle is a set
 of files (or of packages) that reach each other through imports. A level is a place in the longest chain of

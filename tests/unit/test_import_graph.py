@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def graph() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "import_graph", REPOSITORY / "scripts" / "import_graph.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["import_graph"] = module
-    spec.loader.exec_module(module)
-    return module
+from scripts import import_graph as graph
 
 
-def read(graph: ModuleType, directory: Path, **files: str) -> object:
+def read(directory: Path, **files: str) -> graph.Tree:
     """Write files (`room__file` is room/file.py) of a package `root` and read it."""
     for name, text in files.items():
         path = directory.joinpath(*name.split("__")).with_suffix(".py")
@@ -35,43 +18,38 @@ def read(graph: ModuleType, directory: Path, **files: str) -> object:
     return graph.read_tree("root", directory, ["other"])
 
 
-def test_a_line_of_imports_has_a_level_for_each_file_and_no_circle(
-    graph: ModuleType, tmp_path: Path
-) -> None:
-    tree = read(graph, tmp_path, a="from root import b", b="from root.c import x\n" * 3, c="x = 1")
+def test_a_line_of_imports_has_a_level_for_each_file_and_no_circle(tmp_path: Path) -> None:
+    tree = read(tmp_path, a="from root import b", b="from root.c import x\n" * 3, c="x = 1")
     found = graph.figures(tree)
     assert found["levels"] == 3
     assert found["circles_of_files"] == []
     assert found["largest_file"] == {"module": "b", "lines": 3}
 
 
-def test_a_circle_through_an_import_in_a_function_is_found(
-    graph: ModuleType, tmp_path: Path
-) -> None:
-    tree = read(graph, tmp_path, a="import root.b", b="def f():\n    from root.a import y\n", c="")
+def test_a_circle_through_an_import_in_a_function_is_found(tmp_path: Path) -> None:
+    tree = read(tmp_path, a="import root.b", b="def f():\n    from root.a import y\n", c="")
     assert graph.figures(tree)["circles_of_files"] == [["a", "b"]]
 
 
-def test_a_circle_through_a_type_only_import_is_found(graph: ModuleType, tmp_path: Path) -> None:
+def test_a_circle_through_a_type_only_import_is_found(tmp_path: Path) -> None:
     lazy = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from root.a import y\n"
-    tree = read(graph, tmp_path, a="from root import b", b=lazy)
+    tree = read(tmp_path, a="from root import b", b=lazy)
     assert graph.figures(tree)["circles_of_files"] == [["a", "b"]]
 
 
-def test_a_circle_through_an_import_by_name_is_found(graph: ModuleType, tmp_path: Path) -> None:
+def test_a_circle_through_an_import_by_name_is_found(tmp_path: Path) -> None:
     by_name = "from importlib import import_module\nimport_module('root.a')\n"
-    tree = read(graph, tmp_path, a="from root import b", b=by_name)
+    tree = read(tmp_path, a="from root import b", b=by_name)
     assert graph.figures(tree)["circles_of_files"] == [["a", "b"]]
 
 
-def test_a_circle_through_a_relative_import_is_found(graph: ModuleType, tmp_path: Path) -> None:
-    tree = read(graph, tmp_path, one__a="from . import b", one__b="from ..one.a import y")
+def test_a_circle_through_a_relative_import_is_found(tmp_path: Path) -> None:
+    tree = read(tmp_path, one__a="from . import b", one__b="from ..one.a import y")
     assert graph.figures(tree)["circles_of_files"] == [["one.a", "one.b"]]
 
 
-def test_packages_can_go_in_a_circle_where_no_files_do(graph: ModuleType, tmp_path: Path) -> None:
+def test_packages_can_go_in_a_circle_where_no_files_do(tmp_path: Path) -> None:
     tree = read(
-        graph,
         tmp_path,
         one__a="from root.two import b",
         two__b="x = 1",
@@ -84,14 +62,14 @@ def test_packages_can_go_in_a_circle_where_no_files_do(graph: ModuleType, tmp_pa
     assert found["files_by_package"] == {"one": 2, "two": 2}
 
 
-def test_files_of_one_circle_share_a_level(graph: ModuleType) -> None:
+def test_files_of_one_circle_share_a_level() -> None:
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     acyclic, members = graph.condensed(imports)
     assert members["b"] == ("b", "c")
     assert graph.levels(acyclic) == {"a": 3, "b": 2, "d": 1}
 
 
-def test_arrows_that_follow_from_others_are_left_out(graph: ModuleType) -> None:
+def test_arrows_that_follow_from_others_are_left_out() -> None:
     assert graph.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {
         "a": {"b"},
         "b": {"c"},
@@ -99,11 +77,8 @@ def test_arrows_that_follow_from_others_are_left_out(graph: ModuleType) -> None:
     }
 
 
-def test_a_picture_has_a_box_for_every_package_and_its_arrows_go_down(
-    graph: ModuleType, tmp_path: Path
-) -> None:
+def test_a_picture_has_a_box_for_every_package_and_its_arrows_go_down(tmp_path: Path) -> None:
     tree = read(
-        graph,
         tmp_path,
         top__a="from root.middle.b import x\nfrom root.low import c",
         middle__b="from root.low.c import x\nimport other.thing",
@@ -125,7 +100,7 @@ def test_a_picture_has_a_box_for_every_package_and_its_arrows_go_down(
 
 
 def test_check_fails_where_a_picture_is_not_current(
-    graph: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for home in graph.ROOTS.values():
         (tmp_path / home).mkdir(parents=True)
