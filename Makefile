@@ -46,10 +46,12 @@ else
 	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
 endif
 
-lint: $(READY) ## formatter, linter, type checker
+lint: $(READY) ## formatter, linter, type checker, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python -m scripts.import_graph --check
 
 check: $(READY) ## lint, and the unit tests that touch what changed, in under a minute
 	@$(MAKE) --no-print-directory lint

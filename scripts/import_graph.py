@@ -30,7 +30,7 @@ ROOTS = {
     "prejit.runtime": Path("runtime", "prejit", "runtime"),
     "prejit.compiler": Path("compiler", "prejit", "compiler"),
 }
-OWN = "(package)"
+OWN = "__init__"
 """Node that stands for the `__init__` of the root itself."""
 
 Graph = dict[str, set[str]]
@@ -305,16 +305,18 @@ def _svg(tree: Tree, boxes: dict[str, _Box], arrows: Graph, *, by_module: bool) 
     order = _order(boxes, ways)
     width, height = _place(boxes, order, ways)
     found = figures(tree)
-    count = len(found["circles_of_files"]) + len(found["circles_of_packages"]) * (not by_module)
     what = "modules" if by_module else "packages, with their number of files, and files beside them"
     title = f"{tree.name}: {what}"
     note = (
-        f"{found['modules']} files on {found['levels']} levels, {count} circles. "
+        f"{found['modules']} files on {found['levels']} levels; {len(found['circles_of_files'])} circles "
+        f"of files, {len(found['circles_of_packages'])} of packages. "
         "An arrow points to what is imported; those that follow from others are left out."
     )
-    width = max(width, (len(note) + 4) * 6.4)
+    wide = max(width, (len(note) + 4) * 6.4)
+    for box in boxes.values():
+        box.x += (wide - width) / 2
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {height:.0f}" '
         f'font-family="system-ui, sans-serif" font-size="13" role="img" '
         f'aria-label="{escape(title)}. {escape(note)}">',
         f"  <style>{_STYLE}\n  </style>",
