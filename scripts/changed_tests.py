@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from scripts.import_graph import ROOTS, imported_names
 
 REPOSITORY = Path(__file__).resolve().parents[1]

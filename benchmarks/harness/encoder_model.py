@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.harness.models import write_safetensors
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
+
+from benchmarks.harness.models import write_safetensors
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY, POSITIONS, MAX_TOKENS = 6, 384, 12, 1536, 30522, 512, 512
 SEED = 7

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+
 from benchmarks.harness.workload import (
     BUCKETS,
     EPSILON,

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
 from benchmarks.harness import workload
 
 THREADS = 2

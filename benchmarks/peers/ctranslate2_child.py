@@ -18,6 +18,7 @@ from typing import Any
 
 import ctranslate2
 import numpy as np
+
 from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 

@@ -99,8 +99,9 @@ def plain(path: str, shapes: Sequence[tuple[int, int]]) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from benchmarks.harness.encoder_model import HEADS, LAYERS, WIDTH
     from safetensors.numpy import load_file
+
+    from benchmarks.harness.encoder_model import HEADS, LAYERS, WIDTH
 
     weights = {
         name: jax.device_put(np.ascontiguousarray(w.T if ".layer." in name and w.ndim == 2 else w))

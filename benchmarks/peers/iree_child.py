@@ -14,6 +14,7 @@ from typing import Any
 
 import iree.runtime as iree
 import numpy as np
+
 from benchmarks.harness import workload
 
 THREADS = 2

@@ -21,9 +21,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
 from benchmarks.harness import workload
 from benchmarks.harness.workload import EPSILON, HEAD_SIZE, HEADS, LAYERS, WIDTH
-from jax import lax
 
 Weights = dict[str, jax.Array]
 Tokens = jax.Array | np.ndarray

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import llama_cpp as llama
 import numpy as np
+
 from benchmarks.harness import workload
 
 THREADS = 2

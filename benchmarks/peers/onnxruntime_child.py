@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+
 from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 

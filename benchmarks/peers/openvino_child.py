@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import openvino
+
 from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 

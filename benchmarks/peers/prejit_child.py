@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks.harness import workload
-
 from prejit.runtime import Bundle, Fingerprint, load
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import aligned_zeros, to_numpy

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from benchmarks.harness import workload
 from transformers import AutoModelForCausalLM
+
+from benchmarks.harness import workload
 
 THREADS = 2
 

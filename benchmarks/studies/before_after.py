@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from benchmarks.harness import workload
 from benchmarks.harness.measure import (
     BENCHMARKS,

@@ -25,7 +25,6 @@ from benchmarks.harness import report
 from benchmarks.harness.measure import Row, Sample, machine, progress, run_once, versions
 from benchmarks.harness.report import Table, Target, cell, ratio, same_tokens
 from benchmarks.harness.workspace import RESULTS, Bench, prepare
-
 from prejit.runtime import Fingerprint
 from prejit.runtime.base.typed_json import to_json
 

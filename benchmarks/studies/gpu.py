@@ -35,7 +35,6 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.report import Table, Target, cell, ratio, same_tokens
 from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench
-
 from prejit.runtime import Fingerprint
 from prejit.runtime.base.typed_json import to_json
 

@@ -28,7 +28,6 @@ from typing import Any
 from benchmarks.harness import models, workload
 from benchmarks.harness.measure import Spread, machine, progress, versions
 from benchmarks.harness.workspace import RESULTS
-
 from prejit.runtime import Bundle, load
 
 DRAFT = 7

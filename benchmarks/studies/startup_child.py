@@ -25,18 +25,17 @@ _Span = tuple[str, str, str, int, int]
 _spans: list[_Span] = []
 
 FUNCTIONS = {
-    "prejit.runtime.loader": {
+    "prejit.runtime.loader": {"load": "other"},
+    "prejit.runtime.format.opening": {
         "open_index": "bundle",
         "match": "bundle",
-        "read_manifest": "bundle",
-        "_read_config": "bundle",
-        "check_blobs": "bundle",
-        "Blobs.layers": "bundle",
-        "load": "other",
+        "read_contents": "bundle",
     },
+    "prejit.runtime.format.blobs": {"check_blobs": "bundle", "Blobs.layers": "bundle"},
     "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
     "prejit.runtime.programs.weights": {"tensors": "weights"},
-    "prejit.runtime.format.checks": {"check_weight_sets": "weights", "unpack": "programs"},
+    "prejit.runtime.format.config_checks": {"check_weight_sets": "weights"},
+    "prejit.runtime.format.layer_checks": {"unpack": "programs"},
     "prejit.runtime.device.executable": {
         "Device.__init__": "first array",
         "Device._begin": "first array",
@@ -55,7 +54,7 @@ FUNCTIONS = {
         "Tokenizer.encode": "tokenizer",
     },
 }
-"""What is timed of the runtime, by module: names, and the kind that each counts as."""
+"""Functions of the runtime that are timed, by module, with the kind that each counts as."""
 
 
 def _timed(kind: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +117,6 @@ def main() -> None:
     _wrap_loader(extension, "exec_module")
     _wrap_loader(extension, "create_module")
     from benchmarks.harness import workload
-
     from prejit.runtime import load
 
     bundle = load(sys.argv[1], on_mismatch="error")

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness.measure import Row, interleave, progress
-
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import digest_file
 from prejit.runtime.base.typed_json import to_json

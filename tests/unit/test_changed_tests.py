@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from scripts.changed_tests import changed_files, choose_tests
 
 RUNTIME = Path("runtime", "prejit", "runtime")

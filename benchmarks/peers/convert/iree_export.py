@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from benchmarks.harness import workload
 from benchmarks.peers import jax_baseline
 
