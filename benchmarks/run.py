@@ -1,9 +1,9 @@
 """prejit beside what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
-    python benchmarks/run.py --quick         JAX and llama.cpp, under 5 minutes
-    python benchmarks/run.py                 every peer and section, hours the first time: `make bench-full`
-    python benchmarks/run.py --only prefill  one section
-    python benchmarks/run.py --row int8,JAX  rows with one of these in their names
+    python -m benchmarks.run --quick         JAX and llama.cpp, under 5 minutes
+    python -m benchmarks.run                 every peer and section, hours the first time: `make bench-full`
+    python -m benchmarks.run --only prefill  one section
+    python -m benchmarks.run --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results.
@@ -24,12 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import chart
-import comparison
-import peers
-import report
-import workload
-from comparison import (
+from benchmarks.harness import chart, comparison, report, workload
+from benchmarks.harness.comparison import (
     CPU,
     DECODE,
     EMBEDDING,
@@ -42,7 +38,7 @@ from comparison import (
     Column,
     Goal,
 )
-from measure import (
+from benchmarks.harness.measure import (
     FailedProcessError,
     Row,
     Sample,
@@ -55,9 +51,8 @@ from measure import (
     spread,
     versions,
 )
-from peers import Work
-from report import Table, Target
-from workspace import (
+from benchmarks.harness.report import Table, Target
+from benchmarks.harness.workspace import (
     PREJIT_COMMAND,
     RESULTS,
     Bench,
@@ -66,6 +61,8 @@ from workspace import (
     prepare,
     sources_digest,
 )
+from benchmarks.peers import entrants
+from benchmarks.peers.entrants import Work
 
 
 @dataclass
@@ -127,10 +124,12 @@ def beside_peers(
     """
     bench = run.bench
     failures = run.failures.setdefault(name, {})
-    rows = run.rows[name] = peers.rows(bench, work, run.wanted, failures)
+    rows = run.rows[name] = entrants.rows(bench, work, run.wanted, failures)
     if not rows:
         return [], []
-    probe = Row("bandwidth probe", ("bandwidth_child.py", bench.weights)) if step_bytes else None
+    probe = (
+        Row("bandwidth probe", ("peers/bandwidth_child.py", bench.weights)) if step_bytes else None
+    )
     samples = run.samples[name] = interleave(rows, bench.runs, probe, failures)
     for sample in (sample for found in samples.values() for sample in found):
         sample |= sample.get("steady", {})  # latencies are columns
@@ -147,7 +146,7 @@ def beside_peers(
                     sample["peak_anonymous_bytes"] = polled
     made = comparison.tables(title, rows, samples, columns, failures, step_bytes, note)
     targets = comparison.targets(f"{name}, ", goals, rows, samples)
-    floats = samples.get(peers.PREJIT["float32"])
+    floats = samples.get(entrants.PREJIT["float32"])
     if step_bytes and floats:
         share = 100 * comparison.floor_share(floats, step_bytes("float32")).median
         what = f"{name}, float32: decode, of the floor"
@@ -284,7 +283,7 @@ def flat(run: Run) -> tuple[list[Table], list[Target]]:
         except FailedProcessError as error:
             failures[name] = str(error)
         else:
-            rows.append(Row(name, ("prejit_child.py", "generate", path), bench.prejit))
+            rows.append(Row(name, ("peers/prejit_child.py", "generate", path), bench.prejit))
     samples = run.samples["flat"] = interleave(rows, bench.runs, failures=failures)
     return report.flat(samples, failures)
 
@@ -293,8 +292,8 @@ def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
     """With and without a KV cache."""
     bench = run.bench
     prepare(bench, ("gpt2-4",))
-    plain = ("jax_baseline.py", "kv-cache", bench.weights)
-    bundle = ("prejit_child.py", "kv-cache", bench.bundle("gpt2-4"))
+    plain = ("peers/jax_baseline.py", "kv-cache", bench.weights)
+    bundle = ("peers/prejit_child.py", "kv-cache", bench.bundle("gpt2-4"))
     rows = [
         Row(report.EAGER, (*plain, "eager")),
         Row(report.JIT, (*plain, "jit")),
@@ -310,12 +309,16 @@ def buckets(run: Run) -> tuple[list[Table], list[Target]]:
     """Every program of 40 once. Minutes for each JAX process, so three of them."""
     bench = run.bench
     prepare(bench, ("gpt2-40",))
-    plain = ("jax_baseline.py", "buckets", bench.weights, "gpt2-40")
+    plain = ("peers/jax_baseline.py", "buckets", bench.weights, "gpt2-40")
     warm = {**bench.warm, "JAX_COMPILATION_CACHE_DIR": str(bench.directory / "jax-cache-40")}
     shutil.rmtree(warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     progress("every bucket once; JAX compiles 40 programs in each cold process")
     rows = [
-        Row(report.PREJIT, ("prejit_child.py", "buckets", bench.bundle("gpt2-40")), bench.prejit),
+        Row(
+            report.PREJIT,
+            ("peers/prejit_child.py", "buckets", bench.bundle("gpt2-40")),
+            bench.prejit,
+        ),
         Row(report.JAX_WARM, plain, warm),
         Row(report.JAX_COLD, plain),
     ]
@@ -471,7 +474,7 @@ def main() -> None:
     targets.append(Target("rows that failed", failed, 0))
     took_part = {name for found in run.samples.values() for name in found}
     facts |= {
-        "versions": {**versions(), **peers.versions(bench, took_part)},
+        "versions": {**versions(), **entrants.versions(bench, took_part)},
         "load_average_after": os.getloadavg()[0],
         "sources_changed": digest_now() != sources_digest(),
         "seconds": round(time.perf_counter() - started),

@@ -1,0 +1,146 @@
+"""Where the benchmark keeps its things, and the bundles it builds there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.harness import workload
+from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
+from benchmarks.harness.models import decoder_manifest
+
+RESULTS = BENCHMARKS / "results"
+LARGE_BYTES = 16_000_000_000
+"""Of disk for a model of a billion parameters: 2.5 GB, three bundles of 9 GB, and two GGUF files of 4 GB."""
+PREJIT_COMMAND = str(Path(sys.executable).parent / "prejit")
+
+
+def bench_directory() -> Path:
+    """$PREJIT_BENCH_DIR (default ~/.cache/prejit/bench)."""
+    given = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
+    return Path(given).resolve()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where things are, and how often they are measured.
+
+    Attributes:
+        directory: of models, bundles, environments and caches.
+        runs: fresh processes of each row.
+        quick: the main rows only.
+    """
+
+    directory: Path
+    runs: int
+    quick: bool
+
+    @property
+    def weights(self) -> str:
+        """GPT-2's weights for plain JAX."""
+        return str(self.directory / "gpt2.safetensors")
+
+    def bundle(self, name: str) -> str:
+        """A bundle's directory."""
+        return str(self.directory / "bundles" / name)
+
+    @property
+    def prejit(self) -> dict[str, str]:
+        """Environment of prejit's rows: receipts of verified files are kept apart from the user's."""
+        return {"PREJIT_RUNTIME_CACHE": str(self.directory / "runtime-cache")}
+
+    @property
+    def warm(self) -> dict[str, str]:
+        """Environment of a JAX that keeps every executable on disk."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(self.directory / "jax-cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+    def model(self, name: str) -> Path:
+        """The directory of a model of models.py or of encoder_model.py, which is made where it is missing.
+
+        Raises:
+            FailedProcessError: making it failed, or there is no room for all that is made from it.
+        """
+        if name == "llama-1b" and not (self.directory / name).is_dir():
+            free = shutil.disk_usage(self.directory).free
+            if free < LARGE_BYTES:
+                raise FailedProcessError(
+                    f"expected {LARGE_BYTES / 1e9:.0f} GB of free disk for the model, its bundles and its "
+                    f"peers' files, found {free / 1e9:.0f} GB in {self.directory}"
+                )
+        if name == "minilm":
+            run_once(Row("model", ("harness/encoder_model.py", str(self.directory / name))))
+        else:
+            run_once(Row("model", ("harness/models.py", str(self.directory), name)))
+        return self.directory / name
+
+    def build_row(self, name: str, label: str, output: Path, cache: Path) -> Row:
+        """A build of one manifest."""
+        manifest = str(self.directory / f"{name}.toml")
+        options = ("-o", str(output), "--cache", str(cache), "--json")
+        return Row(label, (PREJIT_COMMAND, "build", manifest, *options), self.prejit)
+
+    def built(self, name: str, source: str, dtype: str, sizes: workload.Sizes) -> str:
+        """A bundle of a decoder, built where it is not there as this checkout would build it.
+
+        Args:
+            name: of the bundle.
+            source: of the model.
+            dtype: of its weights.
+            sizes: of the manifest's `[generate]`.
+
+        Returns:
+            The bundle's directory.
+        """
+        self.model(source)
+        return self.built_manifest(name, decoder_manifest(name, source, dtype, sizes))
+
+    def built_manifest(self, name: str, manifest: str) -> str:
+        """A bundle of any manifest; see `built`."""
+        (self.directory / f"{name}.toml").write_text(manifest)
+        stamp = self.directory / "bundles" / f".{name}.built"
+        made_from = sources_digest() + "\n" + manifest
+        if not stamp.is_file() or stamp.read_text() != made_from:
+            progress(f"prejit build {name}.toml")
+            stamp.unlink(missing_ok=True)
+            shutil.rmtree(self.bundle(name), ignore_errors=True)
+            output, cache = self.directory / "bundles", self.directory / "build-cache"
+            run_once(self.build_row(name, name, output, cache))
+            stamp.write_text(made_from)
+        return self.bundle(name)
+
+
+@cache
+def sources_digest() -> str:
+    """What bundles are built by: SHA-256 of prejit's sources and jaxlib's version, when first asked for.
+
+    A bundle of another state is never measured as this one's.
+    """
+    return digest_now()
+
+
+def digest_now() -> str:
+    """`sources_digest` of the files as they are now."""
+    digest = hashlib.sha256(version("jaxlib").encode())
+    for root in ("compiler", "runtime"):
+        for path in sorted((BENCHMARKS.parent / root).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(f"\0{path.relative_to(BENCHMARKS.parent)}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def prepare(bench: Bench, names: tuple[str, ...]) -> None:
+    """Makes GPT-2 and bundles of workload.BUCKETS where they are missing or stale; empties JAX's cache."""
+    for name in names:
+        bench.built(name, "gpt2", "float32", workload.BUCKETS[name])
+    shutil.rmtree(bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
