@@ -19,6 +19,19 @@ pytest_plugins = (
 )  # in the order of their imports
 
 
+LONGEST = (
+    *("test_fleet.py", "test_mesh.py", "test_parity.py", "test_build.py", "test_invariance.py"),
+    *("test_encode.py", "test_bench.py", "test_models.py", "test_kernel_linear.py"),
+)
+"""The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, so that no worker ends with one while the others are idle."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
 @pytest.fixture(autouse=True)
 def runtime_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime cache of each test's own: what one test leaves there cannot help another."""
