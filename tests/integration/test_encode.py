@@ -27,8 +27,6 @@ from prejit.runtime import (
 
 from .conftest import Run
 
-pytestmark = pytest.mark.e2e
-
 SHAPES = [
     *([1, length] for length in (16, 32, 64, 128, 256, 512)),
     *([batch, length] for batch in (2, 4, 8, 16, 32) for length in (32, 64, 128)),

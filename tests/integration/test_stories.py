@@ -14,8 +14,6 @@ from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 Stories = tuple[Path, dict[str, list[int]]]
 V2_ONLY = (
     "64bit",

@@ -13,8 +13,6 @@ from prejit.runtime import load
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
 {{ message.content }}{% if not loop.last %} {% endif %}

@@ -14,8 +14,6 @@ from tests.parity.cases import Case
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 WIDTH, LARGE_INNER = 64, 4096
 """A matrix of 64 x 4096 has 1 MB: the least that a build measures."""
 
