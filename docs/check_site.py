@@ -1,7 +1,7 @@
 """Check the built site: `python docs/check_site.py site`.
 
-mkdocs checks the links of the pages that it renders. This script checks the HTML: every internal link and anchor
-leads somewhere, those of generated reference pages too, and no page loads anything from another host.
+mkdocs checks the links of the pages that it renders. This script checks the HTML: every internal link and
+anchor leads somewhere, those of generated pages too, and no page loads anything from another host.
 """
 
 from __future__ import annotations

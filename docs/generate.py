@@ -33,28 +33,28 @@ Schema = Mapping[str, Any]
 _MANIFEST = """\
 # Manifest
 
-A manifest is a TOML file. It says what to compile and for which machines. This page is generated from the code
-that reads manifests. `prejit plan` checks a manifest and reports all errors at once, each with its line.
+A manifest is a TOML file. It says what to compile and for which machines. This page is generated from the
+code that reads manifests. `prejit plan` checks a manifest and reports all errors at once, each with its line.
 """
 _COMMAND_LINE = """\
 # Command line
 
-`prejit COMMAND --help` prints the same. Where only the server side is installed, the commands that use a bundle
-are `python -m prejit.runtime COMMAND`. The commands that build need `pip install 'prejit[compiler]'`.
+`prejit COMMAND --help` prints the same. Where only the server side is installed, the commands that use a
+bundle are `python -m prejit.runtime COMMAND`. The commands that build need `pip install 'prejit[compiler]'`.
 [Errors and exit statuses](errors.md) lists what a command ends with.
 """
 _ERRORS = """\
 # Errors and exit statuses
 
-The command line prints `error[code]: what happened`, then a hint, and ends with the exit status. Python raises
-the class. All classes can be imported from `prejit.runtime.errors`, and those that a server meets from
+The command line prints `error[code]: what happened`, then a hint, and ends with the exit status. Python
+raises the class. All classes can be imported from `prejit.runtime.errors`, and those that a server meets from
 `prejit.runtime`.
 
 | code | exit | class | meaning |
 | --- | --- | --- | --- |"""
 _STATUSES = """\
-Two statuses have no class: 0 (success) and 8 (`prejit plan`: something will compile). A command that ends with
-ctrl-C has status 130, and one whose reader has gone has status 141.
+Two statuses have no class: 0 (success) and 8 (`prejit plan`: something will compile). A command that ends
+with ctrl-C has status 130, and one whose reader has gone has status 141.
 """
 
 
