@@ -27,7 +27,7 @@ from report import Table, Target, cell, ratio, same_tokens
 from workspace import RESULTS, Bench, prepare
 
 from prejit.runtime import Fingerprint
-from prejit.runtime.bundle import to_json
+from prejit.runtime.base.typed_json import to_json
 
 MATCHED, FIRST, SECOND = "matched load", "mismatch, first start", "mismatch, second start"
 LIMIT = 1.2

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from prejit.runtime import bundle
-from prejit.runtime.fingerprint import Fingerprint
-from prejit.runtime.target import catalogue, chips
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.machine.catalogue import catalogue, chips
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 JAXLIBS = ("0.10.2", "0.11.0", "0.11.2", "0.12.0", "0.12.0.1")
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}
@@ -90,7 +90,7 @@ def write(machines: dict[str, Fingerprint], directory: Path) -> None:
     for name, machine in machines.items():
         path = directory / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bundle.to_json(machine) + b"\n")
+        path.write_bytes(to_json(machine) + b"\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from prejit.compiler.cache import Cache
-from prejit.compiler.form_table import (
+from prejit.compiler.build.measuring import measure_products, runs_here
+from prejit.compiler.build.plan import Inputs, versions
+from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.native.form_table import (
     RECORDED,
     FormTable,
     KnownForms,
@@ -23,15 +25,13 @@ from prejit.compiler.form_table import (
     read_own,
     to_text,
 )
-from prejit.compiler.kernel_library import KernelLibrary, build_kernels
-from prejit.compiler.manifest import read_manifest
-from prejit.compiler.measuring import measure_products, runs_here
-from prejit.compiler.plan import Inputs, versions
-from prejit.compiler.products import Product
+from prejit.compiler.native.library import KernelLibrary, build_kernels
+from prejit.compiler.native.products import Product
 from prejit.compiler.progress import Progress, open_progress
-from prejit.compiler.target import target
-from prejit.compiler.toolchain import host_toolchain
-from prejit.runtime.layout import write_file
+from prejit.compiler.store.cache import Cache
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import host_toolchain
+from prejit.runtime.base.files import write_file
 
 ROOT = Path(__file__).parents[1]
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")

@@ -29,7 +29,7 @@ from report import Table, Target, cell, ratio, same_tokens
 from workspace import PREJIT_COMMAND, RESULTS, Bench
 
 from prejit.runtime import Fingerprint
-from prejit.runtime.bundle import to_json
+from prejit.runtime.base.typed_json import to_json
 
 DEVICELESS, TUNED = "prejit, built without the GPU", "prejit, built with its tuning"
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from prejit.compiler.kernel_library import SOURCES
+from prejit.compiler.native.library import SOURCES
 
 SHAPES = ((768, 768), (768, 2304), (768, 3072), (3072, 768), (2048, 2048), (2048, 8192))
 """(inputs, outputs) of GPT-2-124M and of a Llama of 1B."""

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 import workload
 
 from prejit.runtime import Bundle, Fingerprint, load
-from prejit.runtime.bundle import Program
-from prejit.runtime.decoder_programs import DecoderPrograms
-from prejit.runtime.executable import aligned_zeros, to_numpy
-from prejit.runtime.kv_cache import KVCache
-from prejit.runtime.weights import dtype_of
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.executable import aligned_zeros, to_numpy
+from prejit.runtime.format.schema import Program
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.kv_cache import KVCache
 
 
 def tokens(bundle: Bundle, prompt: list[int], count: int) -> Iterator[int]:

@@ -34,23 +34,23 @@ FUNCTIONS = {
         "Blobs.layers": "bundle",
         "load": "other",
     },
-    "prejit.runtime.fingerprint": {"Fingerprint.current": "bundle"},
-    "prejit.runtime.weights": {"tensors": "weights"},
-    "prejit.runtime.verify": {"check_weight_sets": "weights", "unpack": "programs"},
-    "prejit.runtime.executable": {
+    "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
+    "prejit.runtime.programs.weights": {"tensors": "weights"},
+    "prejit.runtime.format.checks": {"check_weight_sets": "weights", "unpack": "programs"},
+    "prejit.runtime.device.executable": {
         "Device.__init__": "first array",
         "Device._begin": "first array",
         "Device.load": "programs",
         "to_numpy": "run",
     },
-    "prejit.runtime.programs": {"Programs.weights": "weights"},
-    "prejit.runtime.kv_cache": {"KVCache.__init__": "first array"},
-    "prejit.runtime.decoder_programs": {
+    "prejit.runtime.programs.programs": {"Programs.weights": "weights"},
+    "prejit.runtime.generation.kv_cache": {"KVCache.__init__": "first array"},
+    "prejit.runtime.generation.decoder_programs": {
         "DecoderPrograms.__init__": "bundle",
         "DecoderPrograms.run": "run",
         "DecoderPrograms.place_sampling": "first array",
     },
-    "prejit.runtime.tokenizer": {
+    "prejit.runtime.text.tokenizer": {
         "Tokenizer.__init__": "tokenizer",
         "Tokenizer.encode": "tokenizer",
     },

@@ -22,10 +22,15 @@ from pathlib import Path
 
 from measure import Row, interleave, progress
 
-from prejit.runtime import bundle, loader
-from prejit.runtime.bundle import Config, Descriptor
-from prejit.runtime.fingerprint import Fingerprint
-from prejit.runtime.layout import Layout, digest_file, write_layout
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_file
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.format.index import encode_index
+from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.opening import match, open_index, read_contents, read_manifest
+from prejit.runtime.format.schema import Config, Descriptor
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 PROGRAMS = 400
 WEIGHTS_BYTES = 5 << 30
@@ -67,7 +72,7 @@ def with_programs(config: Config, count: int) -> Config:
             )
             programs[added.name] = added
     programs_sorted = tuple(programs.values())
-    return replace(config, format=bundle.FORMAT_VERSION, programs=programs_sorted)
+    return replace(config, format=FORMAT_VERSION, programs=programs_sorted)
 
 
 def with_weights(source: Path, to: Path, size: int) -> None:
@@ -93,10 +98,10 @@ def with_weights(source: Path, to: Path, size: int) -> None:
 def larger(source: Path, to: Path, programs: int, weights_bytes: int) -> None:
     """A copy of a bundle for this machine alone, with more programs, or larger weights, or both."""
     with Layout(source) as layout:
-        index, _ = loader.open_index(layout)
-        target = loader.match(layout, index, Fingerprint.current())[0]
-        manifest = loader.read_manifest(layout, target)
-        config = with_programs(loader.read_contents(layout, target).config, programs)
+        index, _ = open_index(layout)
+        target = match(layout, index, Fingerprint.current())[0]
+        manifest = read_manifest(layout, target)
+        config = with_programs(read_contents(layout, target).config, programs)
     blobs: dict[str, bytes | Path] = {}
 
     def place(at: Descriptor, content: bytes | Path) -> Descriptor:
@@ -104,22 +109,22 @@ def larger(source: Path, to: Path, programs: int, weights_bytes: int) -> None:
             with open(content, "rb") as file:
                 digest, size = digest_file(file.fileno()), content.stat().st_size
         else:
-            digest, size = bundle.digest_of(content), len(content)
+            digest, size = digest_of(content), len(content)
         blobs[digest] = content
         return replace(at, digest=digest, size=size)
 
     layers = []
     for layer in manifest.layers:
         path = source / "blobs" / "sha256" / layer.digest.removeprefix("sha256:")
-        if layer.mediaType == bundle.WEIGHTS_MEDIA_TYPE and weights_bytes > layer.size:
+        if layer.mediaType == WEIGHTS_MEDIA_TYPE and weights_bytes > layer.size:
             padded = to.with_suffix(".safetensors")
             with_weights(path, padded, weights_bytes)
             path = padded
         layers.append(place(layer, path))
-    described = place(manifest.config, bundle.to_json(config))
+    described = place(manifest.config, to_json(config))
     changed = replace(manifest, config=described, layers=tuple(layers))
-    at = place(target.descriptor, bundle.to_json(changed))
-    write_layout(to, bundle.encode_index(config.bundle, (at,)), blobs)
+    at = place(target.descriptor, to_json(changed))
+    write_layout(to, encode_index(config.bundle, (at,)), blobs)
 
 
 def main() -> None:

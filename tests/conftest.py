@@ -28,8 +28,8 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
-from prejit.compiler.disassembly import declared_features
-from prejit.runtime.executable import CompileFor, compile_portable
+from prejit.compiler.compile.disassembly import declared_features
+from prejit.runtime.device.executable import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
@@ -122,13 +122,13 @@ class Recipe:
     weights: Mapping[str, Any]
 
     def assemble(self) -> tuple[bytes, dict[str, Any]]:
-        from prejit.compiler.packaging import assemble
+        from prejit.compiler.build.packaging import assemble
 
         return assemble(self.name, self.targets)
 
     def write(self, path: Path) -> Path:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
-        from prejit.runtime.bundle import OCI_LAYOUT
+        from prejit.runtime.format.names import OCI_LAYOUT
 
         index, blobs = self.assemble()
         directory = path / "blobs" / "sha256"
@@ -164,7 +164,7 @@ class Recipe:
 
     def with_content(self, media_type: str, content: bytes) -> Recipe:
         """With other bytes in one layer, its digest set right."""
-        from prejit.compiler.packaging import layer
+        from prejit.compiler.build.packaging import layer
 
         return self.layered(
             lambda layers: tuple(
@@ -214,7 +214,7 @@ def bundle_dir(recipe: Recipe, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle that lies there long enough to get receipts. Read only: it is the whole session's."""
-    from prejit.runtime.receipt import SETTLED_SECONDS
+    from prejit.runtime.store.receipts import SETTLED_SECONDS
 
     path = recipe.write(tmp_path_factory.mktemp("settled") / "example")
     newest = max(file.stat().st_ctime for file in path.rglob("*"))
@@ -267,11 +267,20 @@ def no_warnings_of_fallback() -> Iterator[None]:
 def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
     import numpy as np
 
-    from prejit.compiler import packaging
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.disassembly import declared_features
-    from prejit.runtime import bundle
-    from prejit.runtime.executable import compile_portable
+    from prejit.compiler.build import packaging
+    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.store.cache import Cache
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.device.executable import compile_portable
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        FORMAT_VERSION,
+        LICENSE_MEDIA_TYPE,
+        PORTABLE_MEDIA_TYPE,
+        WEIGHTS_MEDIA_TYPE,
+    )
+    from prejit.runtime.format.schema import Config, Program, Segment
+    from prejit.runtime.machine.requirement import Requirement
 
     random = np.random.default_rng(0)
     weights = {
@@ -291,13 +300,11 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
         ),
     }
 
-    def frame(raw: bytes) -> bundle.Segment:
+    def frame(raw: bytes) -> Segment:
         import zstandard
 
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-        return bundle.Segment(
-            0, len(stored), cache.put_blob(stored), len(raw), bundle.digest_of(raw)
-        )
+        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
     portable, portables = packaging.pack({p: frame(x) for p, (x, _, _) in lowered.items()}, cache)
     with cache.blob_writer() as blob:
@@ -311,18 +318,18 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     stored_weights = cache.read_blob(blob.digest)
     assert stored_weights is not None
     shared = (
-        packaging.layer(bundle.LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
-        packaging.layer(bundle.WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
-        packaging.layer(bundle.PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+        packaging.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
+        packaging.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
+        packaging.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
     )
     packed = []
     for target, compiled in targets.items():
         pack, segments = packaging.pack({p: frame(x) for p, (x, _) in compiled.items()}, cache)
-        config = bundle.Config(
-            format=bundle.FORMAT_VERSION,
+        config = Config(
+            format=FORMAT_VERSION,
             bundle=name,
             target=target,
-            requirement=bundle.Requirement(
+            requirement=Requirement(
                 "cpu",
                 os.uname().machine,
                 tuple(sorted({f for _, features in compiled.values() for f in features})),
@@ -330,11 +337,11 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             versions={"jax": _version("jax"), "jaxlib": _version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
-                bundle.Program(
+                Program(
                     name=program,
                     kind="call",
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},
-                    key=bundle.digest_of(f"{target} {program}".encode()),
+                    key=digest_of(f"{target} {program}".encode()),
                     arguments=tuple(map(str, arguments)),
                     results=tuple(map(str, results)),
                     executable=segments[program],
@@ -346,7 +353,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             weight_sets={"score": tuple(weights)},
         )
-        layer = packaging.layer(bundle.EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
+        layer = packaging.layer(EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
         packed.append(packaging.PackedTarget(config, (layer, *shared)))
     return Recipe(tuple(packed), name, weights)
 
@@ -361,7 +368,7 @@ def _lower_score(size: int) -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
-    from prejit.runtime.bundle import Array
+    from prejit.runtime.format.arrays import Array
 
     def score(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ weights["kernel"]) + weights["bias"]
@@ -378,7 +385,7 @@ def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
-    from prejit.runtime.bundle import Array
+    from prejit.runtime.format.arrays import Array
 
     def nest(tree: dict[str, Any]) -> dict[str, Any]:
         half, (count, flag) = tree["half"], tree["pair"]
@@ -409,7 +416,7 @@ def _lower_tick() -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
-    from prejit.runtime.bundle import Array
+    from prejit.runtime.format.arrays import Array
 
     def tick() -> jax.Array:
         return jnp.asarray(7, jnp.int32)
@@ -469,15 +476,25 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler import packaging
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.disassembly import declared_features
-    from prejit.runtime import bundle, executable
-    from prejit.runtime.bundle import Array
+    from prejit.compiler.build import packaging
+    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.store.cache import Cache
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.device import executable
+    from prejit.runtime.format.arrays import Array
+    from prejit.runtime.format.kernels import kernel_target
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        FORMAT_VERSION,
+        KERNELS_MEDIA_TYPE,
+        PORTABLE_MEDIA_TYPE,
+    )
+    from prejit.runtime.format.schema import Config, Kernels, Program, Segment
+    from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
     cache = Cache.open(tmp_path_factory.mktemp("recipe") / "cache")
-    name = bundle.kernel_target("scale", library.digest)
+    name = kernel_target("scale", library.digest)
 
     def with_kernel(x: jax.Array) -> Any:
         call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -488,20 +505,18 @@ def kernel_recipe(
     portable = _export(lambda x: x * jnp.float32(2.5), x)
     compiled = executable.compile_portable(_export(with_kernel, x, custom_calls=(name,)))
 
-    def frame(raw: bytes) -> bundle.Segment:
+    def frame(raw: bytes) -> Segment:
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-        return bundle.Segment(
-            0, len(stored), cache.put_blob(stored), len(raw), bundle.digest_of(raw)
-        )
+        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
     executables, placed = packaging.pack({"scale": frame(compiled.serialized)}, cache)
     portables, portable_placed = packaging.pack({"scale": frame(portable)}, cache)
     features = {*declared_features(compiled.serialized), *library.cpu_features}
-    config = bundle.Config(
-        format=bundle.FORMAT_VERSION,
+    config = Config(
+        format=FORMAT_VERSION,
         bundle="kernels",
         target="cpu-host",
-        requirement=bundle.Requirement(
+        requirement=Requirement(
             "cpu",
             os.uname().machine,
             tuple(sorted(features)),
@@ -510,11 +525,11 @@ def kernel_recipe(
         ),
         versions={"jax": _version("jax"), "jaxlib": _version("jaxlib"), "prejit": "0.1.0"},
         programs=(
-            bundle.Program(
+            Program(
                 name="scale",
                 kind="call",
                 bucket={},
-                key=bundle.digest_of(b"scale"),
+                key=digest_of(b"scale"),
                 arguments=(str(Array(("x",), "float32", (5,))),),
                 results=(str(Array((), "float32", (5,))),),
                 executable=placed["scale"],
@@ -524,12 +539,12 @@ def kernel_recipe(
             ),
         ),
         weight_sets={},
-        kernels=bundle.Kernels(library.digest, library.level, library.compiler, library.handlers),
+        kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
     layers = (
-        packaging.layer(bundle.EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
-        packaging.layer(bundle.KERNELS_MEDIA_TYPE, content, "kernels.so"),
-        packaging.layer(bundle.PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
+        packaging.layer(EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
+        packaging.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        packaging.layer(PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
     )
     return Recipe((packaging.PackedTarget(config, layers),), "kernels", {})
 
@@ -539,11 +554,11 @@ def with_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
-    from prejit.compiler.kernel_calls import KERNEL_CALLS
-    from prejit.compiler.kernel_library import SOURCES
-    from prejit.compiler.models.forms import Forms
-    from prejit.runtime import kernels
-    from prejit.runtime.bundle import kernel_target
+    from prejit.compiler.models.layers.forms import Forms
+    from prejit.compiler.native.calls import KERNEL_CALLS
+    from prejit.compiler.native.library import SOURCES
+    from prejit.runtime.device import kernels
+    from prejit.runtime.format.kernels import kernel_target
 
     library, content = _built_kernels("cpu-host", SOURCES, tmp_path_factory.mktemp("kernels"))
     loaded = kernels.load(content)
@@ -555,10 +570,10 @@ def with_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def _built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
     """A library of kernels, with its content."""
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.kernel_library import KernelLibrary, build_kernels
-    from prejit.compiler.target import target
-    from prejit.compiler.toolchain import host_toolchain
+    from prejit.compiler.native.library import KernelLibrary, build_kernels
+    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.targets.target_table import target
+    from prejit.compiler.targets.toolchain import host_toolchain
 
     opened = Cache.open(cache)
     versions = {name: _version(name) for name in ("jax", "jaxlib")}

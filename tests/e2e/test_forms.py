@@ -151,16 +151,16 @@ def linear_calls(bundle: Path) -> dict[str, int]:
     """How often the executables of a bundle's only target call the kernel of products, by program."""
     import zstandard
 
-    from prejit.runtime import bundle as format
-    from prejit.runtime.fingerprint import Fingerprint
-    from prejit.runtime.layout import Layout
-    from prejit.runtime.loader import match, open_index, read_contents
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
+    from prejit.runtime.format.opening import match, open_index, read_contents
+    from prejit.runtime.machine.fingerprint import Fingerprint
 
     with Layout(bundle) as layout:
         contents = read_contents(
             layout, match(layout, open_index(layout)[0], Fingerprint.current())[0]
         )
-        layer = contents.manifest.layer(format.EXECUTABLES_MEDIA_TYPE)
+        layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
         packed = layout.read_blob(layer.digest, layer.size)
     unpack: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompress
     return {

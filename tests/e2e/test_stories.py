@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prejit.runtime import Fingerprint, Sampling, load
-from prejit.runtime.bundle import to_json
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import ContextError, FallbackWarning
-from prejit.runtime.fingerprint import CPU_FEATURES
+from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
 from .conftest import Run, write_manifest
 

@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in BUILD_COMMANDS:
             return _build_side(arguments)
         options = parser().parse_args(arguments)
-        from prejit.runtime import commands
+        from prejit.runtime.cli import commands
 
         status: int = getattr(commands, options.command)(options)
         if sys.stdout is not None:  # a daemon may have closed it
