@@ -78,7 +78,7 @@ hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls 
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py .site-source
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	$(BIN)/python docs/check_site.py site
 
 demo-model: $(READY) ## train the demo model again

@@ -8,6 +8,7 @@ and then mkdocs. Nothing generated is kept in the repository, so nothing generat
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import json
@@ -66,6 +67,9 @@ def assemble(directory: Path) -> None:
     (reference / "manifest.md").write_text(manifest_page(manifest_schema()))
     (reference / "command-line.md").write_text(command_line_page())
     (reference / "errors.md").write_text(errors_page())
+    overview = directory / "architecture" / "index.md"
+    text = overview.read_text().replace("<!-- rooms -->", rooms())
+    overview.write_text(text.replace("<!-- import-graphs -->", import_graphs()))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text().replace("](docs/", "](")
         (directory / name.lower()).write_text(text)
@@ -88,6 +92,35 @@ def _copy_results(page: Path) -> None:
                 _copy_results(target)
 
 
+# --- the architecture ---------------------------------------------------------------------------------------
+
+
+def rooms() -> str:
+    """Return a table of the packages of each root, from the docstrings of their `__init__.py`."""
+    parts = []
+    for root in ("runtime", "compiler"):
+        top = ROOT / root / "prejit" / root
+        parts += [f"### prejit.{root}", "", "| room | subject |", "| --- | --- |"]
+        for path in sorted(top.rglob("__init__.py")):
+            if path.parent != top:
+                name = ".".join(path.parent.relative_to(top).parts)
+                docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+                parts.append(f"| `{name}` | {_cell(docstring)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def import_graphs() -> str:
+    """Return the pictures of the import graphs, for those that lie in docs/architecture."""
+    parts = []
+    for root in ("runtime", "compiler"):
+        for when, title in (("after", "now"), ("before", "before the rooms")):
+            picture = DOCS / "architecture" / f"imports-{when}-{root}.svg"
+            if picture.exists():
+                parts += [f"### Imports of prejit.{root}, {title}", "", f"![]({picture.name})", ""]
+    return "\n".join(parts)
+
+
 # --- the manifest ------------------------------------------------------------------------------------------
 
 
@@ -107,7 +140,7 @@ def _schema_of_models() -> Schema:
     """Return the schema that pydantic derives from the models of the sections."""
     import pydantic
 
-    from prejit.compiler import manifest
+    from prejit.compiler.manifest import manifest
 
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {}
@@ -203,7 +236,7 @@ def _default(value: Schema) -> str:
 
 def _expected(where: tuple[str | int, ...]) -> str:
     """Return what the checks of a manifest demand at this place, in words; empty: they have no words."""
-    from prejit.compiler.manifest_checks import expected
+    from prejit.compiler.manifest.checks import expected
 
     try:
         return expected(where)
