@@ -1,4 +1,4 @@
-"""A picture of the figures: horizontal bars as SVG, readable on a light and on a dark page."""
+"""Draw figures as horizontal bars in an SVG that is readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], goals: Sequence[tuple[str, bool]]) -> str:
-    """The picture.
+    """Return the SVG.
 
     Args:
         panels: below each other.

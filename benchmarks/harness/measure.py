@@ -1,4 +1,4 @@
-"""Fresh processes, their clock, and what is made of the samples. Standard library only."""
+"""Run fresh processes, time them, and summarize the samples. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is measured.
+    """A process that is measured, with its name in tables.
 
     Attributes:
         name: in tables.
@@ -44,7 +44,7 @@ class Row:
 
 
 class FailedProcessError(SystemExit):
-    """A process failed. Ends the benchmark unless somebody reports it instead."""
+    """A process failed. This ends the benchmark unless a caller catches and reports it."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what would change a row unseen.
+    """Return this process's environment without variables that would change a row unnoticed.
 
     Child scripts import `benchmarks` from this checkout, whatever interpreter runs them: hence PYTHONPATH.
     With PYTHONDONTWRITEBYTECODE an editable install would be compiled from source at every start, unlike one
@@ -75,7 +75,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_once(row: Row, poll_memory: bool = False) -> Sample:
-    """Runs a fresh process; the clock starts just before it does.
+    """Run a fresh process and time it. The clock starts just before the process.
 
     Args:
         row: what to run.
@@ -131,7 +131,7 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
 
 
 def _peak_anonymous_bytes(pid: int) -> Any:
-    """Watches a process; the function that is returned waits for its end and gives the peak."""
+    """Watch a process in a thread; return a function that waits for its end and returns the peak."""
     peak = 0
 
     def watch() -> None:
@@ -163,7 +163,7 @@ def interleave(
     probe: Row | None = None,
     failures: dict[str, str] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Runs every row in turn, round after round, so that all see the same machine.
+    """Run every row in turn, round after round, so that all see the same machine.
 
     The first round is thrown away (it fills the page cache and JAX's persistent cache). Each round begins
     with another row.
@@ -213,7 +213,7 @@ def interleave(
 
 
 def left_seconds(took: Mapping[str, float], names: Sequence[str]) -> float:
-    """How long some processes will take.
+    """Return an estimate of how long some processes will take.
 
     Args:
         took: seconds of the last one of each row that has run, at least one.
@@ -224,22 +224,22 @@ def left_seconds(took: Mapping[str, float], names: Sequence[str]) -> float:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as minutes and seconds."""
+    """Return seconds as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def spread(samples: Sequence[Sample], key: str) -> Spread:
-    """The spread of one figure of some samples."""
+    """Return the spread of one figure of some samples."""
     return Spread.of([sample[key] for sample in samples])
 
 
 def progress(text: str) -> None:
-    """One line for whoever waits."""
+    """Print one line of progress with the time."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """What this machine is, and what else runs on it."""
+    """Return what identifies this machine, and its load."""
     cpu: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
@@ -260,7 +260,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the packages that matter and of this checkout."""
+    """Return the versions of Python, of jax and NumPy, and the revision of this checkout."""
     from importlib.metadata import version
 
     found = {name: version(name) for name in ("jax", "jaxlib", "numpy", "prejit")}

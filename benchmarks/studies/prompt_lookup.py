@@ -1,4 +1,4 @@
-"""Passes over the weights that prompt lookup saves, and the speed-up.
+"""Measure how many passes over the weights prompt lookup saves, and the speed-up.
 
     python -m benchmarks.studies.prompt_lookup [--runs N]
 
@@ -31,7 +31,7 @@ from benchmarks.harness.workspace import RESULTS
 from prejit.runtime import Bundle, load
 
 DRAFT = 7
-"""Drafts of a pass: with the token before them eight rows, the most that products stream weights for."""
+"""Drafts of a pass: eight rows with the token before them, the most for which products stream weights."""
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = """[bundle]
 name = "{name}"
@@ -82,7 +82,7 @@ def main():
 
 
 def build(directory: Path, name: str, source: Path, context: int) -> Path:
-    """A bundle with programs that verify drafts."""
+    """Build a bundle with programs that verify drafts; return its path."""
     manifest = directory / f"{name}.toml"
     text = {"name": name, "source": json.dumps(str(source)), "context": context, "draft": DRAFT}
     manifest.write_text(MANIFEST.format(**text))
@@ -94,7 +94,7 @@ def build(directory: Path, name: str, source: Path, context: int) -> Path:
 
 
 def repeating_gpt2(directory: Path) -> Path:
-    """The benchmarks' GPT-2 with blocks of the usual initialization."""
+    """Return the benchmark's GPT-2 with blocks of the usual initialization, made if it is missing."""
     path = directory / "gpt2-repeating"
     if not path.is_dir():
         weights = {
@@ -111,7 +111,7 @@ def repeating_gpt2(directory: Path) -> Path:
 
 
 def turns(bundle: Bundle, prompt: str | Sequence[int], count: int, runs: int) -> dict[str, Any]:
-    """One request with and without drafts in turns, the first of each not counted.
+    """Time one request with and without drafts in turns, without the first of each.
 
     Raises:
         SystemExit: their tokens differ.
@@ -152,7 +152,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Builds, measures, writes."""
+    """Build, measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7, help="turns of each request")
     given = parser.parse_args()
