@@ -70,11 +70,11 @@ class Run:
     """The options of a run, and its results so far.
 
     Attributes:
-        bench: where, and how often.
-        wanted: parts of the names of the rows that are wanted, with commas.
-        samples: by section, then by row.
-        failures: by section, then by row: why it is not there.
-        rows: by section.
+        bench: directory, and number of rounds.
+        wanted: parts of the names of rows to run, with commas.
+        samples: samples by section, then by row.
+        failures: reasons by section, then by row.
+        rows: rows by section.
     """
 
     bench: Bench
@@ -113,14 +113,14 @@ def beside_peers(
     """Run the same work with every entrant, and compare them.
 
     Args:
-        run: asked for.
-        name: its samples are kept under.
-        title: of the table.
-        work: to do.
-        columns: of the table.
-        goals: of prejit's rows.
-        step_bytes: what a decode step reads of weights of a dtype, where its share of the floor is wanted.
-        note: below the table.
+        run: options and results of the run.
+        name: name of the section.
+        title: title of the table.
+        work: work that every entrant does.
+        columns: columns of the table.
+        goals: goals of prejit's rows.
+        step_bytes: bytes of weights that a decode step reads, by dtype; adds the share of the bandwidth.
+        note: text below the table.
     """
     bench = run.bench
     failures = run.failures.setdefault(name, {})

@@ -22,11 +22,11 @@ class Column:
     """A column of the table: one figure of every row.
 
     Attributes:
-        key: in a sample.
-        title: with the unit.
-        digits: behind the point.
-        scale: the samples' unit in the title's.
-        more: more is better.
+        key: name of the figure in a sample.
+        title: head of the column, with the unit.
+        digits: digits after the decimal point.
+        scale: divisor from the samples' unit to the title's.
+        more: whether more is better.
     """
 
     key: str
@@ -55,10 +55,10 @@ class Goal:
     """The ratio that prejit's row should reach to a peer's.
 
     Attributes:
-        column: of the figure.
-        dtype: of prejit's row and its peers'.
-        limit: of the ratio, at most, or at least where more is better.
-        against: beginnings of the peers' names; none: all of that dtype.
+        column: column of the figure.
+        dtype: dtype of the weights of prejit's row and of its peers.
+        limit: largest ratio allowed, or the smallest where more is better.
+        against: prefixes of the peers' names; empty: all peers of that dtype.
     """
 
     column: Column
@@ -72,10 +72,10 @@ class Compared:
     """prejit's row compared with the best peer in one column.
 
     Attributes:
-        column: of the figure.
-        row: prejit's.
-        peer: the name of the best.
-        ratio: of prejit's figure to the peer's: the median of the ratios within each round.
+        column: column of the figure.
+        row: name of prejit's row.
+        peer: name of the best peer.
+        ratio: prejit's figure divided by the peer's: the median of the ratios within each round.
     """
 
     column: Column
@@ -100,11 +100,11 @@ def best_peer(
     """Return the peer with the best median in a column, or None without peers.
 
     Args:
-        samples: of all rows.
-        rows: what was run.
-        column: of the figure.
-        dtype: of the peers' weights.
-        against: beginnings of the names that count; none: all.
+        samples: samples of all rows.
+        rows: rows that ran.
+        column: column of the figure.
+        dtype: dtype of the peers' weights.
+        against: prefixes of the names that count; empty: all.
     """
     names = [
         row.name
@@ -125,7 +125,7 @@ def _has(samples: Samples, name: str, column: Column) -> bool:
 def ratio_within_rounds(samples: Samples, name: str, other: str, key: str) -> float:
     """Return the median of the ratios of two rows' figures within each round.
 
-    A virtual machine drifts by more between rounds than within one.
+    The speed of a virtual machine drifts more between rounds than within one.
     """
     pairs = zip(samples[name], samples[other], strict=True)
     return Spread.of([mine[key] / theirs[key] for mine, theirs in pairs]).median
@@ -148,7 +148,7 @@ def compare(samples: Samples, rows: Sequence[Row], columns: Sequence[Column]) ->
 def agreement(samples: Samples, rows: Sequence[Row]) -> dict[str, str]:
     """Return how many tokens of each row equal the reference's before the first difference, as `64/64`.
 
-    Of a row whose processes differ it is the least. Low precision may differ: with random weights it does.
+    If the processes of a row differ, the least counts. Low precision differs with random weights.
     """
     floats = [row.name for row in rows if row.dtype == "float32" and samples.get(row.name)]
     if not floats:
@@ -186,8 +186,8 @@ def floor_share(samples: Sequence[Sample], step_bytes: int) -> Spread:
     """Return the decode rate as a share of what the memory bandwidth allows.
 
     Args:
-        samples: each with the bandwidth that was probed before it.
-        step_bytes: that a step must read.
+        samples: samples of a row, each with the bandwidth that was probed before it.
+        step_bytes: bytes that a step must read.
     """
     return Spread.of(
         [s["decode_tokens_per_second"] * step_bytes / s["probe_bytes_per_second"] for s in samples]
@@ -206,13 +206,13 @@ def tables(
     """Return the tables of a section: its figures, and prejit's ratios to its peers.
 
     Args:
-        title: of the section.
-        rows: in the order of the table.
-        samples: of the rows that ran.
-        columns: of the table.
-        failures: rows that are not there, with the reason.
-        step_bytes: what a decode step reads of weights of a dtype, where its share of the floor is wanted.
-        note: behind what is said of the probe and of failures.
+        title: title of the section.
+        rows: rows in the order of the table.
+        samples: samples of the rows that ran.
+        columns: columns of the table.
+        failures: reasons by the name of a row that is missing.
+        step_bytes: bytes of weights that a decode step reads, by dtype; adds the share of the bandwidth.
+        note: text below the table, after the notes on the probe and on failures.
     """
     head = ["", *(column.title for column in columns)]
     if step_bytes:

@@ -1,7 +1,7 @@
 """Environments of the peers: one venv each under $PREJIT_BENCH_DIR/envs, made when a row first needs it.
 
-pip takes what it is configured to take, by package name. What only converts models is apart from what runs
-them. `PREJIT_BENCH_TORCH` is the requirement for torch (default `torch`): a build for CPUs saves gigabytes.
+pip installs packages by name, as it is configured. What only converts models is apart from what runs them.
+`PREJIT_BENCH_TORCH` is the requirement for torch (default `torch`): a build for CPUs saves gigabytes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Environment:
     """A virtual environment of a peer.
 
     Attributes:
-        packages: what pip is asked for.
-        minutes: that making it takes on two cores, or so.
-        variables: set while pip runs.
-        unwanted: packages that come along and stand in the way.
+        packages: requirements for pip.
+        minutes: approximate time to make it on two cores.
+        variables: environment variables while pip runs.
+        unwanted: packages that pip brings along and that must go.
     """
 
     packages: tuple[str, ...]
@@ -61,7 +61,7 @@ def interpreter(directory: Path, name: str) -> str:
     """Return the Python of an environment; make it if it is missing or holds other packages.
 
     Args:
-        directory: of the benchmark.
+        directory: directory of the benchmark.
         name: a key of ENVIRONMENTS.
 
     Raises:

@@ -31,10 +31,10 @@ class Row:
     """A process that is measured, with its name in tables.
 
     Attributes:
-        name: in tables.
-        command: of the process; its interpreter is this one's where it starts with a script's name.
-        environment: what is set for it.
-        dtype: its weights are stored in: what it is compared with.
+        name: name in tables.
+        command: command line. If it begins with a script, this interpreter runs it.
+        environment: environment variables of the process.
+        dtype: dtype of its weights. Rows of one dtype are compared.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Spread:
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without variables that would change a row unnoticed.
 
-    Child scripts import `benchmarks` from this checkout, whatever interpreter runs them: hence PYTHONPATH.
+    PYTHONPATH lets child scripts import `benchmarks` from this checkout, whatever interpreter runs them.
     With PYTHONDONTWRITEBYTECODE an editable install would be compiled from source at every start, unlike one
     that pip made.
     """
@@ -78,11 +78,11 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
     """Run a fresh process and time it. The clock starts just before the process.
 
     Args:
-        row: what to run.
-        poll_memory: read its anonymous memory every 2 ms, which disturbs its times a little.
+        row: process to run.
+        poll_memory: read its anonymous memory every 2 ms. This disturbs its times a little.
 
     Raises:
-        FailedProcessError: it failed.
+        FailedProcessError: the process failed.
     """
     command = [*row.command]
     if command[0].endswith(".py"):
@@ -165,17 +165,17 @@ def interleave(
 ) -> dict[str, list[Sample]]:
     """Run every row in turn, round after round, so that all see the same machine.
 
-    The first round is thrown away (it fills the page cache and JAX's persistent cache). Each round begins
-    with another row.
+    The first round is thrown away: it fills the page cache and JAX's persistent cache. Each round begins with
+    another row.
 
     Args:
-        rows: what takes turns.
-        runs: rounds that count.
-        probe: runs before each process; what it says stands in that one's sample as `probe_...`.
-        failures: where a row that fails is noted with the reason, and left out from then on.
+        rows: processes that take turns.
+        runs: number of rounds that count.
+        probe: process that runs before each other one and adds `probe_bytes_per_second` to its sample.
+        failures: receives the reason by name for each row that fails. Such a row is left out from then on.
 
     Returns:
-        The samples of each row, as many of each, those that failed left out.
+        The samples by row, equally many of each, without the rows that failed.
 
     Raises:
         FailedProcessError: a row failed and there is no `failures`.
@@ -216,8 +216,8 @@ def left_seconds(took: Mapping[str, float], names: Sequence[str]) -> float:
     """Return an estimate of how long some processes will take.
 
     Args:
-        took: seconds of the last one of each row that has run, at least one.
-        names: row of each process to come; one that has not run yet counts as the mean of the others.
+        took: seconds that the last process of each row took; at least one row has run.
+        names: row of each remaining process. A row that has not run yet counts as the mean of the others.
     """
     mean = statistics.mean(took.values())
     return sum(took.get(name, mean) for name in names)

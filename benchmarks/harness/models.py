@@ -6,8 +6,8 @@
     DIR/gpt2.safetensors    GPT-2's weights (out, in) for its peers, every tensor 64-byte aligned
     DIR/gpt2-4.toml, DIR/gpt2-40.toml
 
-Speed depends on shapes only. But with the usual initialization (0.02) a random model repeats one token for
-ever, which would hide a broken KV cache: so the blocks are wider and the norms vary.
+Speed depends on shapes only. With the usual initialization (0.02) a random model repeats one token forever,
+which would hide a broken KV cache. Therefore the weights of the blocks are larger and the norms vary.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def write_tensors(
     """Write a safetensors file with one tensor in memory at a time.
 
     Args:
-        path: of the file.
-        dtype: safetensors' name for it.
+        path: path of the file.
+        dtype: name of the dtype in safetensors.
         itemsize: bytes of one element.
-        shapes: of each tensor, whose bytes are a multiple of 64: so each begins at one.
-        arrays: in that order, contiguous.
+        shapes: shape by tensor. The bytes of each are a multiple of 64, so that each begins at one.
+        arrays: contiguous arrays in that order.
     """
     header, offset = {}, 0
     for name, shape in shapes.items():
@@ -221,8 +221,8 @@ def make(directory: Path, *names: str) -> None:
     """Make the models that are missing.
 
     Args:
-        directory: of the benchmark.
-        *names: of models; none: GPT-2.
+        directory: directory of the benchmark.
+        *names: names of models; none: GPT-2.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name in names or ("gpt2",):

@@ -25,11 +25,11 @@ class Target:
     """A figure, and the limit that it should meet.
 
     Attributes:
-        what: is measured.
-        found: the figure.
-        limit: at most this; at_least: at least this.
-        unit: behind both.
-        at_least: which of the two.
+        what: name of the figure.
+        found: measured value.
+        limit: largest value allowed, or the smallest with `at_least`.
+        unit: text after both values.
+        at_least: whether the limit is the smallest value allowed.
     """
 
     what: str
@@ -80,7 +80,7 @@ def median(samples: Sequence[Sample], key: str) -> float:
 def ratio(rows: Samples, name: str, other: str, key: str, other_key: str = "") -> float:
     """Return one row's figure divided by another's: the median of the ratios within each round.
 
-    A virtual machine drifts by more between rounds than within one.
+    The speed of a virtual machine drifts more between rounds than within one.
     """
     pairs = zip(rows[name], rows[other], strict=True)
     return Spread.of([mine[key] / theirs[other_key or key] for mine, theirs in pairs]).median

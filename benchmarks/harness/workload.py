@@ -1,13 +1,13 @@
 """The work of every row, and the lines by which a child process reports it. Standard library only.
 
-The clock of start-up runs in the parent, from just before it starts a child until the child's line comes:
+The parent holds the clock. It starts just before the child's process and stops at lines of the child:
 
-    LOADED         the model is loaded (prejit alone tells it)
+    LOADED         the model is loaded (only prejit's children print it)
     FIRST          the first token is a Python int
-    ALL            so are all of the first request (where a child goes on)
-    LAST {json}    the work is done; what the child measured itself
+    ALL            the first request is complete (only children that go on print it)
+    LAST {json}    the work is done; the figures that the child measured itself
 
-Children import nothing here that costs time before their first token.
+This module imports nothing that would delay a child's first token.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Llama:
     """Sizes of a decoder like Llama: grouped queries, gated product, tied head, no biases.
 
     Attributes:
-        layers: L.
-        width: D.
-        heads: N, each of width / heads.
-        kv_heads: K.
+        layers: number of layers, L.
+        width: width of the model, D.
+        heads: number of query heads N, each of width / heads.
+        kv_heads: number of key/value heads, K.
         inner: width of the gated product.
-        vocabulary: V.
-        positions: the longest context.
+        vocabulary: number of tokens, V.
+        positions: longest context.
     """
 
     layers: int
@@ -108,7 +108,8 @@ def prefill_prompt(number: int) -> list[int]:
 def decode_bytes(dtype: str = "float32") -> int:
     """Return the bytes of weights that one decode step of GPT-2 must read, without the scales of int8.
 
-    All but the position embedding, of which it reads one row. The head is the token embedding.
+    A step reads all matrices except the position embedding, where it reads one row. The head is the token
+    embedding.
     """
     matrices = LAYERS * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
     vectors = LAYERS * 13 * WIDTH + 2 * WIDTH + WIDTH
@@ -140,12 +141,12 @@ def say_last(**facts: object) -> None:
 def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
     """Consume a generation token by token, and report the first.
 
-    The decode rate counts from the second token to the last: what a runtime does once, when its decode
-    program runs first (JAX: compiling it), is `second_token_seconds`.
+    The decode rate counts from the second token to the last. What a runtime does once, when its decode
+    program first runs (JAX compiles it), is in `second_token_seconds`.
 
     Args:
-        tokens: of the first row of the batch, each when those of all rows are in hand.
-        batch: how many rows there are; the rate counts the tokens of all.
+        tokens: tokens of the first row, each when the step of all rows is done.
+        batch: number of rows. The rate counts the tokens of all rows.
 
     Returns:
         Facts for `say_last`.
@@ -186,10 +187,10 @@ def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
     """Time prompts of PREFILL_TOKENS in a warm process.
 
     Args:
-        first_token: the token that follows a prompt.
+        first_token: function that returns the token after a prompt.
 
     Returns:
-        Facts for `say_last`; `tokens` holds the first prompt's.
+        Facts for `say_last`; `tokens` holds the token of the first prompt.
     """
     token = first_token(prefill_prompt(0))
     say_first()
@@ -205,8 +206,8 @@ def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
 def memory_bytes() -> dict[str, int]:
     """Return this process's memory now, from smaps_rollup.
 
-    Private_Clean counts pages of a mapped file while nobody else maps it; they are the page cache's, and
-    the kernel drops them at will. What a process costs is Private_Dirty.
+    Private_Clean counts pages of a mapped file while no other process maps it. They belong to the page cache,
+    and the kernel can drop them. The memory that a process costs is Private_Dirty.
     """
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         fields = [line.split() for line in file if line.rstrip().endswith("kB")]

@@ -32,9 +32,9 @@ class Bench:
     """The directory of a benchmark, and how often it measures.
 
     Attributes:
-        directory: of models, bundles, environments and caches.
-        runs: fresh processes of each row.
-        quick: the main rows only.
+        directory: directory of models, bundles, environments and caches.
+        runs: number of fresh processes of each row.
+        quick: whether to run the main rows only.
     """
 
     directory: Path
@@ -68,7 +68,7 @@ class Bench:
         """Return the directory of a model of models.py or encoder_model.py; make it if it is missing.
 
         Raises:
-            FailedProcessError: making it failed, or there is no room for all that is made from it.
+            FailedProcessError: making it failed, or the disk has no room for its bundles and files.
         """
         if name == "llama-1b" and not (self.directory / name).is_dir():
             free = shutil.disk_usage(self.directory).free
@@ -93,10 +93,10 @@ class Bench:
         """Return the bundle of a decoder; build it unless this checkout has built it before.
 
         Args:
-            name: of the bundle.
-            source: of the model.
-            dtype: of its weights.
-            sizes: of the manifest's `[generate]`.
+            name: name of the bundle.
+            source: name of the model.
+            dtype: dtype of its weights.
+            sizes: the manifest's `[generate]`.
 
         Returns:
             The bundle's directory.
@@ -123,7 +123,7 @@ class Bench:
 def sources_digest() -> str:
     """Return the SHA-256 of what builds bundles: prejit's sources and jaxlib's version, read once.
 
-    A bundle of another state is never measured as this one's.
+    A bundle that another state of the sources built is never measured as this one's.
     """
     return digest_now()
 

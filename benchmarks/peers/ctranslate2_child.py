@@ -4,7 +4,7 @@
     peers/ctranslate2_child.py prefill  MODEL             512 tokens in, again and again
     peers/ctranslate2_child.py encode   MODEL             embeddings of four shapes
 
-MODEL is what its converter wrote, whose name ends in the type that it computes in: `gpt2-ct2-int8`.
+MODEL is the output of its converter. Its name ends in the type of the arithmetic: `gpt2-ct2-int8`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     peers/encode_child.py jax    MODEL 0 [peers]      plain JAX, one jitted function
 
 Both encode rows of token ids that fill each of the 22 shapes, in the manifest's order; with `peers` the four
-shapes that run.py compares. The peers' children call `measure` with what they have.
+shapes that run.py compares. The peers' children call `measure` with their own function.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def measure(
     """Time every shape for the first time, then each until its time is known.
 
     Args:
-        encode: gives the embeddings, float32 [B, D], of as many rows of token ids.
-        started: when the process began its work.
-        shapes: sentences x tokens.
-        **facts: what else the parent is told.
+        encode: function from B rows of token ids to embeddings, float32 [B, D].
+        started: time when the process began its work.
+        shapes: pairs of sentences and tokens.
+        **facts: further facts for `say_last`.
     """
     sentences = {f"{batch}x{length}": rows(batch, length) for batch, length in shapes}
     first, sums = {}, {}

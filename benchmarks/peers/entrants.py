@@ -1,7 +1,7 @@
 """The rows of a comparison: prejit and what a user would otherwise pick, each with its process.
 
-An entrant is prepared when its row is wanted: its environment, its model in its own format, its bundle. What
-fails then is reported in the row's place.
+An entrant is prepared when its row is first needed: its environment, its model in its own format, its bundle.
+If that fails, the reason stands in the row's place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Work:
     Attributes:
         job: `generate` (32 tokens in, 64 out), `prefill` (512 in) or `encode`.
         model: `gpt2`, `llama-1b` or `minilm`.
-        batch: rows at a time.
-        dtypes: of the weights, that are compared.
+        batch: number of rows that run together.
+        dtypes: dtypes of the weights that are compared.
     """
 
     job: str
@@ -51,14 +51,14 @@ class Entrant:
     """An engine with one dtype: one row of the tables.
 
     Attributes:
-        name: of the row.
-        dtype: its weights are stored in.
-        prepare: makes what it needs.
-        can: the jobs and models that it takes part in.
-        quick: it is in the quick form.
-        environment: it runs in; empty: the benchmark's own.
-        packages: whose versions are reported.
-        one_row: why it takes part with one row at a time alone; empty: it does not.
+        name: name of the row.
+        dtype: dtype of its stored weights.
+        prepare: function that makes what it needs and returns its command.
+        can: jobs and models that it takes part in.
+        quick: whether it is in the quick form.
+        environment: name of its environment; empty: the benchmark's own.
+        packages: packages whose versions are reported.
+        one_row: reason why it takes part with batch 1 only; empty: it takes part with every batch.
     """
 
     name: str
@@ -185,11 +185,11 @@ def exported(bench: Bench, work: Work, form: str, *options: str, source: str = "
     """Return the path of a model in a peer's format; write it if it is missing.
 
     Args:
-        bench: where.
-        work: whose model.
-        form: of export_model.py.
-        *options: of that form; the last one is part of the name, where it is not a task.
-        source: another export that it is made from.
+        bench: directory of the benchmark.
+        work: work whose model is exported.
+        form: format of export_model.py.
+        *options: options of that format. The last one is part of the name, unless it is a task.
+        source: another export that this one is made from.
 
     Returns:
         Its directory.
@@ -308,10 +308,10 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
     """Return the rows of a section, with models and bundles prepared.
 
     Args:
-        bench: where, and whether the quick form.
-        work: of the section.
-        wanted: parts of the names of the rows that are wanted, with commas; empty: all.
-        failures: where what cannot be prepared is noted with the reason.
+        bench: directory, and whether the form is the quick one.
+        work: work of the section.
+        wanted: parts of the names of rows to run, with commas; empty: all.
+        failures: receives the reason by name for each row that cannot be prepared.
     """
     made = []
     for entrant in ENTRANTS:

@@ -27,9 +27,9 @@ class Decoder:
         """Load programs and copy the weights, a safetensors file, to the device.
 
         Args:
-            directory: that iree_export.py wrote.
-            weights: path of the file.
-            names: of the programs.
+            directory: directory that iree_export.py wrote.
+            weights: path of the weights.
+            names: names of the programs.
         """
         iree.flags.parse_flags(f"--task_topology_group_count={THREADS}")
         config = iree.Config("local-task")

@@ -1,14 +1,15 @@
 """Plain JAX, written as a good JAX user writes it: the baseline of prejit.
 
-A static KV cache, donated; prefill and decode jitted; the form of matrix product that XLA's CPU backend runs
-best at batch 1 (weights (out, in), one array a layer, dot_general contracting dimension 1 of both).
+It has a static, donated KV cache, jitted prefill and decode, and the form of matrix product that XLA's CPU
+backend runs best at batch 1: weights (out, in), one array a layer, dot_general contracting dimension 1 of
+both.
 
     peers/jax_baseline.py generate WEIGHTS [BATCH] [--mapped] [--bfloat16]   32 tokens in, 64 out
     peers/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
     peers/jax_baseline.py kv-cache WEIGHTS HOW            4 tokens in, 15 out
     peers/jax_baseline.py buckets  WEIGHTS MANIFEST       every program of a manifest once
 
-Whether the compilation cache is cold, or warm, is in the environment (JAX_COMPILATION_CACHE_DIR).
+The environment decides whether the compilation cache is cold or warm (JAX_COMPILATION_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def forward(
     """Run GPT-2 on T new positions (openai/gpt-2, src/model.py).
 
     Args:
-        weights: by their published names.
+        weights: weights by their published names.
         tokens: int32 [B, T].
         start: position of the first of them.
-        last: which of them the next token is taken from.
+        last: index of the token whose logits give the next one.
         cache: per layer, keys and values float32 [B, N, S, H]; empty: attend to the new positions only.
 
     Returns:
@@ -130,7 +131,7 @@ def load_weights(path: str, mapped: bool = False) -> Weights:
 
     Args:
         path: a safetensors file.
-        mapped: map the file and hand its memory to JAX without a copy, which few users know how to do.
+        mapped: map the file and give its memory to JAX without a copy, as few users do.
     """
     if not mapped:
         from safetensors.numpy import load_file
@@ -192,9 +193,9 @@ def kv_cache(weights: Weights, how: str) -> None:
     """Generate 15 tokens after 4, once cold, then warm.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
         how: `eager`, `jit` (without a cache, padded to the length that the cache has), `jit-short` (padded
-            to no more than these 15 need, so good for this request alone) or `jit-cache`.
+            to what these 15 tokens need) or `jit-cache`.
     """
     prompt = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
     count = workload.SHORT_NEW_TOKENS

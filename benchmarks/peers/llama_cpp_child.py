@@ -3,7 +3,7 @@
     peers/llama_cpp_child.py generate MODEL.gguf [BATCH]     32 tokens in, 64 out
     peers/llama_cpp_child.py prefill  MODEL.gguf             512 tokens in, again and again
 
-Weights are mapped, the cache is float32 as everybody's is. llama.cpp pads its context to 256 positions.
+Weights are mapped; the cache is float32 like that of all rows. llama.cpp pads its context to 256 positions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Decoder:
         """Load a model.
 
         Args:
-            path: of a GGUF file.
-            batch: how many rows run at a time.
-            positions: longest text of a row.
+            path: path of a GGUF file.
+            batch: number of rows that run together.
+            positions: longest text of a row in tokens.
         """
         self._quiet = llama.llama_log_callback(lambda *_: None)  # kept: C calls it
         llama.llama_log_set(self._quiet, ctypes.c_void_p(0))

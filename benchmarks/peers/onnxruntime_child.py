@@ -39,8 +39,8 @@ class Decoder:
         """Load a decoder.
 
         Args:
-            path: of the directory.
-            batch: rows at a time.
+            path: path of the directory.
+            batch: number of rows that run together.
         """
         self._session = session(path)
         self._inputs = {value.name for value in self._session.get_inputs()}

@@ -4,7 +4,7 @@
     peers/openvino_child.py prefill  DIRECTORY PRECISION     512 tokens in, again and again
     peers/openvino_child.py encode   DIRECTORY PRECISION     embeddings of four shapes
 
-DIRECTORY is what optimum-intel exported; PRECISION is that of arithmetic: f32 or bf16.
+DIRECTORY is an export of optimum-intel; PRECISION is that of the arithmetic: f32 or bf16.
 """
 
 from __future__ import annotations

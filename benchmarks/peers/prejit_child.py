@@ -5,8 +5,8 @@
     peers/prejit_child.py kv-cache BUNDLE     4 tokens in, 15 out
     peers/prejit_child.py buckets  BUNDLE     every program of the bundle once
 
-A bundle that does not match this machine is an error here: nothing may be compiled. With the file of another
-machine's fingerprint (a .json file) as a third argument it falls back instead, as that machine would.
+A bundle that does not match this machine is an error: nothing may be compiled. With another machine's
+fingerprint (a .json file) as a third argument, the bundle falls back as on that machine.
 """
 
 from __future__ import annotations

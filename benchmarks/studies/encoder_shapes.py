@@ -3,9 +3,9 @@
     python -m benchmarks.studies.encoder_shapes             medians of 4, about 5 minutes on two quiet cores
     python -m benchmarks.studies.encoder_shapes --quick     medians of 2, written beside the bundles only
 
-Fresh processes that take turns: a bundle whose shapes are called at once after load, one where they are
-called a second later, and plain JAX that runs the same shapes at start-up, with nothing kept and with its
-persistent cache. The model is encoder_model.py's, of MiniLM's shape.
+Fresh processes take turns: a bundle whose shapes are called right after load, one whose shapes are called a
+second later, and plain JAX that runs the same shapes at start-up, without and with its persistent cache. The
+model is that of encoder_model.py, of MiniLM's shape.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.studies.fallback             medians of 7, about 5 minutes on two cores
     python -m benchmarks.studies.fallback --quick     medians of 3, written beside the bundles only
 
-From exec to the first token in fresh processes that take turns: a load that matches; a first start on a
-mismatch, which compiles; a second one, which finds what the first compiled; plain JAX, with nothing
-kept and with its persistent cache. Model, bundle and places are those of run.py.
+Time from exec to the first token in fresh processes that take turns: a load that matches; a first start on a
+mismatch, which compiles; a second one, which finds what the first compiled; plain JAX, without and with its
+persistent cache. Model, bundle and directories are those of run.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.fleet BUNDLE
 
-Makes a synthetic fleet of CPUs, GPUs and TPUs in a temporary directory, and prints the median.
+It makes a synthetic fleet of CPUs, GPUs and TPUs in a temporary directory, and prints the median.
 """
 
 from __future__ import annotations

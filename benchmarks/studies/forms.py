@@ -2,9 +2,9 @@
 
     python -m benchmarks.studies.forms [--levels x86-64-v4 ...] [--only gpt2] [--again]     or: make forms
 
-A build looks there for what it has no time, or no machine, to measure. What is there for today's kernels
-and jaxlib is not measured again, so that a run may be interrupted: each batch is written as it comes. A
-quiet machine matters, though the least of many runs is taken, of all forms in turns.
+A build reads there what it has no time, or no machine, to measure. Entries for today's kernels and jaxlib are
+not measured again. Each batch is written when it is done, so a run may be interrupted. Run it on a quiet
+machine, although all forms take turns and the least of many runs counts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 2. `prejit build` for it in a process that sees no GPU.
 3. `prejit explain` and a start with --require-aot: nothing may be compiled.
 4. The same tokens as jit gives on this GPU.
-5. `prejit tune` here, and a second build, with what XLA measured.
+5. `prejit tune` here, and a second build with XLA's measurements.
 6. Fresh processes that take turns: both bundles, cold jit, JAX's persistent cache.
 
 Results go to benchmarks/results/DATE-GPU.json and .md. Donation is on, as always.
@@ -75,7 +75,7 @@ def measure(bench: Bench, here: Fingerprint) -> dict[str, Any]:
     """Run all steps and return their samples.
 
     Raises:
-        SystemExit: one of them failed.
+        SystemExit: a step failed.
     """
     progress(f"{here.device_kind}, driver {here.driver}, {here.plugin}")
     run_once(Row("model", ("harness/models.py", str(bench.directory))))

@@ -3,11 +3,10 @@
     python -m benchmarks.studies.kernels [--rows 1,4,16,64,512] [--seconds 0.3]
 
 Prints a row for each shape, dtype and number of rows: GB/s of weights and GFLOP/s of the kernel, of
-XLA's best form (weights (out, in) or (in, out); low precision by the forms of FACTS.md) and, as a
-floor, of one thread reading as many bytes (NumPy's max). Each is the best of its calls, so that a busy
-machine disturbs little; weights rotate through 160 MB, so that they come from memory. A call is a
-program of several products, each waiting for the one before, as in a model: threads that wait for
-the next product do not sleep in between.
+XLA's best form (weights (out, in) or (in, out)) and, as a limit, of one thread that reads as many bytes
+(NumPy's max). Each is the best of its calls, so that a busy machine disturbs little. Weights rotate through
+160 MB, so that they come from memory. A call is a program of several products, each of which waits for the
+one before, as in a model: threads that wait for the next product do not sleep in between.
 """
 
 from __future__ import annotations

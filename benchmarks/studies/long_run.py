@@ -3,10 +3,10 @@
     python -m benchmarks.studies.long_run [--tokens N] [--sessions N]   builds, runs, writes results
     python -m benchmarks.studies.long_run --bundle BUNDLE ...   runs one bundle here, prints JSON
 
-Requests of all kinds join and leave the slots of a batch; sessions talk twice and are closed, dropped, or
-left in the middle of a stream. Memory is what the process alone holds (Private_Clean and Private_Dirty of
-/proc/self/smaps_rollup), measured after a tenth of the work and at its end. The model is stories260k, whose
-directory is found beside the repository or by PREJIT_SHARED.
+Requests of all kinds join and leave the slots of a batch. Sessions have two turns and are closed, dropped, or
+left in the middle of a stream. Memory is private memory (Private_Clean and Private_Dirty of
+/proc/self/smaps_rollup), measured after each tenth of the work. The model is stories260k, in PREJIT_SHARED
+or in a directory `shared` beside the repository.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def measured(work: Iterator[int], total: int) -> dict[str, Any]:
     """Do work and measure memory on the way.
 
     Args:
-        work: yields how much of it is done so far; must go on for longer than it is wanted.
-        total: of it.
+        work: yields how much of it is done; must not end before `total`.
+        total: amount of work to do.
 
     Returns:
         `done`, `seconds`, `bytes` after each tenth, and `grown_bytes` from the first of them to the last.

@@ -2,13 +2,13 @@
 
     python -m benchmarks.studies.prompt_lookup [--runs N]
 
-Two models, greedy, batch 1, each request with drafts and without in turns, in one process:
+Two models run greedily at batch 1, each request with and without drafts in turns, in one process:
 
-- the demo model (a small GPT-2 that writes Python) goes on with code that repeats itself, with code that ends
-  as it began, and with new code. Its steps are so cheap that several go into one call, which drafts prevent;
-- a GPT-2 of 124M with random weights, small ones, which repeats one token for ever: every draft is right, so
-  this is the most that lookup can give where memory bounds decode. The same shape with the weights of the
-  other benchmarks never repeats itself: nothing is drafted, and nothing should be lost.
+- the demo model (a small GPT-2 that writes Python) continues code that repeats itself, code that ends as it
+  began, and new code. Its steps are so cheap that one call runs several, which drafts prevent;
+- a GPT-2 of 124M with small random weights repeats one token forever: every draft is right, so this is
+  the most that lookup can give where memory bounds decode. The same shape with the weights of the other
+  benchmarks never repeats itself: nothing is drafted, and nothing should be lost.
 
 Tokens must be the same both ways. Results go to benchmarks/results/DATE-prompt-lookup.json and .md.
 """
@@ -114,7 +114,7 @@ def turns(bundle: Bundle, prompt: str | Sequence[int], count: int, runs: int) ->
     """Time one request with and without drafts in turns, without the first of each.
 
     Raises:
-        SystemExit: their tokens differ.
+        SystemExit: the tokens differ.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
     results = {}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.startup_child BUNDLE     32 tokens in, 1 out
 
-The parts are timed from outside: the import system's loaders and some functions of the runtime are wrapped
-here, and the runtime knows nothing of it. Clocks are CLOCK_MONOTONIC, which parent and child share.
+The parts are timed from outside: this script wraps the import system's loaders and some functions of the
+runtime. Clocks are CLOCK_MONOTONIC, which parent and child share.
 """
 
 from __future__ import annotations

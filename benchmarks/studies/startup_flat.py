@@ -2,10 +2,9 @@
 
     python -m benchmarks.studies.startup_flat BUNDLE [--runs 15] [--directory DIR]
 
-BUNDLE holds a decoder with contexts of 128 and 256. The larger bundles are made from it in DIR: its
-programs again for other contexts, and its weights followed by tensors that no program reads (a hole of the
-file, mapped like any other page). Prints medians of fresh processes that take turns, from exec to the first
-token.
+BUNDLE holds a decoder with contexts of 128 and 256. The larger bundles are made from it in DIR: copies of its
+programs for other contexts, and its weights followed by tensors that no program reads (a hole of the file,
+mapped like any other page). Prints medians from exec to the first token of fresh processes that take turns.
 """
 
 from __future__ import annotations

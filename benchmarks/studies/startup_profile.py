@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.startup_profile BUNDLE -o PREFIX [--runs 15] [--title TEXT]
 
-Runs startup_child.py in fresh processes and takes the one whose time is the median. Writes PREFIX.svg,
-PREFIX.md and PREFIX.json: every part by thread, on the clock that starts just before exec.
+Runs startup_child.py in fresh processes and draws the one with the median time. Writes PREFIX.svg, PREFIX.md
+and PREFIX.json: every part by thread, on a clock that starts just before exec.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Span:
 
     Attributes:
         kind: one of KINDS.
-        name: of the module or function.
-        thread: that did it.
+        name: name of the module or function.
+        thread: thread that did the work.
         start, end: milliseconds since exec.
-        depth: how many parts of the same thread it lies in.
+        depth: number of parts of the same thread that contain it.
     """
 
     kind: str
@@ -69,9 +69,9 @@ class Start:
     """The spans of one fresh process.
 
     Attributes:
-        spans: its parts.
+        spans: parts of the start.
         first: milliseconds from exec to the first token.
-        modules: that were imported then.
+        modules: number of modules that were imported by then.
     """
 
     spans: tuple[Span, ...]
@@ -83,7 +83,7 @@ def measured(bundle: str) -> Start:
     """Run one process.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the process failed.
     """
     began = time.perf_counter_ns()
     done = subprocess.run(

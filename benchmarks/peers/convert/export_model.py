@@ -5,8 +5,8 @@
     peers/convert/export_model.py ctranslate2 MODEL OUTPUT TYPE
     peers/convert/export_model.py openvino    MODEL OUTPUT TASK FORMAT
 
-Each by the tool that its users use: optimum, ONNX Runtime's dynamic quantization (per channel), CTranslate2's
-converter. MODEL is a directory in Hugging Face layout; the tools ask for a tokenizer that has its tokens.
+Each format is written by the tool that its users run: optimum, ONNX Runtime's dynamic quantization (per
+channel), CTranslate2's converter. MODEL is a directory in Hugging Face layout; the tools need a tokenizer.
 """
 
 from __future__ import annotations

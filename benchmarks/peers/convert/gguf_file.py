@@ -4,7 +4,7 @@
 
 MODEL is a directory of models.py. Norms, biases and GPT-2's positions stay float32, as llama.cpp's own
 converter leaves them; q8_0 is its package's quantization (blocks of 32 with one scale each). Tokens have
-names that mean nothing, as everything here speaks in ids.
+meaningless names, because the benchmark uses ids.
 
 Sources: the GGUF specification (ggml, docs/gguf.md); llama.cpp's convert_hf_to_gguf.py for names and for the
 order of the rotary rows.
