@@ -14,7 +14,11 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other lint check hooks format bench bench-full forms gpu parity demo-model hostile clean
+# One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
+AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder
+TESTS ?= tests
+
+.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -23,28 +27,33 @@ demo: $(READY) ## build the demo bundle, then generate from it in a new process
 	@$(BIN)/prejit build manifests/demo.toml -o artifacts --skip-unbuildable
 	@printf '%s' '$(PROMPT)'
 	@$(BIN)/python -m prejit.runtime generate artifacts/demo --prompt '$(PROMPT)' --max-new-tokens 80 \
-		--temperature 0.6 --top-p 0.9 --seed 1 --require-aot --stats
+		--temperature 0.6 --top-p 0.9 --seed 1 --on-mismatch error --stats
 
 artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) ## all tests, those of the second interpreter side by side with them
-	@$(MAKE) --no-print-directory -j2 test-main test-other
+test: test-main test-other ## all tests, on both interpreters (12 minutes on 2 cores)
 
 test-main: $(READY) ## all tests on one interpreter
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest $(AT_ONCE) tests/unit
 
-test-other: ## the unit tests on a newer interpreter and jax, where one is present
+test-other: ## on a newer interpreter and jax, where one is present, what can differ there
 ifneq ($(OTHER),)
 	@$(MAKE) --no-print-directory $(OTHER_READY)
-	$(OTHER_VENV)/bin/python -m pytest tests/unit tests/parity tests/format -q
+	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) -p tests.other_interpreter tests/unit tests/parity tests/format -q
 else
 	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
 endif
+
+coverage: $(READY) ## lines and branches that tests run, processes that they start included
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(AT_ONCE) $(TESTS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --skip-covered --skip-empty --sort=miss
 
 lint: $(READY) ## formatter, linter, type checker, import rules
 	$(BIN)/ruff format --check .

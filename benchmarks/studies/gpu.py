@@ -4,7 +4,7 @@
 
 1. `prejit fingerprint` of this machine becomes a target.
 2. `prejit build` for it in a process that sees no GPU.
-3. `prejit explain` and a start with --require-aot: nothing may be compiled.
+3. `prejit explain` and a start with --on-mismatch error: nothing may be compiled.
 4. The same tokens as jit gives on this GPU.
 5. `prejit tune` here, and a second build with XLA's measurements.
 6. Fresh processes that take turns: both bundles, cold jit, JAX's persistent cache.
@@ -84,7 +84,7 @@ def measure(bench: Bench, here: Fingerprint) -> dict[str, Any]:
     progress(command(bench, "explain", bench.bundle("gpu")).splitlines()[-1])
     command(
         *(bench, "generate", bench.bundle("gpu"), "--prompt-ids", "1,2,3"),
-        *("--max-new-tokens", "4", "--require-aot"),
+        *("--max-new-tokens", "4", "--on-mismatch", "error"),
     )
     progress("tuning: XLA measures on the GPU")
     command(bench, "tune", bench.bundle("gpu"), "-o", str(bench.directory / "tuning.json"))

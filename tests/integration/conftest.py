@@ -18,18 +18,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The build cache of `run`."""
-    return tmp_path_factory.mktemp("caches") / "build"
-
-
-@pytest.fixture(scope="session")
-def run(build_cache: Path) -> Run:
+def run(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs `prejit ARGUMENTS` in a fresh process with caches of this session's own."""
     base = {
         **os.environ,
         "PREJIT_CACHE": str(build_cache),
-        "PREJIT_RUNTIME_CACHE": str(build_cache.with_name("runtime")),
+        "PREJIT_RUNTIME_CACHE": str(tmp_path_factory.mktemp("caches") / "runtime"),
     }
 
     def run(

@@ -35,7 +35,15 @@ LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4")
 # Of targets that are equally good the first is taken, and cpu-host may be no better than its level.
 PINNED = [("cpu-host", OLD), *((name, NEW) for name in (*LEVELS, "cpu-host"))]
 PINNED += [(name, NEW) for name in ("cuda-l4", "cuda-h100", "tpu-v5e", "tpu-v6e")]
-PROMPT = ("--prompt-ids", "100,200,300", "--max-new-tokens", "24", "--require-aot", "--json")
+PROMPT = (
+    "--prompt-ids",
+    "100,200,300",
+    "--max-new-tokens",
+    "24",
+    "--on-mismatch",
+    "error",
+    "--json",
+)
 
 
 def manifest(path: Path, name: str, tables: str) -> Path:

@@ -11,8 +11,6 @@ from tests.parity.encoder_cases import Case
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 QUICK = ("--runs", "3", "--seconds", "1")
 
 

@@ -32,8 +32,6 @@ from prejit.runtime.generation.sampling import bias_row, history_row
 
 from .conftest import SHARED
 
-pytestmark = pytest.mark.e2e
-
 NEW_TOKENS = 24
 LENGTHS = (1, 2, 3, 4, 7, 10, 11, 13, 21, 23, 24, 25, 40, 56, 70, 71, 72)
 """Of prompts: about the edges of prompt buckets (3, 10) and contexts (24, 72), and up to a full one."""

@@ -26,8 +26,6 @@ from prejit.runtime.errors import BuildError
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 Stories = tuple[Path, dict[str, list[int]]]
 OTHER = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
 

@@ -11,8 +11,6 @@ import pytest
 
 from .conftest import ROOT, Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 STORY = """\
 One day, a boy named Tom went to the park with his mom. Tom had a big red ball. He liked to kick the
 ball and run after it. "Look, Mom!" he said. "I can kick it very far!" His mom smiled and clapped

@@ -13,8 +13,6 @@ from prejit.runtime import UsageError, load
 
 from .conftest import Run
 
-pytestmark = pytest.mark.e2e
-
 MODULE = """
 import jax
 import jax.numpy as jnp

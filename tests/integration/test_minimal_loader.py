@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from .conftest import Run
-
-pytestmark = pytest.mark.e2e
 
 GENERATE = """
 import json, sys

@@ -17,8 +17,6 @@ from safetensors.numpy import save_file
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -110,7 +108,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 
 @pytest.fixture(scope="module")
-def build_one(tmp_path_factory: pytest.TempPathFactory) -> Build:
+def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
     """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
     from prejit.compiler.build.build import build
     from prejit.compiler.build.plan import Inputs
@@ -119,7 +117,7 @@ def build_one(tmp_path_factory: pytest.TempPathFactory) -> Build:
     from prejit.compiler.store.cache import Cache
 
     directory = tmp_path_factory.mktemp("mesh")
-    cache = Cache.open(directory / "cache")
+    cache = Cache.open(build_cache)
 
     def build_one(
         source: Path,

@@ -26,8 +26,6 @@ from prejit.compiler.targets.toolchain import toolchain_of
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 from prejit.runtime.machine.target import Target
 
-pytestmark = pytest.mark.e2e
-
 JAX = "0.10.99"
 PINNED = tuple(
     f"{name}=={JAX}" for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")

@@ -22,8 +22,6 @@ from prejit.runtime import Bundle, Request, load
 
 from .conftest import ROOT, Run
 
-pytestmark = pytest.mark.e2e
-
 TEXT = np.random.default_rng(4).integers(0, 48, 72).tolist()
 
 

@@ -22,8 +22,6 @@ from prejit.runtime.base.digests import digest_of
 
 from .conftest import ROOT, Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 MANIFEST = """
 [bundle]
 name = "tiny"

@@ -14,8 +14,6 @@ from tests.parity.cases import Case
 
 from .conftest import Run, write_manifest
 
-pytestmark = pytest.mark.e2e
-
 WIDTH, LARGE_INNER = 64, 4096
 """A matrix of 64 x 4096 has 1 MB: the least that a build measures."""
 
@@ -142,7 +140,7 @@ def test_a_table_decides_what_is_compiled_and_without_measuring_the_nearest_one_
     assert (calls > 0) == (in_decode > 0)
     assert left * in_decode == calls * (last["form"] == "kernel")
 
-    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--require-aot", "--json"]
+    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--on-mismatch", "error", "--json"]
     told = run("generate", tmp_path / "out" / "model", *ids)
     assert len(json.loads(told.stdout)["token_ids"]) == 12
 
