@@ -1,4 +1,4 @@
-"""prejit beside what a user would otherwise pick, in fresh processes that take turns: `make bench`.
+"""Compare prejit with what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
     python -m benchmarks.run --quick         JAX and llama.cpp, under 5 minutes
     python -m benchmarks.run                 every peer and section, hours the first time: `make bench-full`
@@ -67,14 +67,14 @@ from benchmarks.peers.entrants import Work
 
 @dataclass
 class Run:
-    """What a run was asked for, and what it has found.
+    """The options of a run, and its results so far.
 
     Attributes:
-        bench: where, and how often.
-        wanted: parts of the names of the rows that are wanted, with commas.
-        samples: by section, then by row.
-        failures: by section, then by row: why it is not there.
-        rows: by section.
+        bench: directory, and number of rounds.
+        wanted: parts of the names of rows to run, with commas.
+        samples: samples by section, then by row.
+        failures: reasons by section, then by row.
+        rows: rows by section.
     """
 
     bench: Bench
@@ -97,7 +97,7 @@ _DECODE_GOALS = (
     *(Goal(RSS, dtype, 1.1) for dtype in workload.BYTES),
 )
 FLOOR_SHARE = 92
-"""Percent of the floor that float32 decode is to reach."""
+"""Percent of the memory bandwidth that float32 decode should reach."""
 
 
 def beside_peers(
@@ -110,17 +110,17 @@ def beside_peers(
     step_bytes: Callable[[str], int] | None = None,
     note: str = "",
 ) -> tuple[list[Table], list[Target]]:
-    """Runs a work of every entrant, and compares them.
+    """Run the same work with every entrant, and compare them.
 
     Args:
-        run: asked for.
-        name: its samples are kept under.
-        title: of the table.
-        work: to do.
-        columns: of the table.
-        goals: of prejit's rows.
-        step_bytes: what a decode step reads of weights of a dtype, where its share of the floor is wanted.
-        note: below the table.
+        run: options and results of the run.
+        name: name of the section.
+        title: title of the table.
+        work: work that every entrant does.
+        columns: columns of the table.
+        goals: goals of prejit's rows.
+        step_bytes: bytes of weights that a decode step reads, by dtype; adds the share of the bandwidth.
+        note: text below the table.
     """
     bench = run.bench
     failures = run.failures.setdefault(name, {})
@@ -155,7 +155,7 @@ def beside_peers(
 
 
 def decode(run: Run) -> tuple[list[Table], list[Target]]:
-    """The main rows: from exec to the first token and to the last, decode, memory."""
+    """Measure the main rows: exec to the first and the last token, decode, memory."""
     shutil.rmtree(run.bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     tables, targets = beside_peers(
         run,
@@ -192,7 +192,7 @@ def decode(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def batch(run: Run) -> tuple[list[Table], list[Target]]:
-    """Several rows at a time."""
+    """Measure batches of several rows."""
     tables: list[Table] = []
     targets: list[Target] = []
     for size in (4, 8):
@@ -212,7 +212,7 @@ def batch(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def prefill(run: Run) -> tuple[list[Table], list[Target]]:
-    """Prompts of 512 tokens in a warm process."""
+    """Measure prompts of 512 tokens in a warm process."""
     return beside_peers(
         run,
         "prefill",
@@ -228,7 +228,7 @@ def prefill(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def encoder(run: Run) -> tuple[list[Table], list[Target]]:
-    """MiniLM's sizes."""
+    """Measure an encoder of MiniLM's sizes."""
     tables, targets = beside_peers(
         run,
         "encoder",
@@ -247,7 +247,7 @@ def encoder(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def llama(run: Run) -> tuple[list[Table], list[Target]]:
-    """A model of a billion parameters."""
+    """Measure a model of a billion parameters."""
     return beside_peers(
         run,
         "llama-1b",
@@ -270,7 +270,7 @@ FLAT_PROGRAMS: dict[str, workload.Sizes] = {
 
 
 def flat(run: Run) -> tuple[list[Table], list[Target]]:
-    """What many programs and large weights do to the start."""
+    """Measure how start-up depends on the number of programs and on the size of the weights."""
     bench, failures = run.bench, run.failures.setdefault("flat", {})
     rows = []
     for name, source, sizes in (
@@ -289,7 +289,7 @@ def flat(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
-    """With and without a KV cache."""
+    """Measure generation with and without a KV cache."""
     bench = run.bench
     prepare(bench, ("gpt2-4",))
     plain = ("peers/jax_baseline.py", "kv-cache", bench.weights)
@@ -306,7 +306,7 @@ def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def buckets(run: Run) -> tuple[list[Table], list[Target]]:
-    """Every program of 40 once. Minutes for each JAX process, so three of them."""
+    """Run each of 40 programs once. A process of JAX takes minutes, so there are only three."""
     bench = run.bench
     prepare(bench, ("gpt2-40",))
     plain = ("peers/jax_baseline.py", "buckets", bench.weights, "gpt2-40")
@@ -327,7 +327,7 @@ def buckets(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def build(run: Run) -> tuple[list[Table], list[Target]]:
-    """Cold builds, a rebuild that changes nothing, and the least that a command costs."""
+    """Measure cold builds, a rebuild that changes nothing, and the cheapest command."""
     bench = run.bench
     prepare(bench, ("gpt2-4", "gpt2-40"))
     found: dict[str, list[Sample]] = {}
@@ -372,7 +372,7 @@ SECTIONS: dict[str, Section] = {
 
 
 def picture(run: Run, targets: Sequence[Target]) -> str:
-    """Start-up and decode as bars, with their targets."""
+    """Draw start-up and decode as bars, with their targets."""
     rows, samples = run.rows["decode"], run.samples["decode"]
     names = [row.name for row in rows if row.name in samples]
 
@@ -404,7 +404,7 @@ def write_results(
     tables: list[Table],
     targets: list[Target],
 ) -> None:
-    """Writes samples, page and picture."""
+    """Write samples, page and picture."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         **facts,
@@ -428,7 +428,7 @@ def write_results(
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -442,7 +442,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Parse the command line, measure, and write the results."""
     given = options()
     bench = Bench(bench_directory(), given.runs, given.quick)
     # Two threads everywhere, whatever the machine has. Children inherit it.

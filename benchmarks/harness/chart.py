@@ -1,4 +1,4 @@
-"""A picture of the figures: horizontal bars as SVG, readable on a light and on a dark page."""
+"""Draw figures as horizontal bars in an SVG that is readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Panel:
     """Bars on one scale.
 
     Attributes:
-        title: with the unit, and which direction is good.
-        bars: label, value with its range, whether it is ours.
-        unit: behind each value.
-        mark: a value drawn as a line across, with its label.
+        title: what the bars show, with the unit and which direction is good.
+        bars: label, value with its range, and whether the row is prejit's.
+        unit: text after each value.
+        mark: value of a line across the bars, with its label.
     """
 
     title: str
@@ -43,10 +43,10 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], goals: Sequence[tuple[str, bool]]) -> str:
-    """The picture.
+    """Return the SVG.
 
     Args:
-        panels: below each other.
+        panels: groups of bars, drawn below each other.
         goals: text of each target, and whether it is met.
     """
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Rows beside each other: tables, and ratios to the best peer of each column. Values in, text out."""
+"""Compare rows: tables, and ratios to the best peer of each column. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from benchmarks.harness.measure import Row, Sample, Spread, spread
 from benchmarks.harness.report import JAX_WARM, MB, Samples, Table, Target, cell, median
 
 REFERENCE = JAX_WARM
-"""Whose tokens the others' are compared with, or the first float32 row where it is not there."""
+"""Name of the row whose tokens are the reference. Without it the first float32 row is."""
 
 
 SAME_SUM = 1e-3
-"""Of one value of up to 64 embeddings of length 1: engines add in other orders."""
+"""Largest difference allowed in one value of up to 64 embeddings: engines add in different orders."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of the rows.
+    """A column of the table: one figure of every row.
 
     Attributes:
-        key: in a sample.
-        title: with the unit.
-        digits: behind the point.
-        scale: the samples' unit in the title's.
-        more: more is better.
+        key: name of the figure in a sample.
+        title: head of the column, with the unit.
+        digits: digits after the decimal point.
+        scale: divisor from the samples' unit to the title's.
+        more: whether more is better.
     """
 
     key: str
@@ -52,13 +52,13 @@ LATENCIES = tuple(
 
 @dataclass(frozen=True)
 class Goal:
-    """What prejit's row should be to a peer's.
+    """The ratio that prejit's row should reach to a peer's.
 
     Attributes:
-        column: of the figure.
-        dtype: of prejit's row and its peers'.
-        limit: of the ratio, at most, or at least where more is better.
-        against: beginnings of the peers' names; none: all of that dtype.
+        column: column of the figure.
+        dtype: dtype of the weights of prejit's row and of its peers.
+        limit: largest ratio allowed, or the smallest where more is better.
+        against: prefixes of the peers' names; empty: all peers of that dtype.
     """
 
     column: Column
@@ -69,13 +69,13 @@ class Goal:
 
 @dataclass(frozen=True)
 class Compared:
-    """prejit's row beside the best peer in one column.
+    """prejit's row compared with the best peer in one column.
 
     Attributes:
-        column: of the figure.
-        row: prejit's.
-        peer: the name of the best.
-        ratio: of prejit's figure to the peer's: the median of the ratios within each round.
+        column: column of the figure.
+        row: name of prejit's row.
+        peer: name of the best peer.
+        ratio: prejit's figure divided by the peer's: the median of the ratios within each round.
     """
 
     column: Column
@@ -85,26 +85,26 @@ class Compared:
 
     @property
     def ahead(self) -> bool:
-        """Whether prejit is at least as good."""
+        """Return whether prejit is at least as good."""
         return self.ratio >= 1 if self.column.more else self.ratio <= 1
 
 
 def ours(name: str) -> bool:
-    """Whether a row is prejit's."""
+    """Return whether a row is prejit's."""
     return name.startswith("prejit")
 
 
 def best_peer(
     samples: Samples, rows: Sequence[Row], column: Column, dtype: str, against: tuple[str, ...] = ()
 ) -> str | None:
-    """The peer with the best median in a column; None: there is none.
+    """Return the peer with the best median in a column, or None without peers.
 
     Args:
-        samples: of all rows.
-        rows: what was run.
-        column: of the figure.
-        dtype: of the peers' weights.
-        against: beginnings of the names that count; none: all.
+        samples: samples of all rows.
+        rows: rows that ran.
+        column: column of the figure.
+        dtype: dtype of the peers' weights.
+        against: prefixes of the names that count; empty: all.
     """
     names = [
         row.name
@@ -123,16 +123,16 @@ def _has(samples: Samples, name: str, column: Column) -> bool:
 
 
 def ratio_within_rounds(samples: Samples, name: str, other: str, key: str) -> float:
-    """The median of the ratios of two rows' figures within each round.
+    """Return the median of the ratios of two rows' figures within each round.
 
-    A virtual machine drifts by more between rounds than within one.
+    The speed of a virtual machine drifts more between rounds than within one.
     """
     pairs = zip(samples[name], samples[other], strict=True)
     return Spread.of([mine[key] / theirs[key] for mine, theirs in pairs]).median
 
 
 def compare(samples: Samples, rows: Sequence[Row], columns: Sequence[Column]) -> list[Compared]:
-    """Each row of prejit to the best peer of its dtype, column by column."""
+    """Compare each row of prejit with the best peer of its dtype, column by column."""
     found = []
     for row in rows:
         for column in columns:
@@ -146,9 +146,9 @@ def compare(samples: Samples, rows: Sequence[Row], columns: Sequence[Column]) ->
 
 
 def agreement(samples: Samples, rows: Sequence[Row]) -> dict[str, str]:
-    """How many tokens of each row are those of the reference, before the first that differs: `64/64`.
+    """Return how many tokens of each row equal the reference's before the first difference, as `64/64`.
 
-    Of a row whose processes differ it is the least. Low precision may differ: with random weights it does.
+    If the processes of a row differ, the least counts. Low precision differs with random weights.
     """
     floats = [row.name for row in rows if row.dtype == "float32" and samples.get(row.name)]
     if not floats:
@@ -169,7 +169,7 @@ def _common(tokens: Sequence[int], reference: Sequence[int]) -> int:
 
 
 def different_embeddings(samples: Samples, rows: Sequence[Row]) -> list[str]:
-    """The float32 rows whose embeddings are not those of the first of them, by the sums that they tell."""
+    """Return the float32 rows whose embeddings differ from those of the first such row, by their sums."""
     names = [row.name for row in rows if row.dtype == "float32" and samples.get(row.name)]
     if not names:
         return []
@@ -183,11 +183,11 @@ def different_embeddings(samples: Samples, rows: Sequence[Row]) -> list[str]:
 
 
 def floor_share(samples: Sequence[Sample], step_bytes: int) -> Spread:
-    """Decode as a share of what the memory allows.
+    """Return the decode rate as a share of what the memory bandwidth allows.
 
     Args:
-        samples: each with the bandwidth that was probed before it.
-        step_bytes: that a step must read.
+        samples: samples of a row, each with the bandwidth that was probed before it.
+        step_bytes: bytes that a step must read.
     """
     return Spread.of(
         [s["decode_tokens_per_second"] * step_bytes / s["probe_bytes_per_second"] for s in samples]
@@ -203,16 +203,16 @@ def tables(
     step_bytes: Callable[[str], int] | None = None,
     note: str = "",
 ) -> list[Table]:
-    """The figures of a section, and prejit's ratios to its peers.
+    """Return the tables of a section: its figures, and prejit's ratios to its peers.
 
     Args:
-        title: of the section.
-        rows: in the order of the table.
-        samples: of the rows that ran.
-        columns: of the table.
-        failures: rows that are not there, with the reason.
-        step_bytes: what a decode step reads of weights of a dtype, where its share of the floor is wanted.
-        note: behind what is said of the probe and of failures.
+        title: title of the section.
+        rows: rows in the order of the table.
+        samples: samples of the rows that ran.
+        columns: columns of the table.
+        failures: reasons by the name of a row that is missing.
+        step_bytes: bytes of weights that a decode step reads, by dtype; adds the share of the bandwidth.
+        note: text below the table, after the notes on the probe and on failures.
     """
     head = ["", *(column.title for column in columns)]
     if step_bytes:
@@ -288,7 +288,7 @@ def _ratio_table(title: str, ratios: Sequence[Compared]) -> Table:
 def targets(
     title: str, goals: Sequence[Goal], rows: Sequence[Row], samples: Samples
 ) -> list[Target]:
-    """Goals whose peers ran, as ratios to the best of those."""
+    """Return the goals whose peers ran, as ratios to the best of those."""
     made = []
     for goal in goals:
         mine = f"prejit {goal.dtype}"

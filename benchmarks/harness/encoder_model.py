@@ -1,4 +1,4 @@
-"""Makes an encoder of MiniLM's shape with random weights, in the layout of sentence-transformers.
+"""Make an encoder of MiniLM's shape with random weights, in the layout of sentence-transformers.
 
     python -m benchmarks.harness.encoder_model DIR
 
@@ -33,7 +33,7 @@ _MODULES = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Norm
 
 
 def make(directory: Path) -> None:
-    """Makes the model where it is not there; another seed or recipe is another directory."""
+    """Make the model unless its directory exists. Another seed or recipe needs another directory."""
     if directory.is_dir():
         return
     partial = directory.with_name(directory.name + ".partial")
@@ -115,7 +115,7 @@ def _random(place: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def tokenizer() -> Tokenizer:
-    """A WordPiece tokenizer with BERT's special tokens and VOCABULARY entries."""
+    """Return a WordPiece tokenizer with BERT's special tokens and VOCABULARY entries."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?-'"
     pieces = [letter + more for letter, more in product(letters, ("", *letters))]
     names = iter([*pieces, *(f"##{piece}" for piece in pieces)])

@@ -1,7 +1,7 @@
-"""Environments of the peers: one venv each under $PREJIT_BENCH_DIR/envs, made when a row first wants it.
+"""Environments of the peers: one venv each under $PREJIT_BENCH_DIR/envs, made when a row first needs it.
 
-pip takes what it is configured to take, by package name. What only converts models is apart from what runs
-them. `PREJIT_BENCH_TORCH` is the requirement for torch (default `torch`): a build for CPUs saves gigabytes.
+pip installs packages by name, as it is configured. What only converts models is apart from what runs them.
+`PREJIT_BENCH_TORCH` is the requirement for torch (default `torch`): a build for CPUs saves gigabytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TORCH = os.environ.get("PREJIT_BENCH_TORCH", "torch")
 
 @dataclass(frozen=True)
 class Environment:
-    """A venv.
+    """A virtual environment of a peer.
 
     Attributes:
-        packages: what pip is asked for.
-        minutes: that making it takes on two cores, or so.
-        variables: set while pip runs.
-        unwanted: packages that come along and stand in the way.
+        packages: requirements for pip.
+        minutes: approximate time to make it on two cores.
+        variables: environment variables while pip runs.
+        unwanted: packages that pip brings along and that must go.
     """
 
     packages: tuple[str, ...]
@@ -54,14 +54,14 @@ ENVIRONMENTS = {
 
 
 class EnvironmentFailedError(Exception):
-    """An environment could not be made; the text is pip's last error."""
+    """An environment cannot be made; the text is pip's last error."""
 
 
 def interpreter(directory: Path, name: str) -> str:
-    """The Python of an environment, which is made where it is missing or was made from other packages.
+    """Return the Python of an environment; make it if it is missing or holds other packages.
 
     Args:
-        directory: of the benchmark.
+        directory: directory of the benchmark.
         name: a key of ENVIRONMENTS.
 
     Raises:
@@ -99,7 +99,7 @@ def interpreter(directory: Path, name: str) -> str:
 
 
 def package_versions(python: str, packages: tuple[str, ...]) -> dict[str, str]:
-    """Installed versions of packages in an environment; those that are not there are left out."""
+    """Return the installed versions of packages in an environment, without those that are missing."""
     code = (
         "import sys, importlib.metadata as m\n"
         "have = {d.name for d in m.distributions()}\n"

@@ -1,4 +1,4 @@
-"""Fresh processes, their clock, and what is made of the samples. Standard library only."""
+"""Run fresh processes, time them, and summarize the samples. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that is measured.
+    """A process that is measured, with its name in tables.
 
     Attributes:
-        name: in tables.
-        command: of the process; its interpreter is this one's where it starts with a script's name.
-        environment: what is set for it.
-        dtype: its weights are stored in: what it is compared with.
+        name: name in tables.
+        command: command line. If it begins with a script, this interpreter runs it.
+        environment: environment variables of the process.
+        dtype: dtype of its weights. Rows of one dtype are compared.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Row:
 
 
 class FailedProcessError(SystemExit):
-    """A process failed. Ends the benchmark unless somebody reports it instead."""
+    """A process failed. This ends the benchmark unless a caller catches and reports it."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what would change a row unseen.
+    """Return this process's environment without variables that would change a row unnoticed.
 
-    Child scripts import `benchmarks` from this checkout, whatever interpreter runs them: hence PYTHONPATH.
+    PYTHONPATH lets child scripts import `benchmarks` from this checkout, whatever interpreter runs them.
     With PYTHONDONTWRITEBYTECODE an editable install would be compiled from source at every start, unlike one
     that pip made.
     """
@@ -75,14 +75,14 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_once(row: Row, poll_memory: bool = False) -> Sample:
-    """Runs a fresh process; the clock starts just before it does.
+    """Run a fresh process and time it. The clock starts just before the process.
 
     Args:
-        row: what to run.
-        poll_memory: read its anonymous memory every 2 ms, which disturbs its times a little.
+        row: process to run.
+        poll_memory: read its anonymous memory every 2 ms. This disturbs its times a little.
 
     Raises:
-        FailedProcessError: it failed.
+        FailedProcessError: the process failed.
     """
     command = [*row.command]
     if command[0].endswith(".py"):
@@ -131,7 +131,7 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
 
 
 def _peak_anonymous_bytes(pid: int) -> Any:
-    """Watches a process; the function that is returned waits for its end and gives the peak."""
+    """Watch a process in a thread; return a function that waits for its end and returns the peak."""
     peak = 0
 
     def watch() -> None:
@@ -163,19 +163,19 @@ def interleave(
     probe: Row | None = None,
     failures: dict[str, str] | None = None,
 ) -> dict[str, list[Sample]]:
-    """Runs every row in turn, round after round, so that all see the same machine.
+    """Run every row in turn, round after round, so that all see the same machine.
 
-    The first round is thrown away (it fills the page cache and JAX's persistent cache). Each round begins
-    with another row.
+    The first round is thrown away: it fills the page cache and JAX's persistent cache. Each round begins with
+    another row.
 
     Args:
-        rows: what takes turns.
-        runs: rounds that count.
-        probe: runs before each process; what it says stands in that one's sample as `probe_...`.
-        failures: where a row that fails is noted with the reason, and left out from then on.
+        rows: processes that take turns.
+        runs: number of rounds that count.
+        probe: process that runs before each other one and adds `probe_bytes_per_second` to its sample.
+        failures: receives the reason by name for each row that fails. Such a row is left out from then on.
 
     Returns:
-        The samples of each row, as many of each, those that failed left out.
+        The samples by row, equally many of each, without the rows that failed.
 
     Raises:
         FailedProcessError: a row failed and there is no `failures`.
@@ -213,33 +213,33 @@ def interleave(
 
 
 def left_seconds(took: Mapping[str, float], names: Sequence[str]) -> float:
-    """How long some processes will take.
+    """Return an estimate of how long some processes will take.
 
     Args:
-        took: seconds of the last one of each row that has run, at least one.
-        names: row of each process to come; one that has not run yet counts as the mean of the others.
+        took: seconds that the last process of each row took; at least one row has run.
+        names: row of each remaining process. A row that has not run yet counts as the mean of the others.
     """
     mean = statistics.mean(took.values())
     return sum(took.get(name, mean) for name in names)
 
 
 def clock(seconds: float) -> str:
-    """Seconds as minutes and seconds."""
+    """Return seconds as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def spread(samples: Sequence[Sample], key: str) -> Spread:
-    """The spread of one figure of some samples."""
+    """Return the spread of one figure of some samples."""
     return Spread.of([sample[key] for sample in samples])
 
 
 def progress(text: str) -> None:
-    """One line for whoever waits."""
+    """Print one line of progress with the time."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """What this machine is, and what else runs on it."""
+    """Return what identifies this machine, and its load."""
     cpu: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
@@ -260,7 +260,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the packages that matter and of this checkout."""
+    """Return the versions of Python, of jax and NumPy, and the revision of this checkout."""
     from importlib.metadata import version
 
     found = {name: version(name) for name in ("jax", "jaxlib", "numpy", "prejit")}

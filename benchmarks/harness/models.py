@@ -1,4 +1,4 @@
-"""Makes what the benchmark runs on: decoders with random weights, and manifests for them.
+"""Make the models of the benchmark: decoders with random weights, and manifests for them.
 
     python -m benchmarks.harness.models DIR NAME...     names: gpt2, llama-1b, llama-tiny; none: gpt2
 
@@ -6,8 +6,8 @@
     DIR/gpt2.safetensors    GPT-2's weights (out, in) for its peers, every tensor 64-byte aligned
     DIR/gpt2-4.toml, DIR/gpt2-40.toml
 
-Speed depends on shapes only. But with the usual initialization (0.02) a random model repeats one token for
-ever, which would hide a broken KV cache: so the blocks are wider and the norms vary.
+Speed depends on shapes only. With the usual initialization (0.02) a random model repeats one token forever,
+which would hide a broken KV cache. Therefore the weights of the blocks are larger and the norms vary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Weights = dict[str, np.ndarray]
 
 
 def gpt2_weights() -> Weights:
-    """Random weights by their published names, matrices (in, out)."""
+    """Return random weights by their published names, matrices (in, out)."""
     return {name: _random(index, name, shape) for index, (name, shape) in enumerate(_gpt2_shapes())}
 
 
@@ -76,7 +76,7 @@ def _random(index: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: Weights) -> None:
-    """Writes float32 tensors whose sizes are multiples of 64 bytes, each at a multiple of 64."""
+    """Write float32 tensors whose sizes are multiples of 64 bytes, each at a multiple of 64."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     arrays = (np.ascontiguousarray(tensor) for tensor in tensors.values())
     write_tensors(path, "F32", 4, shapes, arrays)
@@ -89,14 +89,14 @@ def write_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     arrays: Iterable[np.ndarray],
 ) -> None:
-    """Writes a safetensors file, one tensor in memory at a time.
+    """Write a safetensors file with one tensor in memory at a time.
 
     Args:
-        path: of the file.
-        dtype: safetensors' name for it.
+        path: path of the file.
+        dtype: name of the dtype in safetensors.
         itemsize: bytes of one element.
-        shapes: of each tensor, whose bytes are a multiple of 64: so each begins at one.
-        arrays: in that order, contiguous.
+        shapes: shape by tensor. The bytes of each are a multiple of 64, so that each begins at one.
+        arrays: contiguous arrays in that order.
     """
     header, offset = {}, 0
     for name, shape in shapes.items():
@@ -112,7 +112,7 @@ def write_tensors(
 
 
 def llama_shapes(sizes: Llama) -> dict[str, tuple[int, ...]]:
-    """Names and shapes (out, in) of a Llama with a tied head."""
+    """Return names and shapes (out, in) of a Llama with a tied head."""
     shared = sizes.kv_heads * sizes.width // sizes.heads
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (sizes.vocabulary, sizes.width),
@@ -132,13 +132,13 @@ def llama_shapes(sizes: Llama) -> dict[str, tuple[int, ...]]:
 
 
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 values as the upper halves of their bits, uint16, rounded to nearest even."""
+    """Return float32 values as bfloat16 bits (uint16), rounded to nearest even."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def make_llama(directory: Path, name: str, sizes: Llama) -> None:
-    """Makes a Llama in bfloat16, as such models are published, where it is not there."""
+    """Make a Llama in bfloat16, as such models are published, unless it exists."""
     if (directory / name).is_dir():
         return
     shapes = llama_shapes(sizes)
@@ -171,7 +171,7 @@ def make_llama(directory: Path, name: str, sizes: Llama) -> None:
 
 
 def make_gpt2(directory: Path) -> None:
-    """Makes GPT-2 where it is not there; weights of another seed or recipe lie in another directory."""
+    """Make GPT-2 unless it exists. Weights of another seed or recipe need another directory."""
     if (directory / "gpt2").is_dir():
         return
     weights = gpt2_weights()
@@ -209,7 +209,7 @@ def _finish(partial: Path, config: Mapping[str, object]) -> None:
 
 
 def decoder_manifest(name: str, source: str, dtype: str, sizes: Sizes) -> str:
-    """A manifest for this machine."""
+    """Return a manifest for this machine."""
     lines = "\n".join(f"{key} = {list(values)}" for key, values in sizes.items())
     return (
         f'[bundle]\nname = "{name}"\n\n[model]\nsource = "{source}"\ndtype = "{dtype}"\n\n'
@@ -218,11 +218,11 @@ def decoder_manifest(name: str, source: str, dtype: str, sizes: Sizes) -> str:
 
 
 def make(directory: Path, *names: str) -> None:
-    """Makes what is missing.
+    """Make the models that are missing.
 
     Args:
-        directory: of the benchmark.
-        *names: of models; none: GPT-2.
+        directory: directory of the benchmark.
+        *names: names of models; none: GPT-2.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name in names or ("gpt2",):

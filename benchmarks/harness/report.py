@@ -1,4 +1,4 @@
-"""From samples to tables, targets and text. Values in, text out; standard library only."""
+"""Turn samples into tables, targets and text. Pure functions; standard library only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BUILD_NOOP, HELP, PASS = "no-op rebuild", "prejit --help", "python -c pass"
 
 @dataclass(frozen=True)
 class Target:
-    """What a figure should be, and what it is.
+    """A figure, and the limit that it should meet.
 
     Attributes:
-        what: is measured.
-        found: the figure.
-        limit: at most this; at_least: at least this.
-        unit: behind both.
-        at_least: which of the two.
+        what: name of the figure.
+        found: measured value.
+        limit: largest value allowed, or the smallest with `at_least`.
+        unit: text after both values.
+        at_least: whether the limit is the smallest value allowed.
     """
 
     what: str
@@ -40,18 +40,18 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Whether it is as it should be."""
+        """Return whether the figure meets its limit."""
         return self.found >= self.limit if self.at_least else self.found <= self.limit
 
     def row(self) -> tuple[str, str, str, str]:
-        """A row of a table."""
+        """Return a row of the table of targets."""
         bound = f"{'at least' if self.at_least else 'at most'} {self.limit:.4g}{self.unit}"
         return self.what, f"{self.found:.3g}{self.unit}", bound, "met" if self.met else "**missed**"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title and what must be known to read it."""
+    """A table with its title and a note."""
 
     title: str
     head: tuple[str, ...]
@@ -59,40 +59,40 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """Return the table as Markdown."""
         lines = [self.head, tuple("---" for _ in self.head), *self.rows]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"## {self.title}\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
 
 
 def cell(samples: Sequence[Sample], key: str, digits: int = 2, scale: float = 1) -> str:
-    """`median [least..greatest]`."""
+    """Return `median [least..greatest]` of one figure."""
     s = spread(samples, key)
     low, high = s.low / scale, s.high / scale
     return f"{s.median / scale:.{digits}f} [{low:.{digits}f}..{high:.{digits}f}]"
 
 
 def median(samples: Sequence[Sample], key: str) -> float:
-    """The median of one figure."""
+    """Return the median of one figure."""
     return spread(samples, key).median
 
 
 def ratio(rows: Samples, name: str, other: str, key: str, other_key: str = "") -> float:
-    """How one row's figure compares with another's: the median of the ratios within each round.
+    """Return one row's figure divided by another's: the median of the ratios within each round.
 
-    A virtual machine drifts by more between rounds than within one.
+    The speed of a virtual machine drifts more between rounds than within one.
     """
     pairs = zip(rows[name], rows[other], strict=True)
     return Spread.of([mine[key] / theirs[other_key or key] for mine, theirs in pairs]).median
 
 
 def same_tokens(rows: Samples) -> bool:
-    """Whether every process of every row gave the same tokens."""
+    """Return whether every process of every row gave the same tokens."""
     return len({tuple(s["tokens"]) for row in rows.values() for s in row if "tokens" in s}) == 1
 
 
 def flat(rows: Samples, failures: Mapping[str, str]) -> tuple[list[Table], list[Target]]:
-    """Starts of small and large bundles."""
+    """Return the tables of starts of small and large bundles."""
     what = {
         "tiny-4": "5 MB of weights, 4 programs",
         "tiny-400": "5 MB of weights, 400 programs",
@@ -131,7 +131,7 @@ def flat(rows: Samples, failures: Mapping[str, str]) -> tuple[list[Table], list[
 
 
 def kv_cache(rows: Samples) -> tuple[list[Table], list[Target]]:
-    """What the KV cache brings."""
+    """Return the tables that compare generation with and without a KV cache."""
     count = workload.SHORT_NEW_TOKENS
 
     def rate(name: str) -> float:
@@ -165,7 +165,7 @@ def kv_cache(rows: Samples) -> tuple[list[Table], list[Target]]:
 
 
 def buckets(rows: Samples) -> tuple[list[Table], list[Target]]:
-    """Every bucket once."""
+    """Return the tables of a process that uses every bucket once."""
     lines = [
         (
             name,
@@ -190,7 +190,7 @@ def buckets(rows: Samples) -> tuple[list[Table], list[Target]]:
 
 
 def build(rows: Samples) -> tuple[list[Table], list[Target]]:
-    """What building costs."""
+    """Return the tables of build times."""
     lines = [
         (
             name,
@@ -213,7 +213,7 @@ def build(rows: Samples) -> tuple[list[Table], list[Target]]:
 def markdown(
     facts: Mapping[str, Any], tables: Sequence[Table], targets: Sequence[Target], picture: str
 ) -> str:
-    """The whole page."""
+    """Return the whole page."""
     machine, versions = facts["machine"], facts["versions"]
     missed = sum(not target.met for target in targets)
     verdict = f"{missed} of {len(targets)} targets missed" if missed else "all targets met"

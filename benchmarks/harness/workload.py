@@ -1,13 +1,13 @@
-"""What every row of the benchmark does, and how a child process tells the parent. Standard library only.
+"""The work of every row, and the lines by which a child process reports it. Standard library only.
 
-The clock of start-up runs in the parent, from just before it starts a child until the child's line comes:
+The parent holds the clock. It starts just before the child's process and stops at lines of the child:
 
-    LOADED         the model is loaded (prejit alone tells it)
+    LOADED         the model is loaded (only prejit's children print it)
     FIRST          the first token is a Python int
-    ALL            so are all of the first request (where a child goes on)
-    LAST {json}    the work is done; what the child measured itself
+    ALL            the first request is complete (only children that go on print it)
+    LAST {json}    the work is done; the figures that the child measured itself
 
-Children import nothing here that costs time before their first token.
+This module imports nothing that would delay a child's first token.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from dataclasses import dataclass
 EVENTS = ("LOADED", "FIRST", "ALL", "LAST")
 
 LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 12, 768, 12, 50257, 1024
-"""GPT-2 with 124 million parameters."""
+"""Sizes of GPT-2 with 124 million parameters."""
 HEAD_SIZE = WIDTH // HEADS
 EPSILON = 1e-5
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a decoder as Llama has it: grouped queries, gated product, tied head, no biases.
+    """Sizes of a decoder like Llama: grouped queries, gated product, tied head, no biases.
 
     Attributes:
-        layers: L.
-        width: D.
-        heads: N, each of width / heads.
-        kv_heads: K.
+        layers: number of layers, L.
+        width: width of the model, D.
+        heads: number of query heads N, each of width / heads.
+        kv_heads: number of key/value heads, K.
         inner: width of the gated product.
-        vocabulary: V.
-        positions: the longest context.
+        vocabulary: number of tokens, V.
+        positions: longest context.
     """
 
     layers: int
@@ -49,7 +49,7 @@ class Llama:
 
     @property
     def matrix_weights(self) -> int:
-        """Weights that one decode step reads: those of all products; the head is the embedding."""
+        """Number of weights that one decode step reads: those of all products. The head is the embedding."""
         shared = self.kv_heads * self.width // self.heads
         layer = self.width * (2 * self.width + 2 * shared + 3 * self.inner)
         return self.layers * layer + self.vocabulary * self.width
@@ -58,17 +58,17 @@ class Llama:
 LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 2048)
 """The shape of Llama 3.2 1B: 1.24 billion parameters."""
 LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
-"""A model of 5 MB: what many programs cost, and nothing else."""
+"""A model of 5 MB, which shows the cost of many programs and nothing else."""
 
 PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
-"""Of the main rows; CONTEXT is the length of the KV cache, for JAX and prejit alike."""
+"""Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
 SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
-"""Of the table about the KV cache."""
+"""Tokens of the rows with and without a KV cache."""
 PREFILL_TOKENS, PREFILL_RUNS = 512, 7
 ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
-"""Sentences x tokens of the encoder's rows beside its peers."""
+"""Shapes (sentences, tokens) of the encoder's rows."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-"""Of one stored weight."""
+"""Bytes of one stored weight by dtype."""
 
 Sizes = dict[str, tuple[int, ...]]
 BUCKETS: dict[str, Sizes] = {
@@ -79,13 +79,13 @@ BUCKETS: dict[str, Sizes] = {
 
 
 def program_count(name: str) -> int:
-    """How many programs a manifest of BUCKETS has."""
+    """Return the number of programs of a manifest of BUCKETS."""
     sizes = BUCKETS[name]
     return len(sizes["batch"]) * len(sizes["context"]) * (len(sizes["prompt"]) + 1)
 
 
 def prompt_ids(count: int) -> list[int]:
-    """Fixed token ids, the same on every machine."""
+    """Return fixed token ids, the same on every machine."""
     state, ids = 1, []
     for _ in range(count):
         state = state * 48271 % (2**31 - 1)
@@ -94,21 +94,22 @@ def prompt_ids(count: int) -> list[int]:
 
 
 def prompts(count: int, batch: int) -> list[list[int]]:
-    """A batch of prompts of one length. The first is that of batch 1, so that its tokens are comparable."""
+    """Return a batch of prompts of one length. The first is that of batch 1, so tokens are comparable."""
     ids = prompt_ids(count * batch)
     return [ids[row * count : (row + 1) * count] for row in range(batch)]
 
 
 def prefill_prompt(number: int) -> list[int]:
-    """PREFILL_TOKENS ids, another prompt for each number: some engines answer a repeated one from a cache."""
+    """Return PREFILL_TOKENS ids, different for each number: some engines cache repeated prompts."""
     first, *others = prompt_ids(PREFILL_TOKENS)
     return [(first + number) % VOCABULARY, *others]
 
 
 def decode_bytes(dtype: str = "float32") -> int:
-    """Bytes of weights that one decode step of GPT-2 must read, the scales of int8 not counted.
+    """Return the bytes of weights that one decode step of GPT-2 must read, without the scales of int8.
 
-    All but the position embedding, of which it reads one row. The head is the token embedding.
+    A step reads all matrices except the position embedding, where it reads one row. The head is the token
+    embedding.
     """
     matrices = LAYERS * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
     vectors = LAYERS * 13 * WIDTH + 2 * WIDTH + WIDTH
@@ -116,36 +117,36 @@ def decode_bytes(dtype: str = "float32") -> int:
 
 
 def llama_bytes(dtype: str) -> int:
-    """Bytes of matrices that one decode step of LLAMA_1B must read."""
+    """Return the bytes of matrices that one decode step of LLAMA_1B must read."""
     return BYTES[dtype] * LLAMA_1B.matrix_weights
 
 
 def kv_cache_bytes(batch: int = 1, context: int = CONTEXT) -> int:
-    """Bytes of a float32 KV cache."""
+    """Return the bytes of a float32 KV cache."""
     return 4 * 2 * LAYERS * batch * context * WIDTH
 
 
 def say_first() -> None:
-    """Tells the parent that the first token is in hand."""
+    """Report that the first token is a Python int."""
     print("FIRST", flush=True)
 
 
 def say_last(**facts: object) -> None:
-    """Tells the parent that the work is done, with the child's own figures and its memory."""
+    """Report that the work is done, with the child's own figures and its memory."""
     import json
 
     print("LAST " + json.dumps({**facts, "memory": memory_bytes()}), flush=True)
 
 
 def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
-    """Consumes a generation token by token, and tells the parent of the first.
+    """Consume a generation token by token, and report the first.
 
-    The decode rate counts from the second token to the last: what a runtime does once, when its decode
-    program runs first (JAX: compiling it), is `second_token_seconds`.
+    The decode rate counts from the second token to the last. What a runtime does once, when its decode
+    program first runs (JAX compiles it), is in `second_token_seconds`.
 
     Args:
-        tokens: of the first row of the batch, each when those of all rows are in hand.
-        batch: how many rows there are; the rate counts the tokens of all.
+        tokens: tokens of the first row, each when the step of all rows is done.
+        batch: number of rows. The rate counts the tokens of all rows.
 
     Returns:
         Facts for `say_last`.
@@ -165,7 +166,7 @@ def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
 
 
 def requests(generate: Callable[[], Iterable[int]], warm: int) -> dict[str, object]:
-    """Runs one request as a fresh process does it, then the same one warm.
+    """Run one request cold, then the same one warm.
 
     Returns:
         Facts for `say_last`.
@@ -183,13 +184,13 @@ def requests(generate: Callable[[], Iterable[int]], warm: int) -> dict[str, obje
 
 
 def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
-    """Times prompts of PREFILL_TOKENS in a warm process.
+    """Time prompts of PREFILL_TOKENS in a warm process.
 
     Args:
-        first_token: the token that follows a prompt.
+        first_token: function that returns the token after a prompt.
 
     Returns:
-        Facts for `say_last`; `tokens` holds the first prompt's.
+        Facts for `say_last`; `tokens` holds the token of the first prompt.
     """
     token = first_token(prefill_prompt(0))
     say_first()
@@ -203,10 +204,10 @@ def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
 
 
 def memory_bytes() -> dict[str, int]:
-    """This process's memory now, from smaps_rollup.
+    """Return this process's memory now, from smaps_rollup.
 
-    Private_Clean counts pages of a mapped file while nobody else maps it; they are the page cache's, and
-    the kernel drops them at will. What a process costs is Private_Dirty.
+    Private_Clean counts pages of a mapped file while no other process maps it. They belong to the page cache,
+    and the kernel can drop them. The memory that a process costs is Private_Dirty.
     """
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         fields = [line.split() for line in file if line.rstrip().endswith("kB")]

@@ -1,4 +1,4 @@
-"""Where the benchmark keeps its things, and the bundles it builds there."""
+"""The benchmark's directory: models, bundles, environments, caches."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from benchmarks.harness.models import decoder_manifest
 
 RESULTS = BENCHMARKS / "results"
 LARGE_BYTES = 16_000_000_000
-"""Of disk for a model of a billion parameters: 2.5 GB, three bundles of 9 GB, and two GGUF files of 4 GB."""
+"""Free disk that the model of a billion parameters needs: 2.5 GB, bundles of 9 GB, GGUF files of 4 GB."""
 PREJIT_COMMAND = str(Path(sys.executable).parent / "prejit")
 
 
 def bench_directory() -> Path:
-    """$PREJIT_BENCH_DIR (default ~/.cache/prejit/bench)."""
+    """Return $PREJIT_BENCH_DIR, or ~/.cache/prejit/bench."""
     given = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
     return Path(given).resolve()
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things are, and how often they are measured.
+    """The directory of a benchmark, and how often it measures.
 
     Attributes:
-        directory: of models, bundles, environments and caches.
-        runs: fresh processes of each row.
-        quick: the main rows only.
+        directory: directory of models, bundles, environments and caches.
+        runs: number of fresh processes of each row.
+        quick: whether to run the main rows only.
     """
 
     directory: Path
@@ -43,21 +43,21 @@ class Bench:
 
     @property
     def weights(self) -> str:
-        """GPT-2's weights for plain JAX."""
+        """Path of GPT-2's weights for plain JAX."""
         return str(self.directory / "gpt2.safetensors")
 
     def bundle(self, name: str) -> str:
-        """A bundle's directory."""
+        """Return a bundle's directory."""
         return str(self.directory / "bundles" / name)
 
     @property
     def prejit(self) -> dict[str, str]:
-        """Environment of prejit's rows: receipts of verified files are kept apart from the user's."""
+        """Environment of prejit's rows. It keeps receipts of verified files apart from the user's."""
         return {"PREJIT_RUNTIME_CACHE": str(self.directory / "runtime-cache")}
 
     @property
     def warm(self) -> dict[str, str]:
-        """Environment of a JAX that keeps every executable on disk."""
+        """Environment of rows of JAX that keep every executable on disk."""
         return {
             "JAX_COMPILATION_CACHE_DIR": str(self.directory / "jax-cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -65,10 +65,10 @@ class Bench:
         }
 
     def model(self, name: str) -> Path:
-        """The directory of a model of models.py or of encoder_model.py, which is made where it is missing.
+        """Return the directory of a model of models.py or encoder_model.py; make it if it is missing.
 
         Raises:
-            FailedProcessError: making it failed, or there is no room for all that is made from it.
+            FailedProcessError: making it failed, or the disk has no room for its bundles and files.
         """
         if name == "llama-1b" and not (self.directory / name).is_dir():
             free = shutil.disk_usage(self.directory).free
@@ -84,19 +84,19 @@ class Bench:
         return self.directory / name
 
     def build_row(self, name: str, label: str, output: Path, cache: Path) -> Row:
-        """A build of one manifest."""
+        """Return the row that builds one manifest."""
         manifest = str(self.directory / f"{name}.toml")
         options = ("-o", str(output), "--cache", str(cache), "--json")
         return Row(label, (PREJIT_COMMAND, "build", manifest, *options), self.prejit)
 
     def built(self, name: str, source: str, dtype: str, sizes: workload.Sizes) -> str:
-        """A bundle of a decoder, built where it is not there as this checkout would build it.
+        """Return the bundle of a decoder; build it unless this checkout has built it before.
 
         Args:
-            name: of the bundle.
-            source: of the model.
-            dtype: of its weights.
-            sizes: of the manifest's `[generate]`.
+            name: name of the bundle.
+            source: name of the model.
+            dtype: dtype of its weights.
+            sizes: the manifest's `[generate]`.
 
         Returns:
             The bundle's directory.
@@ -105,7 +105,7 @@ class Bench:
         return self.built_manifest(name, decoder_manifest(name, source, dtype, sizes))
 
     def built_manifest(self, name: str, manifest: str) -> str:
-        """A bundle of any manifest; see `built`."""
+        """Return the bundle of any manifest; see `built`."""
         (self.directory / f"{name}.toml").write_text(manifest)
         stamp = self.directory / "bundles" / f".{name}.built"
         made_from = sources_digest() + "\n" + manifest
@@ -121,15 +121,15 @@ class Bench:
 
 @cache
 def sources_digest() -> str:
-    """What bundles are built by: SHA-256 of prejit's sources and jaxlib's version, when first asked for.
+    """Return the SHA-256 of what builds bundles: prejit's sources and jaxlib's version, read once.
 
-    A bundle of another state is never measured as this one's.
+    A bundle that another state of the sources built is never measured as this one's.
     """
     return digest_now()
 
 
 def digest_now() -> str:
-    """`sources_digest` of the files as they are now."""
+    """Return `sources_digest` of the files as they are now."""
     digest = hashlib.sha256(version("jaxlib").encode())
     for root in ("compiler", "runtime"):
         for path in sorted((BENCHMARKS.parent / root).rglob("*")):
@@ -140,7 +140,7 @@ def digest_now() -> str:
 
 
 def prepare(bench: Bench, names: tuple[str, ...]) -> None:
-    """Makes GPT-2 and bundles of workload.BUCKETS where they are missing or stale; empties JAX's cache."""
+    """Make GPT-2 and bundles of workload.BUCKETS if they are missing or stale; empty JAX's cache."""
     for name in names:
         bench.built(name, "gpt2", "float32", workload.BUCKETS[name])
     shutil.rmtree(bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How fast two threads read the weights that a bundle maps: the ceiling of decoding at batch 1.
+"""Measure how fast two threads read the weights that a bundle maps: the limit of decoding at batch 1.
 
     peers/bandwidth_child.py WEIGHTS_BLOB
 
@@ -21,12 +21,12 @@ from benchmarks.harness import workload
 
 THREADS = 2
 SECONDS = 0.5
-"""Some 30 passes over the weights of GPT-2: it runs before every process."""
+"""Time of the probe in seconds: some 30 passes over the weights of GPT-2. It runs before every process."""
 LEAST_PASSES = 5
 
 
 def read_rates(words: np.ndarray) -> list[float]:
-    """Bytes per second of each pass over all words."""
+    """Return the bytes per second of each pass over all words."""
     halves = np.array_split(words, THREADS)
     rates: list[float] = []
     with ThreadPoolExecutor(THREADS) as pool:

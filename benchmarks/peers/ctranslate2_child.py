@@ -4,7 +4,7 @@
     peers/ctranslate2_child.py prefill  MODEL             512 tokens in, again and again
     peers/ctranslate2_child.py encode   MODEL             embeddings of four shapes
 
-MODEL is what its converter wrote, whose name ends in the type that it computes in: `gpt2-ct2-int8`.
+MODEL is the output of its converter. Its name ends in the type of the arithmetic: `gpt2-ct2-int8`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ THREADS = 2
 
 
 def load(kind: Callable[..., Any], path: str) -> Any:
-    """A model of a kind."""
+    """Return a model of a class of CTranslate2's."""
     compute = path.rpartition("-")[2]
     return kind(path, compute_type=compute, intra_threads=THREADS, inter_threads=1)
 
 
 def generate(path: str, batch: int) -> dict[str, object]:
-    """Greedy tokens; each step calls back for every row of the batch."""
+    """Yield greedy tokens. Each step calls back for every row of the batch."""
     generator, names = load(ctranslate2.Generator, path), vocabulary(path)
     prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
     tokens: list[int] = []
@@ -68,7 +68,7 @@ def generate(path: str, batch: int) -> dict[str, object]:
 
 
 def prefill(path: str) -> dict[str, object]:
-    """Prompts alone."""
+    """Measure prompts."""
     generator, names = load(ctranslate2.Generator, path), vocabulary(path)
 
     def first_token(prompt: list[int]) -> int:
@@ -84,13 +84,13 @@ def prefill(path: str) -> dict[str, object]:
 
 
 def vocabulary(path: str) -> list[str]:
-    """The names of tokens, which are what it takes."""
+    """Return the names of tokens: CTranslate2 takes names, not ids."""
     names: list[str] = json.loads(Path(path, "vocabulary.json").read_text())
     return names
 
 
 def encode(path: str) -> None:
-    """Mean pooled embeddings of length 1."""
+    """Measure mean-pooled embeddings of length 1."""
     encoder = load(ctranslate2.Encoder, path)
 
     def embed(ids: list[list[int]]) -> Any:

@@ -1,10 +1,10 @@
-"""A process of encode.py or run.py: from a bundle, or plain JAX; every shape once, then again and again.
+"""A process of encoder_shapes.py or run.py: run every shape once, then again and again.
 
     peers/encode_child.py bundle PATH DELAY [peers]   from a bundle, DELAY seconds after load
     peers/encode_child.py jax    MODEL 0 [peers]      plain JAX, one jitted function
 
 Both encode rows of token ids that fill each of the 22 shapes, in the manifest's order; with `peers` the four
-shapes that run.py compares. The peers' children call `measure` with what they have.
+shapes that run.py compares. The peers' children call `measure` with their own function.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SHAPES = (
     (64, 128),
 )
 STEADY_SECONDS = 0.15
-"""Of repeating one shape, and at least three runs."""
+"""Seconds that each shape is repeated for, but at least three runs."""
 PEERS_SECONDS = 1.0
-"""The same of the four shapes of run.py, and at least five runs."""
+"""Seconds that each of the four shapes of run.py is repeated for, but at least five runs."""
 
 Encode = Callable[[list[list[int]]], Any]
 
 
 def rows(batch: int, length: int) -> list[list[int]]:
-    """Token ids that exist and are no special ones."""
+    """Return token ids that exist and are not special."""
     ids = workload.prompt_ids(batch * length)
     flat = [1000 + token % 29000 for token in ids]
     return [flat[row * length : (row + 1) * length] for row in range(batch)]
@@ -43,13 +43,13 @@ def measure(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     **facts: Any,
 ) -> None:
-    """Every shape for the first time, then each until its time is known.
+    """Time every shape for the first time, then each until its time is known.
 
     Args:
-        encode: gives the embeddings, float32 [B, D], of as many rows of token ids.
-        started: when the process began its work.
-        shapes: sentences x tokens.
-        **facts: what else the parent is told.
+        encode: function from B rows of token ids to embeddings, float32 [B, D].
+        started: time when the process began its work.
+        shapes: pairs of sentences and tokens.
+        **facts: further facts for `say_last`.
     """
     sentences = {f"{batch}x{length}": rows(batch, length) for batch, length in shapes}
     first, sums = {}, {}
@@ -75,7 +75,7 @@ def measure(
 
 
 def bundle(path: str, delay: float, shapes: Sequence[tuple[int, int]]) -> None:
-    """From a bundle, where nothing may be compiled."""
+    """Encode from a bundle, where nothing may be compiled."""
     from prejit.runtime import load
 
     started = time.perf_counter()
@@ -94,7 +94,7 @@ def bundle(path: str, delay: float, shapes: Sequence[tuple[int, int]]) -> None:
 
 
 def plain(path: str, shapes: Sequence[tuple[int, int]]) -> None:
-    """The same model as a user of JAX writes it."""
+    """Encode with the same model as a user of JAX writes it."""
     started = time.perf_counter()
     import jax
     import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""Who takes part: prejit and what a user would otherwise pick, each with the process that does its work.
+"""The rows of a comparison: prejit and what a user would otherwise pick, each with its process.
 
-An entrant is prepared when its row is wanted: its environment, its model in its own format, its bundle. What
-fails then is reported in the row's place.
+An entrant is prepared when its row is first needed: its environment, its model in its own format, its bundle.
+If that fails, the reason stands in the row's place.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PREJIT = {dtype: f"prejit {dtype}" for dtype in workload.BYTES}
 
 @dataclass(frozen=True)
 class Work:
-    """What a section lets every entrant do.
+    """The work of a section, which every entrant does.
 
     Attributes:
         job: `generate` (32 tokens in, 64 out), `prefill` (512 in) or `encode`.
         model: `gpt2`, `llama-1b` or `minilm`.
-        batch: rows at a time.
-        dtypes: of the weights, that are compared.
+        batch: number of rows that run together.
+        dtypes: dtypes of the weights that are compared.
     """
 
     job: str
@@ -37,28 +37,28 @@ class Work:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The batch, where it is an option of the child."""
+        """Options of the child process: the batch, unless it is 1."""
         return (str(self.batch),) if self.batch > 1 else ()
 
 
 Command = tuple[str, ...]
 Prepare = Callable[[Bench, Work], tuple[Command, Mapping[str, str]]]
-"""Gives the command of an entrant's process, and what is set for it."""
+"""A function that returns the command of an entrant's process and its environment variables."""
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One row.
+    """An engine with one dtype: one row of the tables.
 
     Attributes:
-        name: of the row.
-        dtype: its weights are stored in.
-        prepare: makes what it needs.
-        can: the jobs and models that it takes part in.
-        quick: it is in the quick form.
-        environment: it runs in; empty: the benchmark's own.
-        packages: whose versions are reported.
-        one_row: why it takes part with one row at a time alone; empty: it does not.
+        name: name of the row.
+        dtype: dtype of its stored weights.
+        prepare: function that makes what it needs and returns its command.
+        can: jobs and models that it takes part in.
+        quick: whether it is in the quick form.
+        environment: name of its environment; empty: the benchmark's own.
+        packages: packages whose versions are reported.
+        one_row: reason why it takes part with batch 1 only; empty: it takes part with every batch.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Entrant:
 
 
 def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, str]]:
-    """From a bundle with the programs that the work needs."""
+    """Return prejit's process, on a bundle with the programs that the work needs."""
     if work.job == "encode":
         bench.model("minilm")
         shapes = [list(shape) for shape in workload.ENCODER_SHAPES]
@@ -98,7 +98,7 @@ def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, 
 
 
 def jax(bench: Bench, work: Work, warm: bool, *options: str) -> tuple[Command, Mapping[str, str]]:
-    """Plain JAX in this environment: the one that prejit has."""
+    """Return the process of plain JAX, in prejit's own environment."""
     environment = bench.warm if warm else {}
     if work.job == "encode":
         return (
@@ -113,12 +113,12 @@ def jax(bench: Bench, work: Work, warm: bool, *options: str) -> tuple[Command, M
 
 
 def jax_bfloat16(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """Plain JAX with matrices in bfloat16."""
+    """Return the process of plain JAX with matrices in bfloat16."""
     return jax(bench, work, True, "--bfloat16")
 
 
 def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
-    """llama.cpp's Python binding."""
+    """Return the process of llama.cpp's Python binding."""
     python = environments.interpreter(bench.directory, "llama.cpp")
     model = bench.model(work.model)
     path = bench.directory / f"{work.model}-{kind}.gguf"
@@ -130,7 +130,7 @@ def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str
 
 
 def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
-    """ONNX Runtime on optimum's export; `int8` by its dynamic quantization."""
+    """Return the process of ONNX Runtime on optimum's export; `int8` is its dynamic quantization."""
     python = environments.interpreter(bench.directory, "onnxruntime")
     path = exported(bench, work, "onnx", TASKS[work.job])
     if kind == "int8":
@@ -139,7 +139,7 @@ def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[s
 
 
 def ctranslate2(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
-    """CTranslate2 on its own conversion."""
+    """Return the process of CTranslate2 on its own conversion."""
     python = environments.interpreter(bench.directory, "ctranslate2")
     return child(
         python, "peers/ctranslate2_child.py", work, exported(bench, work, "ctranslate2", kind)
@@ -149,14 +149,14 @@ def ctranslate2(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[s
 def openvino(
     bench: Bench, work: Work, weights: str, precision: str
 ) -> tuple[Command, Mapping[str, str]]:
-    """OpenVINO on optimum-intel's export, its cache of compiled models warm."""
+    """Return the process of OpenVINO on optimum-intel's export, with a warm cache of compiled models."""
     python = environments.interpreter(bench.directory, "openvino")
     path = exported(bench, work, "openvino", TASKS[work.job], weights)
     return child(python, "peers/openvino_child.py", work, path, precision), {}
 
 
 def iree(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """IREE on what plain JAX lowers to, weights mapped into its arrays."""
+    """Return the process of IREE on the StableHLO of plain JAX."""
     python = environments.interpreter(bench.directory, "iree")
     bench.model("gpt2")
     path = bench.directory / "exports" / f"{work.model}-iree"
@@ -168,7 +168,7 @@ def iree(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
 
 
 def pytorch(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
-    """transformers' model, run op by op; its environment is that of the exports."""
+    """Return the process of PyTorch with transformers' model, op by op, in the environment of the exports."""
     python = environments.interpreter(bench.directory, "export-onnx")
     return child(python, "peers/torch_child.py", work, str(bench.model(work.model))), {}
 
@@ -178,18 +178,18 @@ TASKS = {
     "prefill": "text-generation-with-past",
     "encode": "feature-extraction",
 }
-"""optimum's names."""
+"""Names of the tasks in optimum."""
 
 
 def exported(bench: Bench, work: Work, form: str, *options: str, source: str = "") -> str:
-    """A model in a peer's format, written where it is not there.
+    """Return the path of a model in a peer's format; write it if it is missing.
 
     Args:
-        bench: where.
-        work: whose model.
-        form: of export_model.py.
-        *options: of that form; the last one is part of the name, where it is not a task.
-        source: another export that it is made from.
+        bench: directory of the benchmark.
+        work: work whose model is exported.
+        form: format of export_model.py.
+        *options: options of that format. The last one is part of the name, unless it is a task.
+        source: another export that this one is made from.
 
     Returns:
         Its directory.
@@ -210,7 +210,7 @@ def exported(bench: Bench, work: Work, form: str, *options: str, source: str = "
 
 
 def child(python: str, script: str, work: Work, path: str, *more: str) -> Command:
-    """The command of a peer's child."""
+    """Return the command of a peer's child process."""
     return (python, str(BENCHMARKS / script), work.job, path, *more, *work.options)
 
 
@@ -305,13 +305,13 @@ ENTRANTS = (
 
 
 def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> list[Row]:
-    """The rows of a section, prepared.
+    """Return the rows of a section, with models and bundles prepared.
 
     Args:
-        bench: where, and whether the quick form.
-        work: of the section.
-        wanted: parts of the names of the rows that are wanted, with commas; empty: all.
-        failures: where what cannot be prepared is noted with the reason.
+        bench: directory, and whether the form is the quick one.
+        work: work of the section.
+        wanted: parts of the names of rows to run, with commas; empty: all.
+        failures: receives the reason by name for each row that cannot be prepared.
     """
     made = []
     for entrant in ENTRANTS:
@@ -335,7 +335,7 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
 
 
 def versions(bench: Bench, names: Collection[str]) -> dict[str, str]:
-    """Of the packages of those entrants that took part."""
+    """Return the package versions of the entrants that took part."""
     found: dict[str, str] = {}
     for entrant in ENTRANTS:
         if entrant.environment and entrant.name in names:

@@ -21,15 +21,15 @@ THREADS = 2
 
 
 class Decoder:
-    """The compiled programs with their weights."""
+    """Compiled programs with their weights."""
 
     def __init__(self, directory: str, weights: str, *names: str) -> None:
-        """Loads programs and copies the weights, a safetensors file, to the device.
+        """Load programs and copy the weights, a safetensors file, to the device.
 
         Args:
-            directory: that iree_export.py wrote.
-            weights: path of the file.
-            names: of the programs.
+            directory: directory that iree_export.py wrote.
+            weights: path of the weights.
+            names: names of the programs.
         """
         iree.flags.parse_flags(f"--task_topology_group_count={THREADS}")
         config = iree.Config("local-task")
@@ -54,19 +54,19 @@ class Decoder:
         return iree.asdevicearray(self._device, values)
 
     def empty_cache(self, context: int) -> list[Any]:
-        """Zeros, keys and values of each layer in turn."""
+        """Return zeros: keys and values of each layer in turn."""
         size = (1, workload.HEADS, context, workload.HEAD_SIZE)
         return [self._place(np.zeros(size, np.float32)) for _ in range(2 * workload.LAYERS)]
 
     def run(self, name: str, cache: list[Any], *values: Any) -> tuple[int, list[Any]]:
-        """Runs a program on what it takes before the cache; gives the token and the new cache."""
+        """Run a program on its arguments and the cache; return the token and the new cache."""
         placed = [self._place(np.array(value, np.int32)) for value in values]
         token, *cache = self._programs[name](*self._weights, *placed, *cache)
         return int(token.to_host()[0]), cache
 
 
 def generate(directory: str, weights: str) -> Iterator[int]:
-    """Greedy tokens."""
+    """Yield greedy tokens."""
     decoder = Decoder(directory, weights, "prefill", "decode")
     cache = decoder.empty_cache(workload.CONTEXT)
     prompt = workload.prompt_ids(workload.PROMPT_TOKENS)
@@ -78,7 +78,7 @@ def generate(directory: str, weights: str) -> Iterator[int]:
 
 
 def prefill(directory: str, weights: str) -> dict[str, object]:
-    """Prompts alone."""
+    """Measure prompts."""
     name = f"prefill{workload.PREFILL_TOKENS}"
     decoder = Decoder(directory, weights, name)
     cache = decoder.empty_cache(2 * workload.PREFILL_TOKENS)  # nothing of it is written in place

@@ -1,14 +1,15 @@
-"""Plain JAX, as a JAX user does it well: what prejit is measured against.
+"""Plain JAX, written as a good JAX user writes it: the baseline of prejit.
 
-A static KV cache, donated; prefill and decode jitted; the form of matrix product that XLA's CPU backend runs
-best at batch 1 (weights (out, in), one array a layer, dot_general contracting dimension 1 of both).
+It has a static, donated KV cache, jitted prefill and decode, and the form of matrix product that XLA's CPU
+backend runs best at batch 1: weights (out, in), one array a layer, dot_general contracting dimension 1 of
+both.
 
     peers/jax_baseline.py generate WEIGHTS [BATCH] [--mapped] [--bfloat16]   32 tokens in, 64 out
     peers/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
     peers/jax_baseline.py kv-cache WEIGHTS HOW            4 tokens in, 15 out
     peers/jax_baseline.py buckets  WEIGHTS MANIFEST       every program of a manifest once
 
-Whether the compilation cache is cold, or warm, is in the environment (JAX_COMPILATION_CACHE_DIR).
+The environment decides whether the compilation cache is cold or warm (JAX_COMPILATION_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Cache = list[tuple[jax.Array, jax.Array]]
 
 
 def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
-    """x [B, T, in] times a weight (out, in), plus its bias."""
+    """Return x [B, T, in] times a weight (out, in), plus its bias."""
     return dot(x, weights[f"{name}.weight"]) + weights[f"{name}.bias"]
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times a weight (out, in), which may be bfloat16; the sums are float32."""
+    """Return x [..., in] times a weight (out, in), which may be bfloat16. Sums are float32."""
     contracted = (((x.ndim - 1,), (1,)), ((), ()))
     product: jax.Array = lax.dot_general(
         x.astype(weight.dtype), weight, contracted, preferred_element_type=jnp.float32
@@ -47,7 +48,7 @@ def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, weights: Weights, name: str) -> jax.Array:
-    """Layer normalization over the last axis."""
+    """Apply layer normalization over the last axis."""
     scale, offset = weights[f"{name}.weight"], weights[f"{name}.bias"]
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
@@ -56,20 +57,20 @@ def layer_norm(x: jax.Array, weights: Weights, name: str) -> jax.Array:
 
 
 def heads(x: jax.Array) -> jax.Array:
-    """[B, T, D] as [B, N, T, H]."""
+    """Return [B, T, D] as [B, N, T, H]."""
     return x.reshape(*x.shape[:2], HEADS, HEAD_SIZE).swapaxes(1, 2)
 
 
 def forward(
     weights: Weights, tokens: Tokens, start: Number, last: Number, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Runs GPT-2 on T new positions (openai/gpt-2, src/model.py).
+    """Run GPT-2 on T new positions (openai/gpt-2, src/model.py).
 
     Args:
-        weights: by their published names.
+        weights: weights by their published names.
         tokens: int32 [B, T].
         start: position of the first of them.
-        last: which of them the next token is taken from.
+        last: index of the token whose logits give the next one.
         cache: per layer, keys and values float32 [B, N, S, H]; empty: attend to the new positions only.
 
     Returns:
@@ -102,7 +103,7 @@ def forward(
 
 @partial(jax.jit, donate_argnums=2)
 def prefill(weights: Weights, tokens: Tokens, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Puts a prompt int32 [B, T] into an empty cache; gives the next tokens."""
+    """Run a prompt int32 [B, T] with an empty cache; return the next tokens and the cache."""
     return forward(weights, tokens, 0, tokens.shape[1] - 1, cache)
 
 
@@ -110,27 +111,27 @@ def prefill(weights: Weights, tokens: Tokens, cache: Cache) -> tuple[jax.Array, 
 def decode(
     weights: Weights, token: jax.Array, position: Number, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Puts one token a row, int32 [B], into the cache; gives the next."""
+    """Run one token a row, int32 [B]; return the next ones and the cache."""
     return forward(weights, token[:, None], position, 0, cache)
 
 
 def without_cache(weights: Weights, tokens: Tokens, last: Number) -> jax.Array:
-    """The next token of a padded sequence int32 [1, T] after its token number `last`."""
+    """Return the token that follows token number `last` of a padded sequence int32 [1, T]."""
     return forward(weights, tokens, 0, last, [])[0]
 
 
 def empty_cache(batch: int, context: int) -> Cache:
-    """A cache of zeros."""
+    """Return a cache of zeros."""
     shape = (batch, HEADS, context, HEAD_SIZE)
     return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(LAYERS)]
 
 
 def load_weights(path: str, mapped: bool = False) -> Weights:
-    """The weights as jax arrays.
+    """Return the weights as jax arrays.
 
     Args:
         path: a safetensors file.
-        mapped: map the file and hand its memory to JAX without a copy, which few users know how to do.
+        mapped: map the file and give its memory to JAX without a copy, as few users do.
     """
     if not mapped:
         from safetensors.numpy import load_file
@@ -151,7 +152,7 @@ def load_weights(path: str, mapped: bool = False) -> Weights:
 
 
 def to_bfloat16(weights: Weights) -> Weights:
-    """The matrices in bfloat16, but for the position embedding, which is added to float32."""
+    """Return the weights with matrices in bfloat16, except the position embedding."""
     return {
         name: w.astype(jnp.bfloat16) if w.ndim == 2 and name != "wpe.weight" else w
         for name, w in weights.items()
@@ -159,7 +160,7 @@ def to_bfloat16(weights: Weights) -> Weights:
 
 
 def generate(weights: Weights, prompts: list[list[int]], count: int) -> Iterator[int]:
-    """Greedy tokens of the first row from the two jitted programs."""
+    """Yield greedy tokens of the first row from the two jitted programs."""
     tokens = np.array(prompts, np.int32)
     token, cache = prefill(weights, tokens, empty_cache(len(prompts), workload.CONTEXT))
     yield int(token[0])
@@ -171,7 +172,7 @@ def generate(weights: Weights, prompts: list[list[int]], count: int) -> Iterator
 def generate_without_cache(
     weights: Weights, prompt: list[int], count: int, length: int, jit: bool
 ) -> Iterator[int]:
-    """Greedy tokens, the whole sequence again for each; padded to one length, so that no shape changes."""
+    """Yield greedy tokens; each runs the whole sequence, padded to one length so that no shape changes."""
     step = jax.jit(without_cache) if jit else without_cache
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(prompt)] = prompt
@@ -183,18 +184,18 @@ def generate_without_cache(
 
 
 def first_token(weights: Weights, prompt: list[int]) -> int:
-    """The token that follows a prompt."""
+    """Return the token that follows a prompt."""
     cache = empty_cache(1, 2 * workload.PREFILL_TOKENS)
     return int(prefill(weights, np.array([prompt], np.int32), cache)[0][0])
 
 
 def kv_cache(weights: Weights, how: str) -> None:
-    """15 tokens after 4, once as a fresh process does it, then warm.
+    """Generate 15 tokens after 4, once cold, then warm.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
         how: `eager`, `jit` (without a cache, padded to the length that the cache has), `jit-short` (padded
-            to no more than these 15 need, so good for this request alone) or `jit-cache`.
+            to what these 15 tokens need) or `jit-cache`.
     """
     prompt = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
     count = workload.SHORT_NEW_TOKENS
@@ -209,7 +210,7 @@ def kv_cache(weights: Weights, how: str) -> None:
 
 
 def buckets(weights: Weights, manifest: str) -> None:
-    """Compiles and runs every program that prejit has for a manifest."""
+    """Compile and run every program that prejit has for a manifest."""
     sizes = workload.BUCKETS[manifest]
     answers = 0
     for batch in sizes["batch"]:
@@ -228,7 +229,7 @@ def buckets(weights: Weights, manifest: str) -> None:
 
 
 def main(job: str, path: str, *options: str) -> None:
-    """Runs a job of the module's docstring."""
+    """Run a job of the module's docstring."""
     imported = time.perf_counter()
     weights = load_weights(path, "--mapped" in options)
     if "--bfloat16" in options:

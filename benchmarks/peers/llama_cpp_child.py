@@ -3,7 +3,7 @@
     peers/llama_cpp_child.py generate MODEL.gguf [BATCH]     32 tokens in, 64 out
     peers/llama_cpp_child.py prefill  MODEL.gguf             512 tokens in, again and again
 
-Weights are mapped, the cache is float32 as everybody's is. llama.cpp pads its context to 256 positions.
+Weights are mapped; the cache is float32 like that of all rows. llama.cpp pads its context to 256 positions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FLOAT32_CACHE = 0  # GGML_TYPE_F32
 
 
 class Decoder:
-    """A model with one context, and a batch that is filled again for every step."""
+    """A model with one context, and a batch that every step fills again."""
 
     def __init__(self, path: str, batch: int, positions: int) -> None:
-        """Loads a model.
+        """Load a model.
 
         Args:
-            path: of a GGUF file.
-            batch: how many rows run at a time.
-            positions: longest text of a row.
+            path: path of a GGUF file.
+            batch: number of rows that run together.
+            positions: longest text of a row in tokens.
         """
         self._quiet = llama.llama_log_callback(lambda *_: None)  # kept: C calls it
         llama.llama_log_set(self._quiet, ctypes.c_void_p(0))
@@ -55,7 +55,7 @@ class Decoder:
         self._batch = llama.llama_batch_init(sizes.n_batch, 0, 1)
 
     def run(self, rows: list[list[int]], start: int) -> list[int]:
-        """Puts new tokens of each row at positions from `start`; gives each row's most likely next one."""
+        """Run new tokens of each row at positions from `start`; return each row's most likely next one."""
         batch, count = self._batch, 0
         ends = []
         for row, tokens in enumerate(rows):
@@ -75,12 +75,12 @@ class Decoder:
         return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
 
     def clear(self) -> None:
-        """Forgets what is cached."""
+        """Clear the cache."""
         llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
 
 
 def generate(path: str, batch: int) -> Iterator[int]:
-    """Greedy tokens of the first row."""
+    """Yield greedy tokens of the first row."""
     decoder = Decoder(path, batch, workload.CONTEXT)
     tokens = decoder.run(workload.prompts(workload.PROMPT_TOKENS, batch), 0)
     yield tokens[0]
@@ -90,7 +90,7 @@ def generate(path: str, batch: int) -> Iterator[int]:
 
 
 def prefill(path: str) -> dict[str, object]:
-    """Prompts alone."""
+    """Measure prompts."""
     decoder = Decoder(path, 1, 2 * workload.PREFILL_TOKENS)
 
     def first_token(prompt: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""ONNX Runtime on graphs that optimum exports, cache kept on its side by IO binding.
+"""ONNX Runtime on graphs that optimum exports; IO binding keeps the cache on its side.
 
 peers/onnxruntime_child.py generate DIRECTORY [BATCH]     32 tokens in, 64 out
 peers/onnxruntime_child.py prefill  DIRECTORY             512 tokens in, again and again
@@ -24,7 +24,7 @@ THREADS = 2
 
 
 def session(path: str) -> Any:
-    """The graph of a directory."""
+    """Return a session for the graph in a directory."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = THREADS
     options.inter_op_num_threads = 1
@@ -33,14 +33,14 @@ def session(path: str) -> Any:
 
 
 class Decoder:
-    """A decoder with past keys and values as inputs and outputs."""
+    """A decoder whose past keys and values are inputs and outputs."""
 
     def __init__(self, path: str, batch: int) -> None:
-        """Loads it.
+        """Load a decoder.
 
         Args:
-            path: of the directory.
-            batch: rows at a time.
+            path: path of the directory.
+            batch: number of rows that run together.
         """
         self._session = session(path)
         self._inputs = {value.name for value in self._session.get_inputs()}
@@ -54,7 +54,7 @@ class Decoder:
         self.empty = [onnxruntime.OrtValue.ortvalue_from_numpy(empty)] * len(self._past)
 
     def run(self, tokens: list[list[int]], start: int, cache: list[Any]) -> tuple[list[int], Any]:
-        """Puts new tokens of each row behind what is cached; gives the next ones and the new cache."""
+        """Append new tokens of each row to the cache; return the next ones and the new cache."""
         ids = np.array(tokens, np.int64)
         batch, count = ids.shape
         given = {
@@ -76,7 +76,7 @@ class Decoder:
 
 
 def generate(path: str, batch: int) -> Iterator[int]:
-    """Greedy tokens of the first row."""
+    """Yield greedy tokens of the first row."""
     decoder = Decoder(path, batch)
     start = workload.PROMPT_TOKENS
     tokens, cache = decoder.run(workload.prompts(start, batch), 0, decoder.empty)
@@ -87,13 +87,13 @@ def generate(path: str, batch: int) -> Iterator[int]:
 
 
 def prefill(path: str) -> dict[str, object]:
-    """Prompts alone."""
+    """Measure prompts."""
     decoder = Decoder(path, 1)
     return workload.prefill(lambda prompt: decoder.run([prompt], 0, decoder.empty)[0][0])
 
 
 def encode(path: str) -> None:
-    """Mean pooled embeddings of length 1."""
+    """Measure mean-pooled embeddings of length 1."""
     loaded = session(path)
     names = {value.name for value in loaded.get_inputs()}
 

@@ -4,7 +4,7 @@
     peers/openvino_child.py prefill  DIRECTORY PRECISION     512 tokens in, again and again
     peers/openvino_child.py encode   DIRECTORY PRECISION     embeddings of four shapes
 
-DIRECTORY is what optimum-intel exported; PRECISION is that of arithmetic: f32 or bf16.
+DIRECTORY is an export of optimum-intel; PRECISION is that of the arithmetic: f32 or bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THREADS = 2
 
 
 def properties(path: str, precision: str) -> dict[str, Any]:
-    """What the CPU plugin is told."""
+    """Return the options of the CPU plugin."""
     return {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": THREADS,
@@ -34,7 +34,7 @@ def properties(path: str, precision: str) -> dict[str, Any]:
 
 
 def pipeline(path: str, precision: str, new_tokens: int) -> tuple[Any, Any]:
-    """A decoder, and how it generates: greedily, on and on."""
+    """Return a decoder, and options that generate greedily without end."""
     import openvino_genai
 
     told = {**properties(path, precision), "KV_CACHE_PRECISION": "f32"}
@@ -46,7 +46,7 @@ def pipeline(path: str, precision: str, new_tokens: int) -> tuple[Any, Any]:
 
 
 def generate(path: str, precision: str) -> dict[str, object]:
-    """Greedy tokens, streamed."""
+    """Yield greedy tokens as they are streamed."""
     import openvino_genai
 
     times: list[float] = []
@@ -72,7 +72,7 @@ def generate(path: str, precision: str) -> dict[str, object]:
 
 
 def prefill(path: str, precision: str) -> dict[str, object]:
-    """Prompts alone."""
+    """Measure prompts."""
     decoder, config = pipeline(path, precision, 1)
 
     def first_token(prompt: list[int]) -> int:
@@ -83,7 +83,7 @@ def prefill(path: str, precision: str) -> dict[str, object]:
 
 
 def encode(path: str, precision: str) -> None:
-    """Mean pooled embeddings of length 1."""
+    """Measure mean-pooled embeddings of length 1."""
     told = {**properties(path, precision), "PERFORMANCE_HINT": "LATENCY"}
     file = str(Path(path, "openvino_model.xml"))
     model = openvino.Core().compile_model(file, "CPU", told)

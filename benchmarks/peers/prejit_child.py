@@ -1,12 +1,12 @@
-"""The same work from a bundle.
+"""The work of a row, from a bundle.
 
     peers/prejit_child.py generate BUNDLE [BATCH]     32 tokens in, 64 out
     peers/prejit_child.py prefill  BUNDLE     512 tokens in, again and again
     peers/prejit_child.py kv-cache BUNDLE     4 tokens in, 15 out
     peers/prejit_child.py buckets  BUNDLE     every program of the bundle once
 
-A bundle that does not match this machine is an error here: nothing may be compiled. With the file of another
-machine's fingerprint (a .json file) as a third argument it falls back instead, as that machine would.
+A bundle that does not match this machine is an error: nothing may be compiled. With another machine's
+fingerprint (a .json file) as a third argument, the bundle falls back as on that machine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from prejit.runtime.generation.kv_cache import KVCache
 
 
 def tokens(bundle: Bundle, prompt: list[int], count: int) -> Iterator[int]:
-    """Greedy tokens. No stop tokens: random weights may give any."""
+    """Yield greedy tokens. No stop tokens: random weights may give any."""
     for piece in bundle.stream(prompt, max_new_tokens=count, stop_token_ids=()):
         assert piece.token_id is not None
         yield piece.token_id
 
 
 def batch_tokens(bundle: Bundle, prompts: list[list[int]], count: int) -> Iterator[int]:
-    """Greedy tokens of the first of some rows that run together."""
+    """Yield greedy tokens of the first of several rows that run together."""
     batch = bundle.batch(len(prompts))
     slots = batch.insert(
         *(bundle.request(p, max_new_tokens=count, stop_token_ids=()) for p in prompts)
@@ -41,12 +41,12 @@ def batch_tokens(bundle: Bundle, prompts: list[list[int]], count: int) -> Iterat
 
 
 def sources(bundle: Bundle) -> dict[str, str]:
-    """How each program that was used was obtained."""
+    """Return how each used program was obtained."""
     return {r.program: r.source for r in bundle.report() if r.source != "unused"}
 
 
 def generate(bundle: Bundle, size: int = 1) -> None:
-    """The main row, or `size` rows at a time."""
+    """Generate one row, or `size` rows together."""
     count = workload.NEW_TOKENS
     if size == 1:
         vocabulary = bundle.decoder.decoder.vocab_size  # of 4096 in the smallest model
@@ -64,20 +64,20 @@ def generate(bundle: Bundle, size: int = 1) -> None:
 
 
 def prefill(bundle: Bundle) -> None:
-    """Prompts alone."""
+    """Measure prompts."""
     facts = workload.prefill(lambda prompt: next(tokens(bundle, prompt, 1)))
     workload.say_last(**facts, programs=sources(bundle))
 
 
 def kv_cache(bundle: Bundle) -> None:
-    """A short request, first as a fresh process does it, then warm."""
+    """Run a short request cold, then warm."""
     prompt = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
     facts = workload.requests(lambda: tokens(bundle, prompt, workload.SHORT_NEW_TOKENS), warm=3)
     workload.say_last(**facts, programs=sources(bundle))
 
 
 def buckets(bundle: Bundle) -> None:
-    """Loads and runs every program that gives tokens, as the JAX baseline does."""
+    """Load and run every program that gives tokens, as the JAX baseline does."""
     decoder = bundle.decoder
     answers = 0
     for batch in decoder.batches:
@@ -92,7 +92,7 @@ def buckets(bundle: Bundle) -> None:
 
 
 def answer(decoder: DecoderPrograms, program: Program, cache: KVCache) -> None:
-    """Runs a prefill program on whole prompts, or a decode program for one step, and reads the tokens."""
+    """Run a prefill program on whole prompts, or a decode program for one step, and read the tokens."""
     prompt = workload.prompt_ids(program.bucket.get("prompt", 1))
     inputs = {}
     for array in decoder.programs.arguments(program.name):

@@ -1,4 +1,4 @@
-"""PyTorch op by op with transformers' model: what most people run.
+"""PyTorch op by op with transformers' model, which most people run.
 
 peers/torch_child.py generate MODEL [BATCH]     32 tokens in, 64 out
 peers/torch_child.py prefill  MODEL             512 tokens in, again and again
@@ -29,7 +29,7 @@ def step(model: Any, tokens: list[list[int]], cache: Any) -> tuple[list[int], An
 
 
 def generate(model: Any, batch: int) -> Iterator[int]:
-    """Greedy tokens of the first row."""
+    """Yield greedy tokens of the first row."""
     tokens, cache = step(model, workload.prompts(workload.PROMPT_TOKENS, batch), None)
     yield tokens[0]
     for _ in range(workload.NEW_TOKENS - 1):

@@ -45,11 +45,11 @@ class Figure:
     """A line of the table.
 
     Attributes:
-        what: is measured.
-        key: of the samples.
-        job: of before_after_child.py.
-        scale: that the figure is divided by.
-        digits: after the point.
+        what: name of the figure.
+        key: name of the figure in a sample.
+        job: job of before_after_child.py.
+        scale: divisor of the figure.
+        digits: digits after the decimal point.
     """
 
     what: str
@@ -82,7 +82,7 @@ def environment(checkout: Path, cache: Path) -> dict[str, str]:
     """Return the environment in which prejit comes from a checkout.
 
     Raises:
-        SystemExit: it would come from elsewhere.
+        SystemExit: prejit would come from elsewhere.
     """
     paths = [str(checkout / "runtime"), str(checkout / "compiler"), str(BENCHMARKS.parent)]
     found = {"PYTHONPATH": os.pathsep.join(paths), "PREJIT_RUNTIME_CACHE": str(cache)}

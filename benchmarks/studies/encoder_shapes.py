@@ -1,11 +1,11 @@
-"""Measures an encoder of 22 shapes: to the first embedding; the first call of each shape to the next ones.
+"""Measure an encoder of 22 shapes: exec to the first embedding, and first calls compared with later ones.
 
     python -m benchmarks.studies.encoder_shapes             medians of 4, about 5 minutes on two quiet cores
     python -m benchmarks.studies.encoder_shapes --quick     medians of 2, written beside the bundles only
 
-Fresh processes that take turns: a bundle whose shapes are called at once after load, one where they are
-called a second later, and plain JAX that runs the same shapes at start-up, with nothing kept and with its
-persistent cache. The model is encoder_model.py's, of MiniLM's shape.
+Fresh processes take turns: a bundle whose shapes are called right after load, one whose shapes are called a
+second later, and plain JAX that runs the same shapes at start-up, without and with its persistent cache. The
+model is that of encoder_model.py, of MiniLM's shape.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.peers.encode_child import SHAPES
 AT_ONCE, LATER = "prejit, shapes at once after load", "prejit, a second after load"
 NAMES = tuple(f"{batch}x{length}" for batch, length in SHAPES)
 LIMIT = 2.0
-"""The first call of a shape, to its steady latency."""
+"""Largest ratio of a shape's first call to its steady latency."""
 SAME = 1e-4
-"""Of a sum of embeddings' first values."""
+"""Largest difference allowed between sums of embeddings' first values."""
 
 
 def prepare(bench: Bench) -> str:
-    """Makes the model and its bundle where they are missing or stale; gives the model's directory."""
+    """Make the model and its bundle if they are missing or stale; return the model's directory."""
     model = bench.directory / "minilm"
     run_once(Row("model", ("harness/encoder_model.py", str(model))))
     shapes = json.dumps(SHAPES)
@@ -57,7 +57,7 @@ def prepare(bench: Bench) -> str:
 
 
 def measure(bench: Bench, model: str) -> dict[str, list[Sample]]:
-    """Runs every row in turn, round after round; the first round fills the caches and is thrown away."""
+    """Run every row in turn, round after round. The first round fills the caches and is thrown away."""
     path = bench.bundle("encoder")
     rows = [
         Row(AT_ONCE, ("peers/encode_child.py", "bundle", path, "0"), bench.prejit),
@@ -79,17 +79,17 @@ def measure(bench: Bench, model: str) -> dict[str, list[Sample]]:
 
 
 def of_shape(found: list[Sample], key: str, shape: str) -> float:
-    """Median milliseconds of a shape."""
+    """Return the median milliseconds of a shape."""
     return Spread.of([sample[key][shape] for sample in found]).median * 1e3
 
 
 def to_steady(found: list[Sample], shape: str) -> float:
-    """The first call of a shape to its next ones: the median of the ratios within each process."""
+    """Return the first call of a shape divided by later ones: the median over all processes."""
     return Spread.of([sample["first"][shape] / sample["steady"][shape] for sample in found]).median
 
 
 def tables(samples: dict[str, list[Sample]]) -> tuple[list[Table], list[Target]]:
-    """The figures, and whether they are as they should be."""
+    """Return the tables and targets."""
     for found in samples.values():
         for sample in found:
             sample["dirty_bytes"] = sample["memory"]["Private_Dirty"]
@@ -161,7 +161,7 @@ def tables(samples: dict[str, list[Sample]]) -> tuple[list[Table], list[Target]]
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Parse the command line, measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=4, help="fresh processes of each row")
     parser.add_argument("--quick", action="store_true", help="2 runs, no page in results/")

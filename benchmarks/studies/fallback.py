@@ -1,11 +1,11 @@
-"""Measures the portable tier: what a start costs on a machine that is none of a bundle's targets.
+"""Measure the portable tier: a start on a machine that matches none of a bundle's targets.
 
     python -m benchmarks.studies.fallback             medians of 7, about 5 minutes on two cores
     python -m benchmarks.studies.fallback --quick     medians of 3, written beside the bundles only
 
-From exec to the first token in fresh processes that take turns: a load that matches; a first start on a
-mismatch, which compiles; a second one, which finds what the first compiled; plain JAX, with nothing
-kept and with its persistent cache. Model, bundle and places are those of run.py.
+Time from exec to the first token in fresh processes that take turns: a load that matches; a first start on a
+mismatch, which compiles; a second one, which finds what the first compiled; plain JAX, without and with its
+persistent cache. Model, bundle and directories are those of run.py.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from prejit.runtime.base.typed_json import to_json
 
 MATCHED, FIRST, SECOND = "matched load", "mismatch, first start", "mismatch, second start"
 LIMIT = 1.2
-"""The second start on a mismatch, to a matched load."""
+"""Largest ratio of the second start on a mismatch to a matched load."""
 
 
 def rows(bench: Bench) -> list[Row]:
-    """What is measured. Each prejit row has a runtime cache of its own, and with it its receipts."""
+    """Return the rows. Each prejit row has its own runtime cache, with its own receipts."""
     other = bench.directory / "other-machine.json"
     here = Fingerprint.current()
     other.write_bytes(to_json(dataclasses.replace(here, jaxlib="0.0.1")))
@@ -50,13 +50,13 @@ def rows(bench: Bench) -> list[Row]:
 
 
 def cache(bench: Bench, row: str) -> dict[str, str]:
-    """The environment with a row's runtime cache."""
+    """Return the environment with a row's runtime cache."""
     name = re.sub(r"[^a-z]+", "-", row)
     return {"PREJIT_RUNTIME_CACHE": str(bench.directory / "fallback-caches" / name)}
 
 
 def measure(bench: Bench) -> dict[str, list[Sample]]:
-    """Runs every row in turn, round after round; the first round fills the caches and is thrown away."""
+    """Run every row in turn, round after round. The first round fills the caches and is thrown away."""
     every = rows(bench)
     compiled = Path(cache(bench, FIRST)["PREJIT_RUNTIME_CACHE"]) / "compiled"
     samples: dict[str, list[Sample]] = {row.name: [] for row in every}
@@ -73,7 +73,7 @@ def measure(bench: Bench) -> dict[str, list[Sample]]:
 
 
 def tables(samples: dict[str, list[Sample]]) -> tuple[list[Table], list[Target]]:
-    """The figures, and whether they are as they should be."""
+    """Return the tables and targets."""
     others = (MATCHED, report.JAX_COLD, report.JAX_WARM)
     lines = [
         (
@@ -112,7 +112,7 @@ def tables(samples: dict[str, list[Sample]]) -> tuple[list[Table], list[Target]]
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Parse the command line, measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7, help="fresh processes of each row")
     parser.add_argument("--quick", action="store_true", help="3 runs, no page in results/")

@@ -1,8 +1,8 @@
-"""How long `prejit explain --fleet --page` takes, as a fresh process.
+"""Measure how long `prejit explain --fleet --page` takes in a fresh process.
 
     python -m benchmarks.studies.fleet BUNDLE
 
-Makes a synthetic fleet of CPUs, GPUs and TPUs in a temporary directory, and prints the median.
+It makes a synthetic fleet of CPUs, GPUs and TPUs in a temporary directory, and prints the median.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DRIVERS = ("535.230.02", "550.163.01", "580.65.06", "580.95.05", "590.44.01")
 
 
 def fleet(count: int, seed: int = 0) -> dict[str, Fingerprint]:
-    """Machines by name: three CPUs to a GPU, and some TPUs."""
+    """Return machines by name: mostly CPUs, some GPUs, few TPUs."""
     pick = random.Random(seed)
     machines = {}
     for number in range(count):
@@ -88,7 +88,7 @@ def _machine(kind: str, pick: random.Random) -> Fingerprint:
 
 
 def write(machines: dict[str, Fingerprint], directory: Path) -> None:
-    """Saves every machine as `prejit fingerprint` does."""
+    """Save every machine as `prejit fingerprint` does."""
     for name, machine in machines.items():
         path = directory / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def write(machines: dict[str, Fingerprint], directory: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the median of five runs."""
+    """Print the median of five runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", metavar="BUNDLE", help="directory of a bundle")
     parser.add_argument("--machines", type=int, default=1000, help="of the fleet (default 1000)")

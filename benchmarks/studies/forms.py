@@ -1,10 +1,10 @@
-"""Measures the forms of products that ship as recorded, in compiler/prejit/compiler/forms.json.
+"""Measure the forms of products and record them in the compiler's forms.json, which ships with it.
 
     python -m benchmarks.studies.forms [--levels x86-64-v4 ...] [--only gpt2] [--again]     or: make forms
 
-A build looks there for what it has no time, or no machine, to measure. What is there for today's kernels
-and jaxlib is not measured again, so that a run may be interrupted: each batch is written as it comes. A
-quiet machine matters, though the least of many runs is taken, of all forms in turns.
+A build reads there what it has no time, or no machine, to measure. Entries for today's kernels and jaxlib are
+not measured again. Each batch is written when it is done, so a run may be interrupted. Run it on a quiet
+machine, although all forms take turns and the least of many runs counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = ("x86-64-v4", "x86-64-v3", "x86-64-v2")
 BATCH = 12
 HEAD_ROWS = 32
-"""Of more tokens at once no program wants logits."""
+"""Most rows of a product with the head: no program computes logits of more tokens at once."""
 
 Shapes = tuple[tuple[int, int], ...]
 
@@ -50,7 +50,7 @@ MINILM: Shapes = ((384, 384), (384, 1536), (1536, 384))
 
 
 def recorded_products(cache: Cache) -> dict[str, tuple[Product, ...]]:
-    """What is measured, by the name of a model."""
+    """Return the products to measure by the name of a model."""
 
     def products(
         dtypes: tuple[str, ...], rows: tuple[int, ...], shapes: Shapes
@@ -70,7 +70,7 @@ def recorded_products(cache: Cache) -> dict[str, tuple[Product, ...]]:
 
 
 def record(level: str, wanted: tuple[Product, ...], cache: Cache, progress: Progress) -> None:
-    """Measures products for a level and adds them to the recorded table."""
+    """Measure products for a level and add them to the recorded table."""
     toolchain = host_toolchain(target(f"cpu-{level}"), versions("jax", "jaxlib"))
     library = build_kernels(toolchain, cache, progress)
     if not isinstance(library, KernelLibrary) or not runs_here(toolchain, library):
@@ -95,7 +95,7 @@ def record(level: str, wanted: tuple[Product, ...], cache: Cache, progress: Prog
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="demo, gpt2, minilm, llama")

@@ -6,7 +6,7 @@
 2. `prejit build` for it in a process that sees no GPU.
 3. `prejit explain` and a start with --on-mismatch error: nothing may be compiled.
 4. The same tokens as jit gives on this GPU.
-5. `prejit tune` here, and a second build, with what XLA measured.
+5. `prejit tune` here, and a second build with XLA's measurements.
 6. Fresh processes that take turns: both bundles, cold jit, JAX's persistent cache.
 
 Results go to benchmarks/results/DATE-GPU.json and .md. Donation is on, as always.
@@ -55,7 +55,7 @@ fingerprint = "gpu.json"
 
 
 def build(bench: Bench, name: str, tuning: str = "") -> Sample:
-    """Builds a bundle for the fingerprint's machine in a process that sees no GPU."""
+    """Build a bundle for the fingerprint's machine in a process that sees no GPU."""
     manifest = bench.directory / f"{name}.toml"
     manifest.write_text(MANIFEST.format(name=name, tuning=tuning))
     output, cache = str(bench.directory / "bundles"), str(bench.directory / "build-cache")
@@ -66,16 +66,16 @@ def build(bench: Bench, name: str, tuning: str = "") -> Sample:
 
 
 def command(bench: Bench, *arguments: str) -> str:
-    """What a command of prejit prints."""
+    """Run a command of prejit and return its output."""
     output: str = run_once(Row(arguments[0], (PREJIT_COMMAND, *arguments), bench.prejit))["output"]
     return output
 
 
 def measure(bench: Bench, here: Fingerprint) -> dict[str, Any]:
-    """Runs all steps.
+    """Run all steps and return their samples.
 
     Raises:
-        SystemExit: one of them failed.
+        SystemExit: a step failed.
     """
     progress(f"{here.device_kind}, driver {here.driver}, {here.plugin}")
     run_once(Row("model", ("harness/models.py", str(bench.directory))))
@@ -109,7 +109,7 @@ def measure(bench: Bench, here: Fingerprint) -> dict[str, Any]:
 
 
 def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
-    """The figures, and whether they are as they should be."""
+    """Return the tables and targets."""
     rows = samples["startup"]
     lines = [
         (
@@ -143,7 +143,7 @@ def tables(samples: dict[str, Any]) -> tuple[list[Table], list[Target]]:
 
 
 def main() -> None:
-    """Runs the check, or says that there is no GPU."""
+    """Run the check, or fail where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7, help="fresh processes of each row")
     given = parser.parse_args()

@@ -1,13 +1,12 @@
-"""Linear kernels beside XLA's products and the memory limit, in one process, interleaved.
+"""Compare linear kernels with XLA's products and the memory bandwidth, interleaved in one process.
 
     python -m benchmarks.studies.kernels [--rows 1,4,16,64,512] [--seconds 0.3]
 
 Prints a row for each shape, dtype and number of rows: GB/s of weights and GFLOP/s of the kernel, of
-XLA's best form (weights (out, in) or (in, out); low precision by the forms of FACTS.md) and, as a
-floor, of one thread reading as many bytes (NumPy's max). Each is the best of its calls, so that a busy
-machine disturbs little; weights rotate through 160 MB, so that they come from memory. A call is a
-program of several products, each waiting for the one before, as in a model: threads that wait for
-the next product do not sleep in between.
+XLA's best form (weights (out, in) or (in, out)) and, as a limit, of one thread that reads as many bytes
+(NumPy's max). Each is the best of its calls, so that a busy machine disturbs little. Weights rotate through
+160 MB, so that they come from memory. A call is a program of several products, each of which waits for the
+one before, as in a model: threads that wait for the next product do not sleep in between.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ import numpy as np
 from prejit.compiler.native.library import SOURCES
 
 SHAPES = ((768, 768), (768, 2304), (768, 3072), (3072, 768), (2048, 2048), (2048, 8192))
-"""(inputs, outputs) of GPT-2-124M and of a Llama of 1B."""
+"""Shapes (inputs, outputs) of products of GPT-2-124M and of a Llama of 1B."""
 ROTATED_BYTES = 160 << 20
 PRODUCTS = 8
-"""In one program, at most."""
+"""Maximum number of products in one program."""
 
 
 def register_kernel(directory: Path) -> None:
-    """Compiles the kernels for this machine with g++ and registers `linear`."""
+    """Compile the kernels for this machine with g++ and register `linear`."""
     library = directory / "kernels.so"
     flags = ("-std=c++17", "-O3", "-march=native", "-w")
     more = ("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
@@ -47,7 +46,7 @@ def register_kernel(directory: Path) -> None:
 
 
 def kernel(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
-    """x [M, K] times w [N, K]."""
+    """Return x [M, K] times w [N, K] by the kernel."""
     scales = (scale,) if w.dtype == jnp.int8 else ()
     flags = {name: np.int32(0) for name in ("bias", "gated", "residual", "activation")}
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), np.float32)
@@ -55,22 +54,22 @@ def kernel(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
 
 
 def out_in(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
-    """XLA's dot, weights (out, in), widened first."""
+    """Return XLA's dot with weights (out, in), widened first."""
     return jax.lax.dot_general(x, w.astype(x.dtype), (((1,), (1,)), ((), ()))) * scale
 
 
 def in_out(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
-    """XLA's dot, weights (in, out), widened first."""
+    """Return XLA's dot with weights (in, out), widened first."""
     return (x @ w.astype(x.dtype)) * scale
 
 
 def reduced(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
-    """XLA's multiply and sum."""
+    """Return the product as XLA's multiply and sum."""
     return jnp.sum(x[:, None, :] * w.astype(x.dtype)[None], axis=-1) * scale
 
 
 def best_seconds(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict[str, float]:
-    """The least time of each call, all taking turns; they are told the number of the turn."""
+    """Return the least time of each call; all take turns, and each gets the number of the turn."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call(0)
@@ -85,7 +84,7 @@ def best_seconds(calls: dict[str, Callable[[int], Any]], seconds: float) -> dict
 
 
 def measure(rows: int, inputs: int, outputs: int, dtype: Any, seconds: float) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     rng = np.random.default_rng(0)
     numbers = rng.integers(-100, 100, (outputs, inputs)).astype(np.int8)
     copies = max(1, ROTATED_BYTES // (numbers.size * np.dtype(dtype).itemsize))
@@ -129,7 +128,7 @@ def measure(rows: int, inputs: int, outputs: int, dtype: Any, seconds: float) ->
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="1,4,16,64,512")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each call of a line")

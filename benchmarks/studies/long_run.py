@@ -1,12 +1,12 @@
-"""Whether memory stays flat: 100,000 generated tokens, then 10,000 sessions, in one fresh process.
+"""Check that memory stays flat: 100,000 generated tokens, then 10,000 sessions, in one fresh process.
 
     python -m benchmarks.studies.long_run [--tokens N] [--sessions N]   builds, runs, writes results
     python -m benchmarks.studies.long_run --bundle BUNDLE ...   runs one bundle here, prints JSON
 
-Requests of all kinds join and leave the slots of a batch; sessions talk twice and are closed, dropped, or
-left in the middle of a stream. Memory is what the process alone holds (Private_Clean and Private_Dirty of
-/proc/self/smaps_rollup), measured after a tenth of the work and at its end. The model is stories260k, whose
-directory is found beside the repository or by PREJIT_SHARED.
+Requests of all kinds join and leave the slots of a batch. Sessions have two turns and are closed, dropped, or
+left in the middle of a stream. Memory is private memory (Private_Clean and Private_Dirty of
+/proc/self/smaps_rollup), measured after each tenth of the work. The model is stories260k, in PREJIT_SHARED
+or in a directory `shared` beside the repository.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SAMPLINGS = (
 
 
 def private_bytes() -> int:
-    """Memory that would be given back if this process ended."""
+    """Return the private memory of this process in bytes."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in rollup[1:])
@@ -57,11 +57,11 @@ def private_bytes() -> int:
 
 
 def measured(work: Iterator[int], total: int) -> dict[str, Any]:
-    """Does work and measures memory on the way.
+    """Do work and measure memory on the way.
 
     Args:
-        work: yields how much of it is done so far; must go on for longer than it is wanted.
-        total: of it.
+        work: yields how much of it is done; must not end before `total`.
+        total: amount of work to do.
 
     Returns:
         `done`, `seconds`, `bytes` after each tenth, and `grown_bytes` from the first of them to the last.
@@ -82,7 +82,7 @@ def measured(work: Iterator[int], total: int) -> dict[str, Any]:
 
 
 def tokens(bundle: Bundle, pick: random.Random) -> Iterator[int]:
-    """Keeps the slots of a batch busy."""
+    """Keep the slots of a batch busy; yield the number of tokens so far."""
     decoder = bundle.decoder
     context, vocab = decoder.contexts[-1], decoder.decoder.vocab_size
     batch, count = bundle.batch(decoder.batches[-1]), 0
@@ -109,7 +109,7 @@ def tokens(bundle: Bundle, pick: random.Random) -> Iterator[int]:
 
 
 def sessions(bundle: Bundle, pick: random.Random) -> Iterator[int]:
-    """Two turns each; then it is closed, dropped, or left in the middle of a stream."""
+    """Run sessions of two turns, which are then closed, dropped, or left in the middle of a stream."""
     vocab, count = bundle.decoder.decoder.vocab_size, 0
     prefix = bundle.prefix([1, 2, 3, 4])
     while True:
@@ -130,7 +130,7 @@ def sessions(bundle: Bundle, pick: random.Random) -> Iterator[int]:
 
 
 def run(path: str, token_count: int, session_count: int) -> dict[str, Any]:
-    """Both, one after the other, in this process."""
+    """Measure tokens, then sessions, in this process."""
     bundle = load(path, on_mismatch="error")
     bundle.prepare()
     works: tuple[tuple[str, Callable[..., Iterator[int]], int], ...] = (
@@ -145,7 +145,7 @@ def run(path: str, token_count: int, session_count: int) -> dict[str, Any]:
 
 
 def measure(token_count: int, session_count: int) -> None:
-    """Builds, runs a fresh process, writes the result."""
+    """Build, run a fresh process, write the result."""
     from benchmarks.harness.measure import environment, machine, versions
     from benchmarks.harness.workspace import RESULTS
 
@@ -190,7 +190,7 @@ def measure(token_count: int, session_count: int) -> None:
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--sessions", type=int, default=10_000)

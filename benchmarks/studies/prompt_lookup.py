@@ -1,14 +1,14 @@
-"""Passes over the weights that prompt lookup saves, and the speed-up.
+"""Measure how many passes over the weights prompt lookup saves, and the speed-up.
 
     python -m benchmarks.studies.prompt_lookup [--runs N]
 
-Two models, greedy, batch 1, each request with drafts and without in turns, in one process:
+Two models run greedily at batch 1, each request with and without drafts in turns, in one process:
 
-- the demo model (a small GPT-2 that writes Python) goes on with code that repeats itself, with code that ends
-  as it began, and with new code. Its steps are so cheap that several go into one call, which drafts prevent;
-- a GPT-2 of 124M with random weights, small ones, which repeats one token for ever: every draft is right, so
-  this is the most that lookup can give where memory bounds decode. The same shape with the weights of the
-  other benchmarks never repeats itself: nothing is drafted, and nothing should be lost.
+- the demo model (a small GPT-2 that writes Python) continues code that repeats itself, code that ends as it
+  began, and new code. Its steps are so cheap that one call runs several, which drafts prevent;
+- a GPT-2 of 124M with small random weights repeats one token forever: every draft is right, so this is
+  the most that lookup can give where memory bounds decode. The same shape with the weights of the other
+  benchmarks never repeats itself: nothing is drafted, and nothing should be lost.
 
 Tokens must be the same both ways. Results go to benchmarks/results/DATE-prompt-lookup.json and .md.
 """
@@ -31,7 +31,7 @@ from benchmarks.harness.workspace import RESULTS
 from prejit.runtime import Bundle, load
 
 DRAFT = 7
-"""Drafts of a pass: with the token before them eight rows, the most that products stream weights for."""
+"""Drafts of a pass: eight rows with the token before them, the most for which products stream weights."""
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = """[bundle]
 name = "{name}"
@@ -82,7 +82,7 @@ def main():
 
 
 def build(directory: Path, name: str, source: Path, context: int) -> Path:
-    """A bundle with programs that verify drafts."""
+    """Build a bundle with programs that verify drafts; return its path."""
     manifest = directory / f"{name}.toml"
     text = {"name": name, "source": json.dumps(str(source)), "context": context, "draft": DRAFT}
     manifest.write_text(MANIFEST.format(**text))
@@ -94,7 +94,7 @@ def build(directory: Path, name: str, source: Path, context: int) -> Path:
 
 
 def repeating_gpt2(directory: Path) -> Path:
-    """The benchmarks' GPT-2 with blocks of the usual initialization."""
+    """Return the benchmark's GPT-2 with blocks of the usual initialization, made if it is missing."""
     path = directory / "gpt2-repeating"
     if not path.is_dir():
         weights = {
@@ -111,10 +111,10 @@ def repeating_gpt2(directory: Path) -> Path:
 
 
 def turns(bundle: Bundle, prompt: str | Sequence[int], count: int, runs: int) -> dict[str, Any]:
-    """One request with and without drafts in turns, the first of each not counted.
+    """Time one request with and without drafts in turns, without the first of each.
 
     Raises:
-        SystemExit: their tokens differ.
+        SystemExit: the tokens differ.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
     results = {}
@@ -152,7 +152,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Builds, measures, writes."""
+    """Build, measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7, help="turns of each request")
     given = parser.parse_args()

@@ -1,9 +1,9 @@
-"""A start with a clock on every part of it: run by startup_profile.py, which draws what this prints.
+"""Time every part of a start and print the spans, which startup_profile.py draws.
 
     python -m benchmarks.studies.startup_child BUNDLE     32 tokens in, 1 out
 
-The parts are timed from outside: the import system's loaders and some functions of the runtime are wrapped
-here, and the runtime knows nothing of it. Clocks are CLOCK_MONOTONIC, which parent and child share.
+The parts are timed from outside: this script wraps the import system's loaders and some functions of the
+runtime. Clocks are CLOCK_MONOTONIC, which parent and child share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable  # noqa: E402
 from typing import Any  # noqa: E402
 
 _Span = tuple[str, str, str, int, int]
-"""Kind, name, thread, start and end in nanoseconds."""
+"""A timed part: kind, name, thread, start and end in nanoseconds."""
 
 _spans: list[_Span] = []
 
@@ -109,7 +109,7 @@ def _wrap_loader(loader: Any, method: str) -> None:
 
 
 def main() -> None:
-    """Loads the bundle and generates a token, and prints the spans."""
+    """Load the bundle, generate a token and print the spans."""
     source = importlib.machinery.SourceFileLoader
     basics = next(cls for cls in source.__mro__ if "exec_module" in cls.__dict__)
     extension = importlib.machinery.ExtensionFileLoader

@@ -1,11 +1,10 @@
-"""Start-up of bundles that grow: from 4 to 400 programs, and from the model's weights to 5 GB.
+"""Measure the start-up of growing bundles: from 4 to 400 programs, and from the model's weights to 5 GB.
 
     python -m benchmarks.studies.startup_flat BUNDLE [--runs 15] [--directory DIR]
 
-BUNDLE holds a decoder with contexts of 128 and 256. The larger bundles are made from it in DIR: its
-programs again for other contexts, and its weights followed by tensors that no program reads (a hole of the
-file, mapped like any other page). Prints medians of fresh processes that take turns, from exec to the first
-token.
+BUNDLE holds a decoder with contexts of 128 and 256. The larger bundles are made from it in DIR: copies of its
+programs for other contexts, and its weights followed by tensors that no program reads (a hole of the file,
+mapped like any other page). Prints medians from exec to the first token of fresh processes that take turns.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 PROGRAMS = 400
 WEIGHTS_BYTES = 5 << 30
 PADDING_BYTES = 16 << 20
-"""Of each tensor that is added."""
+"""Bytes of each added tensor."""
 
 
 def with_programs(config: Config, count: int) -> Config:
-    """The program table with copies of its programs, in longer contexts that no request asks for."""
+    """Return the program table with copies of its programs, in longer contexts that no request needs."""
     programs = {program.name: program for program in config.programs}
     context = longest = max(program.bucket["context"] for program in config.programs)
     models = [p for p in config.programs if p.bucket["context"] == longest]
@@ -75,7 +74,7 @@ def with_programs(config: Config, count: int) -> Config:
 
 
 def with_weights(source: Path, to: Path, size: int) -> None:
-    """A weights file with tensors behind those of another, up to a size."""
+    """Write a weights file that appends tensors to those of another, up to a size."""
     with open(source, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         begins = file.tell()
@@ -95,7 +94,7 @@ def with_weights(source: Path, to: Path, size: int) -> None:
 
 
 def larger(source: Path, to: Path, programs: int, weights_bytes: int) -> None:
-    """A copy of a bundle for this machine alone, with more programs, or larger weights, or both."""
+    """Copy a bundle for this machine only, with more programs, larger weights, or both."""
     with Layout(source) as layout:
         index, _ = open_index(layout)
         target = match(layout, index, Fingerprint.current())[0]
@@ -127,7 +126,7 @@ def larger(source: Path, to: Path, programs: int, weights_bytes: int) -> None:
 
 
 def main() -> None:
-    """Makes the bundles, runs them in turn and prints the table."""
+    """Make the bundles, run them in turn and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Where a start spends its time, from exec to the first token: a picture and a table.
+"""Draw where a start spends its time, from exec to the first token, as a picture and a table.
 
     python -m benchmarks.studies.startup_profile BUNDLE -o PREFIX [--runs 15] [--title TEXT]
 
-Runs startup_child.py in fresh processes and takes the one whose time is the median. Writes PREFIX.svg,
-PREFIX.md and PREFIX.json: every part by thread, on the clock that starts just before exec.
+Runs startup_child.py in fresh processes and draws the one with the median time. Writes PREFIX.svg, PREFIX.md
+and PREFIX.json: every part by thread, on a clock that starts just before exec.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ KINDS = {
     "run": "#116329",
     "other": "#afb8c1",
 }
-"""Kinds of work with their colours, in the order of the table."""
+"""Colour of each kind of work, in the order of the table."""
 MAIN = "MainThread"
 _WIDTH, _LEFT, _ROW, _DEEPEST = 1000, 12, 20, 6
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a start.
+    """A timed part of a start.
 
     Attributes:
         kind: one of KINDS.
-        name: of the module or function.
-        thread: that did it.
+        name: name of the module or function.
+        thread: thread that did the work.
         start, end: milliseconds since exec.
-        depth: how many parts of the same thread it lies in.
+        depth: number of parts of the same thread that contain it.
     """
 
     kind: str
@@ -66,12 +66,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Start:
-    """One fresh process.
+    """The spans of one fresh process.
 
     Attributes:
-        spans: its parts.
+        spans: parts of the start.
         first: milliseconds from exec to the first token.
-        modules: that were imported then.
+        modules: number of modules that were imported by then.
     """
 
     spans: tuple[Span, ...]
@@ -80,10 +80,10 @@ class Start:
 
 
 def measured(bundle: str) -> Start:
-    """Runs one process.
+    """Run one process.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the process failed.
     """
     began = time.perf_counter_ns()
     done = subprocess.run(
@@ -124,7 +124,7 @@ def _nested(found: list[tuple[str, str, str, float, float]]) -> list[Span]:
 
 
 def own_time(start: Start) -> dict[str, dict[str, float]]:
-    """Milliseconds of each kind by thread, without the parts that lie inside of others."""
+    """Return the milliseconds of each kind by thread, without nested parts."""
     totals: dict[str, dict[str, float]] = {}
     around: dict[str, list[Span]] = {}
     for span in start.spans:
@@ -140,7 +140,7 @@ def own_time(start: Start) -> dict[str, dict[str, float]]:
 
 
 def picture(start: Start, title: str) -> str:
-    """Parts as bars, a band for each thread, what lies in a part below it."""
+    """Draw parts as bars: a band for each thread, nested parts below their parents."""
     scale = (_WIDTH - 2 * _LEFT) / start.first
     parts: list[str] = []
     top = 58
@@ -199,7 +199,7 @@ def picture(start: Start, title: str) -> str:
 
 
 def table(start: Start, all_first: list[float], title: str) -> str:
-    """Markdown: milliseconds of each kind, of the main thread and of the others."""
+    """Return Markdown: milliseconds of each kind in the main thread and in the others."""
     totals = own_time(start)
     others = {
         kind: sum(own[kind] for thread, own in totals.items() if thread != MAIN) for kind in KINDS
@@ -222,7 +222,7 @@ def table(start: Start, all_first: list[float], title: str) -> str:
 
 
 def main() -> None:
-    """Measures, and writes picture, table and spans."""
+    """Measure, and write picture, table and spans."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

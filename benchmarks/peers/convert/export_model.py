@@ -1,12 +1,12 @@
-"""Writes a model of the benchmark in a peer's format, in an environment that only exports.
+"""Write a model of the benchmark in a peer's format. Runs in an environment that only exports.
 
     peers/convert/export_model.py onnx        MODEL OUTPUT TASK
     peers/convert/export_model.py onnx-int8   ONNX  OUTPUT          of an export, products quantized
     peers/convert/export_model.py ctranslate2 MODEL OUTPUT TYPE
     peers/convert/export_model.py openvino    MODEL OUTPUT TASK FORMAT
 
-Each by the tool that its users use: optimum, ONNX Runtime's dynamic quantization (per channel), CTranslate2's
-converter. MODEL is a directory in Hugging Face layout; the tools ask for a tokenizer that has its tokens.
+Each format is written by the tool that its users run: optimum, ONNX Runtime's dynamic quantization (per
+channel), CTranslate2's converter. MODEL is a directory in Hugging Face layout; the tools need a tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def with_tokenizer(model: Path, directory: Path) -> Path:
-    """A copy of a model, weights linked, with a tokenizer of as many tokens that mean nothing."""
+    """Copy a model, with links to its weights and a tokenizer of as many meaningless tokens."""
     copy = directory / model.name
     shutil.copytree(model, copy, symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
     for weights in model.glob("*.safetensors"):
@@ -45,7 +45,7 @@ def with_tokenizer(model: Path, directory: Path) -> Path:
 
 
 def onnx(model: Path, output: Path, task: str) -> None:
-    """A graph with float32 weights."""
+    """Export a graph with float32 weights."""
     from optimum.exporters.onnx import main_export
 
     main_export(
@@ -54,7 +54,7 @@ def onnx(model: Path, output: Path, task: str) -> None:
 
 
 def onnx_int8(exported: Path, output: Path) -> None:
-    """Weights int8 with a factor each channel, activations quantized as they come."""
+    """Quantize weights to int8 with a scale for each channel; activations are quantized at run time."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     output.mkdir(parents=True)
@@ -65,14 +65,14 @@ def onnx_int8(exported: Path, output: Path) -> None:
 
 
 def ctranslate2_model(model: Path, output: Path, kind: str) -> None:
-    """Weights of a kind: float32 or int8."""
+    """Convert to CTranslate2's format with float32 or int8 weights."""
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(model)).convert(str(output), quantization=kind)
 
 
 def openvino_model(model: Path, output: Path, task: str, weights: str) -> None:
-    """Its intermediate form: weights fp32 or int8, and for decoders the tokenizers that GenAI asks for."""
+    """Convert to OpenVINO's format: weights fp32 or int8; decoders with the tokenizers that GenAI needs."""
     cli = Path(sys.executable).with_name("optimum-cli")
     options = ("--task", task, "--library", "transformers", "--weight-format", weights)
     command = (str(cli), "export", "openvino", "--model", str(model), *options, str(output))
@@ -90,7 +90,7 @@ def openvino_model(model: Path, output: Path, task: str, weights: str) -> None:
 
 
 def main(form: str, source: Path, output: Path, *options: str) -> None:
-    """Writes beside the output, and moves it there when it is whole."""
+    """Write to a temporary path and rename it when it is complete."""
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     if form == "onnx-int8":

@@ -1,10 +1,10 @@
-"""Writes a decoder of the benchmark as a GGUF file, in the environment of llama.cpp.
+"""Write a decoder of the benchmark as a GGUF file. Runs in the environment of llama.cpp.
 
     peers/convert/gguf_file.py MODEL OUTPUT.gguf KIND     kinds: f32, bf16, q8_0
 
 MODEL is a directory of models.py. Norms, biases and GPT-2's positions stay float32, as llama.cpp's own
 converter leaves them; q8_0 is its package's quantization (blocks of 32 with one scale each). Tokens have
-names that mean nothing, as everything here speaks in ids.
+meaningless names, because the benchmark uses ids.
 
 Sources: the GGUF specification (ggml, docs/gguf.md); llama.cpp's convert_hf_to_gguf.py for names and for the
 order of the rotary rows.
@@ -38,7 +38,7 @@ _KEPT = "position_embd.weight"
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a safetensors file as float32, one at a time."""
+    """Yield the tensors of a safetensors file as float32, one at a time."""
     content = np.memmap(path, np.uint8, "r")
     start = 8 + int(content[:8].view(np.uint64)[0])
     for name, about in json.loads(content[8:start].tobytes()).items():
@@ -52,7 +52,7 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def new_name(name: str, names: dict[str, str]) -> str:
-    """GGUF's name for a tensor: `h.3.ln_1.bias` is `blk.3.attn_norm.bias`."""
+    """Return GGUF's name for a tensor: `h.3.ln_1.bias` is `blk.3.attn_norm.bias`."""
     base, leaf = name.rsplit(".", 1)
     if base in names:
         return f"{names[base]}.{leaf}"
@@ -61,14 +61,14 @@ def new_name(name: str, names: dict[str, str]) -> str:
 
 
 def rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
-    """A query or key weight (out, in) whose pairs lie side by side, as llama.cpp rotates them."""
+    """Return a query or key weight (out, in) with adjacent pairs, as llama.cpp rotates them."""
     half = weight.shape[0] // heads // 2
     pairs = weight.reshape(heads, 2, half, weight.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def write(model: Path, output: Path, kind: str) -> None:
-    """Writes the file."""
+    """Write the file."""
     config = json.loads((model / "config.json").read_text())
     gpt2 = config["model_type"] == "gpt2"
     partial = output.with_suffix(".partial")
@@ -114,7 +114,7 @@ def write(model: Path, output: Path, kind: str) -> None:
 
 
 def _add_tokens(writer: gguf.GGUFWriter, count: int) -> None:
-    """A byte-level BPE vocabulary of so many names."""
+    """Return a byte-level BPE vocabulary of the given size."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{place}" for place in range(count)])

@@ -1,4 +1,4 @@
-"""Compiles the programs of the JAX baseline with IREE, for this machine's CPU.
+"""Compile the programs of the JAX baseline with IREE for this machine's CPU.
 
     peers/convert/iree_export.py IREE_COMPILE OUTPUT
 
@@ -31,7 +31,7 @@ OPTIONS = (
 
 
 def weights() -> dict[str, jax.ShapeDtypeStruct]:
-    """What the baseline calls the weights of GPT-2, by name."""
+    """Return the avals of the baseline's weights by name."""
     width = workload.WIDTH
     shapes: dict[str, tuple[int, ...]] = {
         "wte.weight": (workload.VOCABULARY, width),
@@ -55,13 +55,13 @@ def weights() -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def lowered(function: Any, *arguments: Any) -> str:
-    """StableHLO of a jitted function, whose arguments all stay."""
+    """Return the StableHLO of a jitted function that keeps unused arguments."""
     unjitted = function.__wrapped__
     return str(jax.jit(unjitted, keep_unused=True).lower(*arguments).compiler_ir("stablehlo"))
 
 
 def main(compiler: str, output: Path) -> None:
-    """Writes beside the output, and moves it there when it is whole."""
+    """Write to a temporary path and rename it when it is complete."""
     partial = output.with_name(output.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
 
