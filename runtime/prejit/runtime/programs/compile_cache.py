@@ -16,7 +16,6 @@ was put there by others is compiled again and replaced. Where nothing can be wri
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -260,29 +259,14 @@ def _locked(lock: Path, *, wait: bool = True) -> Iterator[bool]:
         Whether it is held: not where another holds it and `wait` is false, nor where the directory cannot
         be written or its file system has no locks.
     """
+    from prejit.runtime.base.locks import lock_file, remove_and_unlock  # few starts compile
+
     descriptor = None
     with contextlib.suppress(OSError):
         lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = _acquire(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        descriptor = lock_file(lock, wait=wait)
     try:
         yield descriptor is not None
     finally:
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                lock.unlink()
-            os.close(descriptor)
-
-
-def _acquire(lock: Path, operation: int) -> int:
-    while True:
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, operation)
-            # Who held it removed the file: another may hold a new one by now.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+            remove_and_unlock(lock, descriptor)
