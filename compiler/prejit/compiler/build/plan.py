@@ -55,8 +55,9 @@ from prejit.compiler.native.library import (
 )
 from prejit.compiler.native.products import Product
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.code import LOWERING, code_digest, jax_configuration
+from prejit.compiler.store.code import LOWERING, code_digest
 from prejit.compiler.store.interface import Store
+from prejit.compiler.store.jax_settings import jax_configuration
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.target_table import can_build, chosen
