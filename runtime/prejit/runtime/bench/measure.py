@@ -14,18 +14,15 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 
+from prejit.runtime.bench.comparison import Comparison, Ratio, better_of, compare_reports
 from prejit.runtime.bench.probes import probes_of
 from prejit.runtime.bench.processes import Setup, fresh_heads, measure_fresh_processes
 from prejit.runtime.bench.report import (
     GROUPS,
     REPORT_VERSION,
     YARDSTICK,
-    Comparison,
-    Ratio,
-    Report,
+    BenchReport,
     Row,
-    better_of,
-    compare,
     summarize,
 )
 from prejit.runtime.bench.rounds import Head, Rounds, Say, ratio_in_turns, run_in_rounds
@@ -36,14 +33,14 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 def judge(
     setups: Sequence[Setup],
     bundles: Sequence[Bundle],
-    baseline: Report | None,
+    baseline: BenchReport | None,
     *,
     runs: int,
     seconds: float,
     tolerance: float,
     say: Say,
     other: str = "",
-) -> tuple[Report, Comparison | None]:
+) -> tuple[BenchReport, Comparison | None]:
     """Measures a bundle and compares it: with a second one in turns, or with a baseline.
 
     Rows that look worse are measured once more, and the better of both times counts: a regression is
@@ -69,7 +66,7 @@ def judge(
         if before is None:
             return None
         turns = in_turns if len(bundles) > 1 else None
-        return compare(before, reports[0], other=other, tolerance=tolerance, in_turns=turns)
+        return compare_reports(before, reports[0], other=other, tolerance=tolerance, in_turns=turns)
 
     comparison = compared()
     if comparison is not None and (worse := {delta.name for delta in comparison.regressions}):
@@ -92,7 +89,7 @@ def measure(
     seconds: float,
     say: Say,
     only: Collection[str] | None = None,
-) -> tuple[list[Report], dict[str, Ratio]]:
+) -> tuple[list[BenchReport], dict[str, Ratio]]:
     """Measures one bundle, or two in turns.
 
     Args:
@@ -148,10 +145,10 @@ def _row(head: Head, rounds: Iterable[Sequence[float]]) -> Row:
     )
 
 
-def _report(bundle: Bundle, rows: tuple[Row, ...], runs: int, seconds: float) -> Report:
+def _report(bundle: Bundle, rows: tuple[Row, ...], runs: int, seconds: float) -> BenchReport:
     packages = ("prejit", "jax", "jaxlib", "numpy")
     machine = {name: value for name, value in asdict(Fingerprint.current()).items() if value}
-    return Report(
+    return BenchReport(
         report_version=REPORT_VERSION,
         bundle=bundle.name,
         digest=bundle.digest,
