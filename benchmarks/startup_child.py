@@ -25,31 +25,31 @@ _Span = tuple[str, str, str, int, int]
 _spans: list[_Span] = []
 
 FUNCTIONS = {
-    "prejit.runtime.loader": {
+    "prejit.runtime.loader": {"load": "other"},
+    "prejit.runtime.format.opening": {
         "open_index": "bundle",
         "match": "bundle",
-        "read_manifest": "bundle",
-        "_read_config": "bundle",
-        "check_blobs": "bundle",
-        "Blobs.layers": "bundle",
-        "load": "other",
+        "read_manifests": "bundle",
+        "check_config_blob": "bundle",
     },
+    "prejit.runtime.format.blobs": {"check_blobs": "bundle", "Blobs.layers": "bundle"},
     "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
     "prejit.runtime.programs.weights": {"tensors": "weights"},
-    "prejit.runtime.format.checks": {"check_weight_sets": "weights", "unpack": "programs"},
+    "prejit.runtime.format.config_checks": {"check_weight_sets": "weights"},
+    "prejit.runtime.format.layer_checks": {"unpack": "programs"},
     "prejit.runtime.device.executable": {
         "Device.__init__": "first array",
         "Device._begin": "first array",
         "Device.load": "programs",
         "to_numpy": "run",
     },
-    "prejit.runtime.programs.programs": {"Programs.weights": "weights"},
+    "prejit.runtime.programs.ready": {"Programs.weights": "weights"},
     "prejit.runtime.generation.kv_cache": {"KVCache.__init__": "first array"},
     "prejit.runtime.generation.decoder_programs": {
         "DecoderPrograms.__init__": "bundle",
         "DecoderPrograms.run": "run",
-        "DecoderPrograms.place_sampling": "first array",
     },
+    "prejit.runtime.generation.sampling": {"place_sampling": "first array"},
     "prejit.runtime.text.tokenizer": {
         "Tokenizer.__init__": "tokenizer",
         "Tokenizer.encode": "tokenizer",

@@ -21,7 +21,7 @@ from typing import Any
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.errors import RegressionError, StoreError, UsageError
-from prejit.runtime.programs.programs import ProgramReport
+from prejit.runtime.programs.ready import ProgramReport
 
 REPORT_VERSION = 1
 """Raised when a row's name no longer means the same work, or a reader could not read an older file."""
