@@ -128,7 +128,7 @@ class Sampling:
         default=0,
         metadata=_option(
             _integer(0, 2**31 - 1),
-            "keep only the K most likely tokens; 0 keeps all",
+            "keep only the N most likely tokens; 0 keeps all",
             flag=int,
             published=True,
         ),
@@ -226,7 +226,7 @@ class Request:
         default=None,
         metadata=_option(
             _optional(_integer(0, MAX_LOGPROBS)),
-            "with --json: print the log-probability of each token and of the L most likely ones, "
+            "with --json: print the log-probability of each token and of the N most likely ones, "
             f"0 to {MAX_LOGPROBS}",
             flag=int,
         ),
@@ -258,7 +258,7 @@ OPTIONS = {
     for option in (
         *_defined(Sampling),
         *_defined(Request),
-        Option("stop", (), arguments.strings, "stop before this text; repeatable", list),
+        Option("stop", (), arguments.strings, "stop before this text; may be repeated", list),
     )
 }
 """All options of a generation by name. `stop` is the only one that is not a field: a batch knows no text."""
