@@ -10,6 +10,8 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
@@ -18,7 +20,7 @@ export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -95,12 +97,17 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
 	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns
 
+docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
+	$(BIN)/python docs/generate.py .site-source
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	$(BIN)/python docs/check_site.py site
+
 demo-model: $(READY) ## train the demo model again
 	$(BIN)/python -m pip install --quiet --group demo-model
 	$(BIN)/python manifests/demo-model/train.py
 
 clean: ## remove environments, bundles and caches of this checkout
-	rm -rf .venv .venv-other .venv-gpu .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-other .venv-gpu .venv-docs site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
@@ -116,3 +123,10 @@ $(READY): pyproject.toml
 
 $(OTHER_READY): pyproject.toml
 	$(call environment,$(OTHER_VENV),$(OTHER))
+
+$(DOCS_READY): pyproject.toml
+	@echo 'setting up $(DOCS_VENV) (a minute the first time)'
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@touch $@

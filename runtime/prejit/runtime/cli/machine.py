@@ -20,7 +20,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.verdict import Axis, Verdict
 
 if TYPE_CHECKING:
-    from prejit.runtime.fleet.report import Report
+    from prejit.runtime.fleet.report import FleetReport
 
 
 def fingerprint(options: Namespace) -> int:
@@ -98,9 +98,9 @@ def _explain_fleet(options: Namespace) -> int:
     return 3 if options.on_mismatch == "error" and report.fallen_back else 0
 
 
-def _fleet_text(report: Report) -> str:
+def _fleet_text(report: FleetReport) -> str:
     """Return the report of a fleet as text for a terminal."""
-    from prejit.runtime.fleet.machines import few
+    from prejit.runtime.fleet.groups import few
 
     parts = [
         table(

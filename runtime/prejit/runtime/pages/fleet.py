@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from prejit.runtime.fleet.machines import few
-from prejit.runtime.fleet.report import Report
+from prejit.runtime.fleet.groups import few
+from prejit.runtime.fleet.report import FleetReport
 from prejit.runtime.pages.render import render
 
 
-def fleet_page(bundle: str, digest: str, fleet: str, report: Report) -> str:
+def fleet_page(bundle: str, digest: str, fleet: str, report: FleetReport) -> str:
     """Return the page as HTML.
 
     Args:

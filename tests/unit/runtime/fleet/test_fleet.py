@@ -22,10 +22,10 @@ from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.fallback import closest_verdict
-from prejit.runtime.fleet import machines
+from prejit.runtime.fleet import cover
 from prejit.runtime.fleet.cover import fewest_sets
 from prejit.runtime.fleet.machines import Machine, read_fleet
-from prejit.runtime.fleet.report import Report, explain_fleet
+from prejit.runtime.fleet.report import FleetReport, explain_fleet
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REF_NAME, REQUIREMENT
 from prejit.runtime.format.opening import match, open_index
@@ -89,7 +89,7 @@ def save(machines: Sequence[Machine], directory: Path) -> Path:
     return directory
 
 
-def helped(report: Report) -> dict[str, Fingerprint]:
+def helped(report: FleetReport) -> dict[str, Fingerprint]:
     """The machines that fall back now and are not beyond help."""
     beyond = {name for group in report.beyond_help for name in group.machines}
     return {
@@ -244,7 +244,7 @@ def test_a_greedy_cover_is_not_taken_where_it_is_larger() -> None:
 def test_a_search_that_takes_too_long_says_so_and_covers_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machines, "MAX_STEPS", 3)
+    monkeypatch.setattr(cover, "MAX_STEPS", 3)
     import random
 
     pick = random.Random(1)
