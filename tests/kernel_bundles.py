@@ -31,15 +31,25 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler import packaging
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.disassembly import declared_features
-    from prejit.runtime import bundle, executable
-    from prejit.runtime.bundle import Array
+    from prejit.compiler.build import packaging
+    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.store.cache import Cache
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.device import executable
+    from prejit.runtime.format.arrays import Array
+    from prejit.runtime.format.kernels import kernel_target
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        FORMAT_VERSION,
+        KERNELS_MEDIA_TYPE,
+        PORTABLE_MEDIA_TYPE,
+    )
+    from prejit.runtime.format.schema import Config, Kernels, Program, Segment
+    from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
     cache = Cache.open(tmp_path_factory.mktemp("recipe") / "cache")
-    name = bundle.kernel_target("scale", library.digest)
+    name = kernel_target("scale", library.digest)
 
     def with_kernel(x: jax.Array) -> Any:
         call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -50,20 +60,18 @@ def kernel_recipe(
     portable = export(lambda x: x * jnp.float32(2.5), x)
     compiled = executable.compile_portable(export(with_kernel, x, custom_calls=(name,)))
 
-    def frame(raw: bytes) -> bundle.Segment:
+    def frame(raw: bytes) -> Segment:
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-        return bundle.Segment(
-            0, len(stored), cache.put_blob(stored), len(raw), bundle.digest_of(raw)
-        )
+        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
     executables, placed = packaging.pack({"scale": frame(compiled.serialized)}, cache)
     portables, portable_placed = packaging.pack({"scale": frame(portable)}, cache)
     features = {*declared_features(compiled.serialized), *library.cpu_features}
-    config = bundle.Config(
-        format=bundle.FORMAT_VERSION,
+    config = Config(
+        format=FORMAT_VERSION,
         bundle="kernels",
         target="cpu-host",
-        requirement=bundle.Requirement(
+        requirement=Requirement(
             "cpu",
             os.uname().machine,
             tuple(sorted(features)),
@@ -72,11 +80,11 @@ def kernel_recipe(
         ),
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
-            bundle.Program(
+            Program(
                 name="scale",
                 kind="call",
                 bucket={},
-                key=bundle.digest_of(b"scale"),
+                key=digest_of(b"scale"),
                 arguments=(str(Array(("x",), "float32", (5,))),),
                 results=(str(Array((), "float32", (5,))),),
                 executable=placed["scale"],
@@ -86,12 +94,12 @@ def kernel_recipe(
             ),
         ),
         weight_sets={},
-        kernels=bundle.Kernels(library.digest, library.level, library.compiler, library.handlers),
+        kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
     layers = (
-        packaging.layer(bundle.EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
-        packaging.layer(bundle.KERNELS_MEDIA_TYPE, content, "kernels.so"),
-        packaging.layer(bundle.PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
+        packaging.layer(EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
+        packaging.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        packaging.layer(PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
     )
     return Recipe((packaging.PackedTarget(config, layers),), "kernels", {})
 
@@ -101,11 +109,11 @@ def with_kernels(build_cache: Path) -> Any:
     """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
     import jax
 
-    from prejit.compiler.kernel_calls import KERNEL_CALLS
-    from prejit.compiler.kernel_library import SOURCES
-    from prejit.compiler.models.forms import Forms
-    from prejit.runtime import kernels
-    from prejit.runtime.bundle import kernel_target
+    from prejit.compiler.models.layers.forms import Forms
+    from prejit.compiler.native.calls import KERNEL_CALLS
+    from prejit.compiler.native.library import SOURCES
+    from prejit.runtime.device import kernels
+    from prejit.runtime.format.kernels import kernel_target
 
     library, content = built_kernels("cpu-host", SOURCES, build_cache)
     loaded = kernels.load(content)
@@ -117,10 +125,10 @@ def with_kernels(build_cache: Path) -> Any:
 
 def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
     """A library of kernels out of a build cache, which makes it once, with its content."""
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.kernel_library import KernelLibrary, build_kernels
-    from prejit.compiler.target import target
-    from prejit.compiler.toolchain import host_toolchain
+    from prejit.compiler.native.library import KernelLibrary, build_kernels
+    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.targets.target_table import target
+    from prejit.compiler.targets.toolchain import host_toolchain
 
     opened = Cache.open(cache)
     versions = {name: version(name) for name in ("jax", "jaxlib")}

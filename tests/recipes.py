@@ -27,8 +27,8 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
-from prejit.compiler.disassembly import declared_features
-from prejit.runtime.executable import CompileFor, compile_portable
+from prejit.compiler.compile.disassembly import declared_features
+from prejit.runtime.device.executable import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
@@ -53,13 +53,13 @@ class Recipe:
     weights: Mapping[str, Any]
 
     def assemble(self) -> tuple[bytes, dict[str, Any]]:
-        from prejit.compiler.packaging import assemble
+        from prejit.compiler.build.packaging import assemble
 
         return assemble(self.name, self.targets)
 
     def write(self, path: Path) -> Path:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
-        from prejit.runtime.bundle import OCI_LAYOUT
+        from prejit.runtime.format.names import OCI_LAYOUT
 
         index, blobs = self.assemble()
         directory = path / "blobs" / "sha256"
@@ -95,7 +95,7 @@ class Recipe:
 
     def with_content(self, media_type: str, content: bytes) -> Recipe:
         """With other bytes in one layer, its digest set right."""
-        from prejit.compiler.packaging import layer
+        from prejit.compiler.build.packaging import layer
 
         return self.layered(
             lambda layers: tuple(
@@ -145,7 +145,7 @@ def bundle_dir(recipe: Recipe, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle that lies there long enough to get receipts. Read only: it is the whole session's."""
-    from prejit.runtime.receipt import SETTLED_SECONDS
+    from prejit.runtime.store.receipts import SETTLED_SECONDS
 
     path = recipe.write(tmp_path_factory.mktemp("settled") / "example")
     newest = max(file.stat().st_ctime for file in path.rglob("*"))
@@ -157,11 +157,20 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
     import numpy as np
 
-    from prejit.compiler import packaging
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.disassembly import declared_features
-    from prejit.runtime import bundle
-    from prejit.runtime.executable import compile_portable
+    from prejit.compiler.build import packaging
+    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.store.cache import Cache
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.device.executable import compile_portable
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        FORMAT_VERSION,
+        LICENSE_MEDIA_TYPE,
+        PORTABLE_MEDIA_TYPE,
+        WEIGHTS_MEDIA_TYPE,
+    )
+    from prejit.runtime.format.schema import Config, Program, Segment
+    from prejit.runtime.machine.requirement import Requirement
 
     random = np.random.default_rng(0)
     weights = {
@@ -181,13 +190,11 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
         ),
     }
 
-    def frame(raw: bytes) -> bundle.Segment:
+    def frame(raw: bytes) -> Segment:
         import zstandard
 
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-        return bundle.Segment(
-            0, len(stored), cache.put_blob(stored), len(raw), bundle.digest_of(raw)
-        )
+        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
     portable, portables = packaging.pack({p: frame(x) for p, (x, _, _) in lowered.items()}, cache)
     with cache.blob_writer() as blob:
@@ -201,18 +208,18 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     stored_weights = cache.read_blob(blob.digest)
     assert stored_weights is not None
     shared = (
-        packaging.layer(bundle.LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
-        packaging.layer(bundle.WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
-        packaging.layer(bundle.PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+        packaging.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
+        packaging.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
+        packaging.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
     )
     packed = []
     for target, compiled in targets.items():
         pack, segments = packaging.pack({p: frame(x) for p, (x, _) in compiled.items()}, cache)
-        config = bundle.Config(
-            format=bundle.FORMAT_VERSION,
+        config = Config(
+            format=FORMAT_VERSION,
             bundle=name,
             target=target,
-            requirement=bundle.Requirement(
+            requirement=Requirement(
                 "cpu",
                 os.uname().machine,
                 tuple(sorted({f for _, features in compiled.values() for f in features})),
@@ -220,11 +227,11 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
-                bundle.Program(
+                Program(
                     name=program,
                     kind="call",
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},
-                    key=bundle.digest_of(f"{target} {program}".encode()),
+                    key=digest_of(f"{target} {program}".encode()),
                     arguments=tuple(map(str, arguments)),
                     results=tuple(map(str, results)),
                     executable=segments[program],
@@ -236,7 +243,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             weight_sets={"score": tuple(weights)},
         )
-        layer = packaging.layer(bundle.EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
+        layer = packaging.layer(EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
         packed.append(packaging.PackedTarget(config, (layer, *shared)))
     return Recipe(tuple(packed), name, weights)
 
@@ -245,7 +252,7 @@ def _lower_score(size: int) -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
-    from prejit.runtime.bundle import Array
+    from prejit.runtime.format.arrays import Array
 
     def score(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ weights["kernel"]) + weights["bias"]
@@ -262,7 +269,7 @@ def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
-    from prejit.runtime.bundle import Array
+    from prejit.runtime.format.arrays import Array
 
     def nest(tree: dict[str, Any]) -> dict[str, Any]:
         half, (count, flag) = tree["half"], tree["pair"]
@@ -293,7 +300,7 @@ def _lower_tick() -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
-    from prejit.runtime.bundle import Array
+    from prejit.runtime.format.arrays import Array
 
     def tick() -> jax.Array:
         return jnp.asarray(7, jnp.int32)

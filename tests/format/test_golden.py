@@ -19,12 +19,34 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from prejit.runtime import __main__, bundle, load, loader, verify
+from prejit.runtime import __main__, load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.device.executable import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
-from prejit.runtime.executable import Device
-from prejit.runtime.fingerprint import Fingerprint
-from prejit.runtime.layout import Layout
-from prejit.runtime.loaded import Bundle
+from prejit.runtime.format import names
+from prejit.runtime.format.arrays import Mesh, parse_sharding
+from prejit.runtime.format.config_checks import check_config
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST
+from prejit.runtime.format.opening import Target, match, open_index
+from prejit.runtime.format.schema import (
+    Accuracy,
+    Chat,
+    Config,
+    Decoder,
+    Descriptor,
+    Encoder,
+    Kernels,
+    Manifest,
+    Memory,
+    Portable,
+    Program,
+    Segment,
+)
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
 
 from . import second_reader
 
@@ -76,20 +98,18 @@ def fallen_back(path: Path) -> Bundle:
     return loaded
 
 
-def matched(path: Path, machine: Fingerprint) -> list[loader.Target]:
+def matched(path: Path, machine: Fingerprint) -> list[Target]:
     with Layout(path) as layout:
-        return list(loader.match(layout, loader.open_index(layout)[0], machine))
+        return list(match(layout, open_index(layout)[0], machine))
 
 
 def test_there_is_a_golden_bundle_of_every_format() -> None:
-    assert {int(path.parent.name[1:]) for path in GOLDEN} == set(
-        range(1, bundle.FORMAT_VERSION + 1)
-    )
+    assert {int(path.parent.name[1:]) for path in GOLDEN} == set(range(1, FORMAT_VERSION + 1))
 
 
 def test_a_golden_bundle_was_never_made_again(golden: Path) -> None:
     index = (golden / "index.json").read_bytes()
-    assert bundle.digest_of(index) == expected(golden)["digests"][golden.name]
+    assert digest_of(index) == expected(golden)["digests"][golden.name]
 
 
 def test_a_golden_bundle_passes_every_check(
@@ -133,10 +153,10 @@ def test_another_reader_finds_what_the_documentation_says(golden: Path) -> None:
 
 def test_the_documentation_names_every_key() -> None:
     document = (HERE.parent.parent / "docs" / "bundle-format.md").read_text(encoding="utf-8")
-    assert document.startswith(f"# The bundle format, version {bundle.FORMAT_VERSION}\n")
-    kinds = [bundle.Config, bundle.Program, bundle.Segment, bundle.Memory, bundle.Decoder]
-    kinds += [bundle.Requirement, bundle.Mesh, bundle.Portable, bundle.Manifest, bundle.Descriptor]
-    kinds += [bundle.Encoder, bundle.Chat, bundle.Accuracy, bundle.Kernels]
+    assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
+    kinds = [Config, Program, Segment, Memory, Decoder]
+    kinds += [Requirement, Mesh, Portable, Manifest, Descriptor]
+    kinds += [Encoder, Chat, Accuracy, Kernels]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
 
@@ -146,20 +166,20 @@ def test_two_readers_miss_the_same_programs(name: str) -> None:
     """Each program of a model is taken away once: one reader must not serve what another refuses."""
     pytest.importorskip("safetensors")
     _, [target] = second_reader.read(HERE / "v3" / name)
-    config = bundle.from_json(bundle.Config, bundle.to_json(target.config), name)
+    config = from_json(Config, to_json(target.config), name)
     missed = set()
     for lost in target.programs:
         rest = {other: said for other, said in target.programs.items() if other != lost}
         fewer = dataclasses.replace(
             config, programs=tuple(p for p in config.programs if p.name != lost)
         )
-        content, needs = bundle.to_json(fewer), config.requirement
+        content, needs = to_json(fewer), config.requirement
         if name == "decoder" and lost.startswith("prefill"):  # there is another, of other length
-            verify.check_config(content, "3", config.target, needs, name)
+            check_config(content, "3", config.target, needs, name)
             second_reader.check_programs(target.config, rest, 3)
             continue
         with pytest.raises(RejectError):
-            verify.check_config(content, "3", config.target, needs, name)
+            check_config(content, "3", config.target, needs, name)
         with pytest.raises(AssertionError):
             second_reader.check_programs(target.config, rest, 3)
         missed.add(lost.partition("/")[0])
@@ -179,7 +199,7 @@ def test_two_readers_choose_the_same_target_for_every_machine(v2: Path) -> None:
     wanted = expected(v2 / "fleet")
     _, read = second_reader.read(v2 / "fleet")
     for name, told in wanted["machines"].items():
-        machine = bundle.from_json(Fingerprint, bundle.to_json(told), name)
+        machine = from_json(Fingerprint, to_json(told), name)
         fitting = [t.name for t in matched(v2 / "fleet", machine) if t.verdict.matches]
         chosen = wanted["served_by"][name]
         assert (fitting or [None])[0] == chosen, name
@@ -193,7 +213,7 @@ def test_v4_kernels_serve_the_machines_whose_glibc_is_new_enough() -> None:
     wanted = expected_of("kernels", "v4")
     _, read = second_reader.read(path)
     for name, told in wanted["machines"].items():
-        machine = bundle.from_json(Fingerprint, bundle.to_json(told), name)
+        machine = from_json(Fingerprint, to_json(told), name)
         fitting = [t.name for t in matched(path, machine) if t.verdict.matches]
         assert fitting[0] == second_reader.served_by(read, told) == wanted["served_by"][name], name
 
@@ -208,8 +228,8 @@ def test_v4_programs_with_kernels_compile_from_their_portable_form() -> None:
 
 
 def test_a_reader_of_3_refuses_4_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "READABLE_FORMATS", (1, 2, 3))
-    monkeypatch.setattr(bundle, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(names, "READABLE_FORMATS", (1, 2, 3))
+    monkeypatch.setattr(names, "FORMAT_VERSION", 3)
     with pytest.raises(RejectError, match="expected bundle format 1, 2 or 3, found '4'") as caught:
         load(HERE / "v4" / "kernels")
     assert "upgrade" in (caught.value.hint or "")
@@ -220,7 +240,7 @@ def test_the_fleet_asks_for_something_on_every_axis(v2: Path) -> None:
     _, targets = second_reader.read(v2 / "fleet")
     asked = {axis for target in targets for axis, value in target.needs.items() if value}
     later = {"glibc"}  # see v4
-    assert asked | later == {field.name for field in dataclasses.fields(bundle.Requirement)}
+    assert asked | later == {field.name for field in dataclasses.fields(Requirement)}
 
 
 def test_a_verdict_on_format_1_speaks_of_its_four_axes_alone(v1: Path) -> None:
@@ -249,8 +269,8 @@ def forged(path: Path, directory: Path) -> Path:
     copy = Path(shutil.copytree(path, directory / "forged"))
 
     def replaced(descriptor: dict[str, Any], content: dict[str, Any]) -> None:
-        raw = bundle.to_json(content)
-        descriptor.update(digest=bundle.digest_of(raw), size=len(raw))
+        raw = to_json(content)
+        descriptor.update(digest=digest_of(raw), size=len(raw))
         (copy / "blobs/sha256" / descriptor["digest"].removeprefix("sha256:")).write_bytes(raw)
 
     def read(descriptor: dict[str, Any]) -> Any:
@@ -266,9 +286,9 @@ def forged(path: Path, directory: Path) -> Path:
             program["platforms"] = program["platforms"][::-1]
         replaced(manifest["config"], config)
         replaced(of_target, manifest)
-    del index["annotations"][bundle.INDEX_DIGEST]
-    index["annotations"][bundle.INDEX_DIGEST] = bundle.digest_of(bundle.to_json(index))
-    (copy / "index.json").write_bytes(bundle.to_json(index))
+    del index["annotations"][INDEX_DIGEST]
+    index["annotations"][INDEX_DIGEST] = digest_of(to_json(index))
+    (copy / "index.json").write_bytes(to_json(index))
     return copy
 
 
@@ -301,7 +321,7 @@ def test_v2_decoder_generates_from_its_portable_form(v2: Path) -> None:
 
 def test_v2_mesh_generates_the_tokens_of_one_device(v2: Path) -> None:
     loaded = fallen_back(v2 / "mesh")
-    assert loaded.config.mesh == bundle.Mesh(data=1, tensor=2)
+    assert loaded.config.mesh == Mesh(data=1, tensor=2)
     wanted = expected(v2 / "mesh")
     results = loaded.generate_batch(wanted["prompts"], max_new_tokens=8)
     assert [list(result.token_ids) for result in results] == wanted["token_ids"]
@@ -319,11 +339,11 @@ def test_devices_of_a_mesh_hold_what_the_documentation_says(v2: Path) -> None:
     _, [target] = second_reader.read(v2 / "mesh")
     spelled = set(target.config["weight_shardings"].values())
     assert spelled == {"tensor", "tensor,", ",tensor"}
-    device = Device("cpu", bundle.Mesh(**sizes))
+    device = Device("cpu", Mesh(**sizes))
     for text in (*spelled, "data,tensor", "tensor,data"):
         split = text.split(",")
         whole = values if len(split) == 2 else values[0]
-        placed = device.put(whole, bundle.parse_sharding(text, whole.ndim))
+        placed = device.put(whole, parse_sharding(text, whole.ndim))
         assert isinstance(placed, jax.Array)
         # By the device that each lies on, not by the one that the sharding gives it.
         held = {min(shard.data.devices()).id: shard.data for shard in placed.addressable_shards}

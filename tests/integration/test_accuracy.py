@@ -102,7 +102,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     import numpy as np
     from safetensors.numpy import save_file
 
-    from prejit.compiler import models
+    from prejit.compiler.models import registry
 
     source = tmp_path / "bert"
     source.mkdir()
@@ -117,7 +117,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     }
     (source / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
-    parameters = models.encoder_parameters(models.load_encoder(source))
+    parameters = registry.encoder_parameters(registry.load_encoder(source))
     weights = {
         name: np.ascontiguousarray(
             random.standard_normal(parameter.shape, np.float32).T

@@ -18,7 +18,7 @@ import pytest
 from tests.decoders import write_random
 
 from prejit.runtime import load
-from prejit.runtime.bundle import digest_of
+from prejit.runtime.base.digests import digest_of
 
 from .conftest import ROOT, Run, write_manifest
 

@@ -101,18 +101,18 @@ def module(model: Path) -> Any:
     import jax
     from flax import nnx
 
-    from prejit.compiler import models
-    from prejit.compiler.checkpoint import open_encoder
+    from prejit.compiler.checkpoint.checkpoint import open_encoder
+    from prejit.compiler.models import registry
 
     checkpoint = open_encoder(model)
-    graph, state = nnx.split(models.encoder(models.load_encoder(model)))
+    graph, state = nnx.split(registry.encoder(registry.load_encoder(model)))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
     # Unoptimized code compiles in half the time, and the values must not depend on it.
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(weights: Any, tokens: jax.Array) -> jax.Array:
         length = jax.numpy.full(1, tokens.shape[1])
-        return nnx.merge(graph, models.with_parameters(state, weights))(tokens, length)
+        return nnx.merge(graph, registry.with_parameters(state, weights))(tokens, length)
 
     return lambda ids: np.asarray(run(weights, np.array([ids], np.int32)))[0]
 
@@ -218,7 +218,7 @@ def test_sixteen_threads_share_a_bundle(bundle: Bundle) -> None:
 def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
     run: Run, python: Run, built: Path, bundle: Bundle
 ) -> None:
-    done = run("encode", built, "a b c", "", "--require-aot", "--json")
+    done = run("encode", built, "a b c", "", "--on-mismatch", "error", "--json")
     told = json.loads(done.stdout)
     assert np.abs(np.array(told["embeddings"]) - bundle.encode(["a b c", ""])).max() <= 1e-5
     assert {report["source"] for report in told["stats"]["obtained"]} <= {"loaded"}

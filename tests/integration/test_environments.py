@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler import environments
-from prejit.compiler.cache import Cache
-from prejit.compiler.cache_key import Key
-from prejit.compiler.compilation import CompileJob, CompilePool, Source
-from prejit.compiler.environments import Wanted
-from prejit.compiler.listing import EXACT_JAX
-from prejit.compiler.target import target
-from prejit.compiler.toolchain import toolchain_of
+from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.pool import CompilePool
+from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import Wanted
+from prejit.compiler.targets.listing import EXACT_JAX
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import toolchain_of
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
-from prejit.runtime.target import Target
+from prejit.runtime.machine.target import Target
 
 JAX = "0.10.99"
 PINNED = tuple(
@@ -77,9 +78,9 @@ def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> Wante
 
 MAKE = """
 import sys
-from prejit.compiler import environments
+from prejit.compiler.targets import environments
 from prejit.compiler.progress import Plain
-from prejit.runtime.target import Target
+from prejit.runtime.machine.target import Target
 target = Target("cuda-x", "cuda", jax=sys.argv[1], constraints=("numpy<9",))
 wanted = environments.wanted(target, "0.10.2")
 with Plain(sys.stderr) as progress:

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from prejit.runtime import Bundle, FallbackWarning, Fingerprint, Sampling, load
-from prejit.runtime.bundle import digest_of, to_json
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
 
 from .conftest import Run, write_manifest

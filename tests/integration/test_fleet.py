@@ -14,14 +14,20 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler import environments
-from prejit.compiler.target import target
-from prejit.runtime import bundle
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.target_table import target
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
-from prejit.runtime.fingerprint import Fingerprint, compare
-from prejit.runtime.layout import Layout
-from prejit.runtime.loader import match, open_index, read_contents
-from prejit.runtime.target import Target
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.machine.compare import compare
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.target import Target
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.10.2", "0.12.0.1"
@@ -29,7 +35,15 @@ LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4")
 # Of targets that are equally good the first is taken, and cpu-host may be no better than its level.
 PINNED = [("cpu-host", OLD), *((name, NEW) for name in (*LEVELS, "cpu-host"))]
 PINNED += [(name, NEW) for name in ("cuda-l4", "cuda-h100", "tpu-v5e", "tpu-v6e")]
-PROMPT = ("--prompt-ids", "100,200,300", "--max-new-tokens", "24", "--require-aot", "--json")
+PROMPT = (
+    "--prompt-ids",
+    "100,200,300",
+    "--max-new-tokens",
+    "24",
+    "--on-mismatch",
+    "error",
+    "--json",
+)
 
 
 def manifest(path: Path, name: str, tables: str) -> Path:
@@ -109,12 +123,12 @@ def generate(python: list[str], path: Path, *options: str | Path) -> dict[str, A
 def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Path) -> None:
     contents = opened(fleet)
     assert set(contents) == {f"{name}-jax{jax}" for name, jax in PINNED}
-    for media_type in (bundle.WEIGHTS_MEDIA_TYPE, bundle.PORTABLE_MEDIA_TYPE):
+    for media_type in (WEIGHTS_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
         assert len({c.manifest.layer(media_type).digest for c in contents.values()}) == 1
-    packs = {c.manifest.layer(bundle.EXECUTABLES_MEDIA_TYPE).digest for c in contents.values()}
+    packs = {c.manifest.layer(EXECUTABLES_MEDIA_TYPE).digest for c in contents.values()}
     assert len(packs) == len(PINNED)
     stored = sum(file.stat().st_size for file in fleet.rglob("*") if file.is_file())
-    [weights] = {c.manifest.layer(bundle.WEIGHTS_MEDIA_TYPE).size for c in contents.values()}
+    [weights] = {c.manifest.layer(WEIGHTS_MEDIA_TYPE).size for c in contents.values()}
     assert stored < 2 * weights
 
 
@@ -197,7 +211,7 @@ def test_every_level_runs_here_and_gives_the_same_tokens(
         if not set(features) <= set(Fingerprint.current().cpu_features):
             continue  # this machine is below that level
         file = tmp_path / f"{level}.json"
-        file.write_bytes(bundle.to_json(here))
+        file.write_bytes(to_json(here))
         said = generate(python, fleet, "--fingerprint", file)
         assert said["target"] == f"{level}-jax{NEW}"
         tokens.add(tuple(said["token_ids"]))
@@ -246,7 +260,7 @@ def test_a_mesh_is_compiled_for_devices_that_are_not_here(
     contents = opened(tmp_path / "mesh")
     needs = contents[f"{name}-jax{NEW}"].config.requirement
     assert needs.device_count == data * tensor
-    weights = contents["cpu-host"].manifest.layer(bundle.WEIGHTS_MEDIA_TYPE).size
+    weights = contents["cpu-host"].manifest.layer(WEIGHTS_MEDIA_TYPE).size
     for program in contents[f"{name}-jax{NEW}"].config.programs:
         assert program.memory.argument_bytes < 0.8 * weights, "each device holds a part of them"
     said = json.loads(run("generate", tmp_path / "mesh", *PROMPT).stdout)

@@ -140,7 +140,7 @@ def test_a_table_decides_what_is_compiled_and_without_measuring_the_nearest_one_
     assert (calls > 0) == (in_decode > 0)
     assert left * in_decode == calls * (last["form"] == "kernel")
 
-    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--require-aot", "--json"]
+    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--on-mismatch", "error", "--json"]
     told = run("generate", tmp_path / "out" / "model", *ids)
     assert len(json.loads(told.stdout)["token_ids"]) == 12
 
@@ -149,16 +149,16 @@ def linear_calls(bundle: Path) -> dict[str, int]:
     """How often the executables of a bundle's only target call the kernel of products, by program."""
     import zstandard
 
-    from prejit.runtime import bundle as format
-    from prejit.runtime.fingerprint import Fingerprint
-    from prejit.runtime.layout import Layout
-    from prejit.runtime.loader import match, open_index, read_contents
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
+    from prejit.runtime.format.opening import match, open_index, read_contents
+    from prejit.runtime.machine.fingerprint import Fingerprint
 
     with Layout(bundle) as layout:
         contents = read_contents(
             layout, match(layout, open_index(layout)[0], Fingerprint.current())[0]
         )
-        layer = contents.manifest.layer(format.EXECUTABLES_MEDIA_TYPE)
+        layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
         packed = layout.read_blob(layer.digest, layer.size)
     unpack: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompress
     return {

@@ -21,14 +21,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.decoders import VOCABULARY
 
-from prejit.compiler.products import KERNEL, LOOP, WIDENED, Product
+from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
-from prejit.runtime import batch as engine
-from prejit.runtime.batch import Batch
-from prejit.runtime.executable import to_numpy
-from prejit.runtime.kv_cache import KVCache, Prefix
-from prejit.runtime.request import Logprob, Request, Token
-from prejit.runtime.sampling import bias_row, history_row
+from prejit.runtime.device.executable import to_numpy
+from prejit.runtime.generation import batch as engine
+from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.kv_cache import KVCache, Prefix
+from prejit.runtime.generation.request import Logprob, Request, Token
+from prejit.runtime.generation.sampling import bias_row, history_row
 
 from .conftest import SHARED
 

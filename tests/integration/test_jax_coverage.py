@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.compiler.lowering import UserFunction, lower_function
-from prejit.compiler.manifest import Program
-from prejit.compiler.specs import ProgramSpec
-from prejit.compiler.user_code import UserModules
-from prejit.runtime import pytree
+from prejit.compiler.lowering.function import UserFunction, lower_function
+from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.manifest.manifest import Program
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.runtime.device.executable import CompileFor, Device, compile_portable, to_numpy
 from prejit.runtime.errors import BuildError
-from prejit.runtime.executable import CompileFor, Device, compile_portable, to_numpy
-from prejit.runtime.target import PLATFORMS
+from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.programs import pytree
 
 from . import jax_functions as table
 

@@ -1,7 +1,7 @@
 """Servers run for weeks: memory stays flat, interrupts and left streams leave nothing behind, threads agree.
 
-The memory of 100,000 tokens and 10,000 sessions is measured by benchmarks/long_run.py; here the same program
-does a part of it, enough to see 150 bytes lost with a token or 2 KB with a session.
+The memory of 100,000 tokens and 10,000 sessions is measured by benchmarks/studies/long_run.py; here the same
+program does a part of it, enough to see 150 bytes lost with a token or 2 KB with a session.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_memory_does_not_grow_with_tokens_or_sessions(decoder_dir: Path) -> None
     counts = ("--tokens", "20000", "--sessions", "1500")
     command = (
         sys.executable,
-        ROOT / "benchmarks" / "long_run.py",
+        ROOT / "benchmarks" / "studies" / "long_run.py",
         "--bundle",
         decoder_dir,
         *counts,

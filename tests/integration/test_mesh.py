@@ -77,7 +77,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process, count, coordinator = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
 jax.distributed.initialize(coordinator, count, process)
 
-from prejit.runtime import batch
+from prejit.runtime.generation import batch
 
 batch._CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
@@ -90,17 +90,17 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
     """A checkpoint with random weights, the same for the same config."""
     from flax import nnx
 
-    from prejit.compiler import models
+    from prejit.compiler.models import registry
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    loaded = models.load_config(directory)
-    in_out = models.naming(loaded).in_out
+    loaded = registry.load_config(directory)
+    in_out = registry.naming(loaded).in_out
     random = np.random.default_rng(0)
     tensors = {}
-    for name, leaf in models.flat_parameters(nnx.state(models.decoder(loaded))).items():
+    for name, leaf in registry.flat_parameters(nnx.state(registry.decoder(loaded))).items():
         values = random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(scale)
-        if models.parameters(loaded)[name].in_out != name.endswith(in_out or ("none",)):
+        if registry.parameters(loaded)[name].in_out != name.endswith(in_out or ("none",)):
             values = np.ascontiguousarray(values.T)  # as it is published
         tensors[name] = values
     save_file(tensors, directory / "model.safetensors")
@@ -110,11 +110,11 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 @pytest.fixture(scope="module")
 def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
     """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
-    from prejit.compiler.build import build
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.manifest import read_manifest
-    from prejit.compiler.plan import Inputs
+    from prejit.compiler.build.build import build
+    from prejit.compiler.build.plan import Inputs
+    from prejit.compiler.manifest.manifest import read_manifest
     from prejit.compiler.progress import Quiet
+    from prejit.compiler.store.cache import Cache
 
     directory = tmp_path_factory.mktemp("mesh")
     cache = Cache.open(build_cache)
@@ -231,7 +231,7 @@ MEASURE = """
 import sys
 import numpy as np
 from prejit.runtime import load
-from prejit.runtime.executable import Device
+from prejit.runtime.device.executable import Device
 
 def anonymous():
     with open("/proc/self/smaps_rollup") as lines:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from prejit.runtime import Fingerprint, Sampling, load
-from prejit.runtime.bundle import to_json
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import ContextError, FallbackWarning
-from prejit.runtime.fingerprint import CPU_FEATURES
+from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
 from .conftest import Run, write_manifest
 
@@ -68,7 +68,7 @@ def generate(run: Run, bundle: Path, stories: Stories, *arguments: str) -> dict[
 def test_fresh_process_writes_the_published_text(
     run: Run, bundles: dict[str, Path], stories: Stories, target: str
 ) -> None:
-    result = generate(run, bundles[target], stories, "--require-aot")
+    result = generate(run, bundles[target], stories, "--on-mismatch", "error")
     assert result["token_ids"] == stories[1]["ids"]
     assert result["text"] == stories[1]["text"]
     assert result["finish_reason"] == "length"
@@ -89,7 +89,7 @@ def test_fallback_writes_the_published_text_and_keeps_what_it_compiled(
         assert result["matched"] is False
         assert {p["source"] for p in result["programs"]} == {source, "unused"}  # type: ignore[attr-defined]
     prompt = ("generate", bundles["cpu-host"], "--prompt-ids", "1", *told)
-    refused = run(*prompt, "--require-aot", status=3)
+    refused = run(*prompt, "--on-mismatch", "error", status=3)
     assert "cpu_features" in refused.stderr
     assert "avx2" in refused.stderr
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from prejit.compiler.garbage import Found
-    from prejit.compiler.listing import Listed
-    from prejit.compiler.plan import Inputs, PlannedProgram
+    from prejit.compiler.build.garbage import Found
+    from prejit.compiler.build.plan import Inputs, PlannedProgram
+    from prejit.compiler.targets.listing import Listed
 
 PLAN_HAS_CHANGES = 8
 
@@ -62,7 +62,7 @@ def plan(
     as_json: bool,
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
-    from prejit.compiler.plan import make_plan
+    from prejit.compiler.build.plan import make_plan
 
     programs = make_plan(_inputs(manifest, targets, cache, forms))
     changes = [program for program in programs if not program.cached]
@@ -169,10 +169,10 @@ def build(
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
-    from prejit.compiler.build import build as build_bundle
-    from prejit.compiler.compilation import default_workers
+    from prejit.compiler.build.build import build as build_bundle
+    from prejit.compiler.compile.pool import default_workers
     from prejit.compiler.progress import open_progress, tell
-    from prejit.runtime.tables import accuracy_table
+    from prejit.runtime.cli.tables import accuracy_table
 
     built = []
     for manifest in manifests:
@@ -206,10 +206,10 @@ def build(
 
 def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a manifest's targets that this machine can compile for; the others are told."""
-    from prejit.compiler.manifest import read_manifest
-    from prejit.compiler.plan import why_not
+    from prejit.compiler.build.plan import why_not
+    from prejit.compiler.manifest.manifest import read_manifest
     from prejit.compiler.progress import tell
-    from prejit.compiler.target import chosen
+    from prejit.compiler.targets.target_table import chosen
 
     buildable = []
     for target in chosen(read_manifest(manifest).targets, only, str(manifest)):
@@ -223,9 +223,9 @@ def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
 def _inputs(
     manifest: Path, targets: tuple[str, ...], cache: Path | None, forms: Path | None
 ) -> Inputs:
-    from prejit.compiler.cache import Cache
-    from prejit.compiler.manifest import read_manifest
-    from prejit.compiler.plan import Inputs
+    from prejit.compiler.build.plan import Inputs
+    from prejit.compiler.manifest.manifest import read_manifest
+    from prejit.compiler.store.cache import Cache
 
     return Inputs(read_manifest(manifest), Cache.open(cache), targets, forms=forms)
 
@@ -236,7 +236,7 @@ def targets(as_json: bool) -> int:
     """List the targets that a manifest may name, and which of them this machine compiles for."""
     from importlib.metadata import version
 
-    from prejit.compiler.listing import NO, list_targets
+    from prejit.compiler.targets.listing import NO, list_targets
 
     listed = list_targets(version("jax"))
     if as_json:
@@ -253,8 +253,8 @@ def targets(as_json: bool) -> int:
 
 def _print_targets(listed: Sequence[Listed]) -> None:
     """A table for each platform; below it what there is to know, once each."""
-    from prejit.runtime.tables import size, table
-    from prejit.runtime.target import PLATFORMS
+    from prejit.runtime.base.tables import size, table
+    from prejit.runtime.machine.catalogue import PLATFORMS
 
     heads = {
         "cpu": ("cpu", "architecture", "extensions"),
@@ -313,7 +313,7 @@ def _print_targets(listed: Sequence[Listed]) -> None:
 @_json
 def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
     """Remove cache entries and environments that were not used for some days, and leftovers."""
-    from prejit.compiler.garbage import collect
+    from prejit.compiler.build.garbage import collect
 
     result = collect(cache, days=days, dry_run=dry_run)
     gone = [found for found in result.found if found.reason]
@@ -329,7 +329,7 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
         }
         click.echo(json.dumps(summary, indent=2))
         return 0
-    from prejit.runtime.tables import size
+    from prejit.runtime.base.tables import size
 
     _print_collection(result.found, dry_run)
     if result.builds_running:
@@ -340,7 +340,7 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
     """One row a kind, then each environment that goes."""
-    from prejit.runtime.tables import size, table
+    from prejit.runtime.base.tables import size, table
 
     rows = []
     for kind in dict.fromkeys(("environments", "results", "contents", *(f.kind for f in found))):

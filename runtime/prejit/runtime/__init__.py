@@ -12,9 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prejit.runtime.batch import Batch
-    from prejit.runtime.defaults import Defaults
-    from prejit.runtime.encode import Encoded, EncodeStats
+    from prejit.runtime.bundle import Bundle
+    from prejit.runtime.encoding.encoder import Encoded, EncodeStats
     from prejit.runtime.errors import (
         ContextError,
         FallbackWarning,
@@ -26,29 +25,38 @@ if TYPE_CHECKING:
         TruncationWarning,
         UsageError,
     )
-    from prejit.runtime.fingerprint import Axis, Fingerprint
-    from prejit.runtime.generate import Piece, Result, Stats
-    from prejit.runtime.kv_cache import Prefix
-    from prejit.runtime.loaded import Bundle, Options, Session
-    from prejit.runtime.loader import fallback_counts, load
-    from prejit.runtime.request import Logprob, Request, Token, Usage
-    from prejit.runtime.sampling import Sampling
+    from prejit.runtime.fallback import fallback_counts
+    from prejit.runtime.generation.batch import Batch
+    from prejit.runtime.generation.defaults import Defaults
+    from prejit.runtime.generation.generate import Piece, Result, Stats
+    from prejit.runtime.generation.kv_cache import Prefix
+    from prejit.runtime.generation.request import Logprob, Request, Token, Usage
+    from prejit.runtime.generation.sampling import Sampling
+    from prejit.runtime.loader import load
+    from prejit.runtime.machine.fingerprint import Fingerprint
+    from prejit.runtime.options import Options
+    from prejit.runtime.session import Session
+    from prejit.runtime.verdict import Axis
 
 _HOMES = {
-    "batch": ("Batch",),
-    "defaults": ("Defaults",),
-    "encode": ("EncodeStats", "Encoded"),
+    "bundle": ("Bundle",),
+    "encoding.encoder": ("EncodeStats", "Encoded"),
     "errors": (
         *("ContextError", "FallbackWarning", "MismatchError", "PrejitError"),
         *("PrejitWarning", "RejectError", "StoreError", "TruncationWarning", "UsageError"),
     ),
-    "fingerprint": ("Axis", "Fingerprint"),
-    "generate": ("Piece", "Result", "Stats"),
-    "kv_cache": ("Prefix",),
-    "loaded": ("Bundle", "Options", "Session"),
-    "loader": ("fallback_counts", "load"),
-    "request": ("Logprob", "Request", "Token", "Usage"),
-    "sampling": ("Sampling",),
+    "fallback": ("fallback_counts",),
+    "generation.batch": ("Batch",),
+    "generation.defaults": ("Defaults",),
+    "generation.generate": ("Piece", "Result", "Stats"),
+    "generation.kv_cache": ("Prefix",),
+    "generation.request": ("Logprob", "Request", "Token", "Usage"),
+    "generation.sampling": ("Sampling",),
+    "loader": ("load",),
+    "machine.fingerprint": ("Fingerprint",),
+    "options": ("Options",),
+    "session": ("Session",),
+    "verdict": ("Axis",),
 }
 
 __all__ = [
@@ -88,6 +96,6 @@ def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             if name == "load":
-                import_module("prejit.runtime.start").import_numpy()
+                import_module("prejit.runtime.device.start").import_numpy()
             return getattr(import_module(f"prejit.runtime.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from prejit.runtime.fingerprint import Verdict
+    from prejit.runtime.verdict import Verdict
 
 # What moves a terminal's cursor or colours its text, and what turns the direction of writing.
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")

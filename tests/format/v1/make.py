@@ -23,10 +23,15 @@ import zstandard
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prejit.compiler.packaging import PackedTarget, assemble, layer
-from prejit.runtime import bundle, load, loader
-from prejit.runtime.fingerprint import Fingerprint
-from prejit.runtime.layout import Layout, write_layout
+from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.format import limits
+from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, TITLE
+from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.schema import Segment
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 HERE = Path(__file__).parent
 VOCABULARY, WIDTH, POSITIONS = 40, 4, 16
@@ -113,20 +118,18 @@ def without_executables(path: Path) -> tuple[bytes, dict[str, Any]]:
     """The files of a bundle whose executables are a few words, for a jaxlib that never was."""
     words = b"an executable for a jaxlib that never was"
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(words)
-    segment = bundle.Segment(
-        0, len(frame), bundle.digest_of(frame), len(words), bundle.digest_of(words)
-    )
+    segment = Segment(0, len(frame), digest_of(frame), len(words), digest_of(words))
     with Layout(path) as layout:
-        index, _ = loader.open_index(layout)
-        [target] = loader.match(layout, index, Fingerprint.current())
-        contents = loader.read_contents(layout, target)
+        index, _ = open_index(layout)
+        [target] = match(layout, index, Fingerprint.current())
+        contents = read_contents(layout, target)
         layers = [
             layer(
                 kept.mediaType,
                 frame
-                if kept.mediaType == bundle.EXECUTABLES_MEDIA_TYPE
+                if kept.mediaType == EXECUTABLES_MEDIA_TYPE
                 else layout.read_blob(kept.digest, kept.size),
-                (kept.annotations or {})[bundle.TITLE],
+                (kept.annotations or {})[TITLE],
             )
             for kept in contents.manifest.layers
         ]
@@ -148,7 +151,7 @@ def main() -> None:
             command = [sys.executable, "-m", "prejit.runtime", "build", str(at / f"{name}.toml")]
             subprocess.run([*command, "-o", str(at)], env=environment, check=True)
         with Layout(at / "call") as layout:
-            index = layout.read("index.json", bundle.MAX_INDEX_BYTES)
+            index = layout.read("index.json", limits.MAX_INDEX_BYTES)
         blobs = {f"sha256:{f.name}": f for f in (at / "call" / "blobs" / "sha256").iterdir()}
         write_layout(HERE / "call", index, blobs)
         write_layout(HERE / "decoder", *without_executables(at / "decoder"))

@@ -35,12 +35,31 @@ import numpy as np
 import zstandard
 from jax import export
 
-from prejit.compiler.cache import Cache
-from prejit.compiler.packaging import PackedTarget, Tensor, assemble, layer, pack, write_weights
-from prejit.runtime import bundle, load, loader
-from prejit.runtime.bundle import Array, Config, Memory, Portable, Program, Requirement, Segment
-from prejit.runtime.fingerprint import Fingerprint
-from prejit.runtime.layout import Layout, write_layout
+from prejit.compiler.build.packaging import (
+    PackedTarget,
+    Tensor,
+    assemble,
+    layer,
+    pack,
+    write_weights,
+)
+from prejit.compiler.store.cache import Cache
+from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.format import limits
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    TITLE,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.schema import Config, Memory, Portable, Program, Segment
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
 
 HERE = Path(__file__).parent
 CALL = """
@@ -194,7 +213,7 @@ def first_format() -> ModuleType:
 def frame_of(raw: bytes) -> tuple[bytes, Segment]:
     """A program as it lies in a pack, at its start."""
     frame = zstandard.ZstdCompressor(level=10, write_checksum=True).compress(raw)
-    digests = bundle.digest_of(frame), bundle.digest_of(raw)
+    digests = digest_of(frame), digest_of(raw)
     return frame, Segment(0, len(frame), digests[0], len(raw), digests[1])
 
 
@@ -202,16 +221,16 @@ def without_executables(path: Path) -> tuple[bytes, dict[str, Any]]:
     """The files of a bundle whose executables are a few words, for a jaxlib that never was."""
     frame, segment = frame_of(b"an executable for a jaxlib that never was")
     with Layout(path) as layout:
-        index, _ = loader.open_index(layout)
-        [target] = loader.match(layout, index, Fingerprint.current())
-        contents = loader.read_contents(layout, target)
+        index, _ = open_index(layout)
+        [target] = match(layout, index, Fingerprint.current())
+        contents = read_contents(layout, target)
         layers = [
             layer(
                 kept.mediaType,
                 frame
-                if kept.mediaType == bundle.EXECUTABLES_MEDIA_TYPE
+                if kept.mediaType == EXECUTABLES_MEDIA_TYPE
                 else layout.read_blob(kept.digest, kept.size),
-                (kept.annotations or {})[bundle.TITLE],
+                (kept.annotations or {})[TITLE],
             )
             for kept in contents.manifest.layers
         ]
@@ -260,8 +279,8 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
     weights = cache.read_blob(blob.digest)
     assert weights is not None
     shared = (
-        layer(bundle.WEIGHTS_MEDIA_TYPE, weights, "weights.safetensors"),
-        layer(bundle.PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+        layer(WEIGHTS_MEDIA_TYPE, weights, "weights.safetensors"),
+        layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
     )
     packed = []
     for target, needs in NEEDS.items():
@@ -271,7 +290,7 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
                 name=name,
                 kind="call",
                 bucket={},
-                key=bundle.digest_of(f"{target} {name}".encode()),
+                key=digest_of(f"{target} {name}".encode()),
                 arguments=(str(Array(("x",), "float32", (4,))),),
                 results=(str(Array((), "float32", (4,))),),
                 executable=segment,
@@ -292,7 +311,7 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
             weight_sets={"where": ("where:bias",)},
             portable=Portable("0.10.2", "1.15.0", "2026-12-14"),
         )
-        executables = layer(bundle.EXECUTABLES_MEDIA_TYPE, frame, "programs.xla")
+        executables = layer(EXECUTABLES_MEDIA_TYPE, frame, "programs.xla")
         packed.append(PackedTarget(config, (executables, *shared)))
     return assemble("fleet", packed)
 
@@ -300,8 +319,8 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
 def served_by(machine: Fingerprint) -> str | None:
     """The target of the fleet that a machine loads."""
     with Layout(HERE / "fleet") as layout:
-        index, _ = loader.open_index(layout)
-        targets = loader.match(layout, index, machine)
+        index, _ = open_index(layout)
+        targets = match(layout, index, machine)
     return next((target.name for target in targets if target.verdict.matches), None)
 
 
@@ -316,7 +335,7 @@ def main() -> None:
             environment = {**os.environ, "PREJIT_CACHE": str(at / "cache")}
             subprocess.run([*command, "-o", str(at)], env=environment, check=True)
         with Layout(at / "call") as layout:
-            index = layout.read("index.json", bundle.MAX_INDEX_BYTES)
+            index = layout.read("index.json", limits.MAX_INDEX_BYTES)
         blobs = {f"sha256:{f.name}": f for f in (at / "call" / "blobs" / "sha256").iterdir()}
         write_layout(HERE / "call", index, blobs)
         write_layout(HERE / "decoder", *without_executables(at / "decoder"))
@@ -335,7 +354,7 @@ def main() -> None:
         "prompts": prompts,
         "token_ids": [result.token_ids for result in one],
         "texts": [result.text for result in one],
-        "machines": {name: json.loads(bundle.to_json(m)) for name, m in MACHINES.items()},
+        "machines": {name: json.loads(to_json(m)) for name, m in MACHINES.items()},
         "served_by": {name: served_by(machine) for name, machine in MACHINES.items()},
     }
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -29,8 +29,8 @@ from tests.parity import cases, encoder_cases
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from prejit.runtime import load
-from prejit.runtime.layout import write_layout
-from prejit.runtime.loaded import Bundle
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.format.layout import write_layout
 
 HERE = Path(__file__).parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzĠ.,:()_'012"

@@ -26,10 +26,19 @@ import numpy as np
 from jax import export
 from tests.format.v2.make import CPU, NO_JAXLIB, OLD_CPU, frame_of
 
-from prejit.compiler.packaging import PackedTarget, assemble, layer
-from prejit.runtime import bundle, load
-from prejit.runtime.bundle import Array, Config, Kernels, Memory, Portable, Program
-from prejit.runtime.layout import write_layout
+from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.layout import write_layout
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    KERNELS_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+)
+from prejit.runtime.format.schema import Config, Kernels, Memory, Portable, Program
 
 HERE = Path(__file__).parent
 X = (0.25, 1.0, 4.0, -1.0, 0.0)
@@ -54,7 +63,7 @@ def main() -> None:
         portable += frame
     with tempfile.TemporaryDirectory() as scratch:
         kernels = library(Path(scratch))
-    told = Kernels(bundle.digest_of(kernels), "x86-64-v2", "gcc 12.2.0", ("root", "scale"))
+    told = Kernels(digest_of(kernels), "x86-64-v2", "gcc 12.2.0", ("root", "scale"))
     packed = []
     for target in ("cpu-x86-64-v2", "plain"):
         calls = target == "cpu-x86-64-v2"
@@ -63,7 +72,7 @@ def main() -> None:
                 name=name,
                 kind="call",
                 bucket={},
-                key=bundle.digest_of(f"{target} {name}".encode()),
+                key=digest_of(f"{target} {name}".encode()),
                 arguments=(str(Array(("x",), "float32", (len(X),))),),
                 results=(str(Array((), "float32", (len(X),))),),
                 executable=executable_at,
@@ -74,7 +83,7 @@ def main() -> None:
             for name, segment in segments.items()
         )
         config = Config(
-            format=bundle.FORMAT_VERSION,
+            format=FORMAT_VERSION,
             bundle="kernels",
             target=target,
             requirement=dataclasses.replace(CPU, glibc="2.34" if calls else None),
@@ -85,9 +94,9 @@ def main() -> None:
             kernels=told if calls else None,
         )
         layers = [
-            layer(bundle.EXECUTABLES_MEDIA_TYPE, executable, "programs.xla"),
-            *([layer(bundle.KERNELS_MEDIA_TYPE, kernels, "kernels.so")] if calls else []),
-            layer(bundle.PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+            layer(EXECUTABLES_MEDIA_TYPE, executable, "programs.xla"),
+            *([layer(KERNELS_MEDIA_TYPE, kernels, "kernels.so")] if calls else []),
+            layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
         ]
         packed.append(PackedTarget(config, tuple(layers)))
     write_layout(HERE / "kernels", *assemble("kernels", packed))
@@ -106,9 +115,7 @@ def main() -> None:
             "x": X,
             "scale": loaded.call("scale", x=x).tolist(),
             "negate": loaded.call("negate", x=x).tolist(),
-            "machines": {
-                name: json.loads(bundle.to_json(machine)) for name, machine in machines.items()
-            },
+            "machines": {name: json.loads(to_json(machine)) for name, machine in machines.items()},
             "served_by": {
                 "new": "cpu-x86-64-v2",
                 "old": "plain",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler import cli, plan
-from prejit.runtime.target import Target
+from prejit.compiler import cli
+from prejit.compiler.build import plan
+from prejit.runtime.machine.target import Target
 
 MANIFEST = """
 [bundle]

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.runtime import load, pytree
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.device.executable import aligned_zeros
 from prejit.runtime.errors import UsageError
-from prejit.runtime.executable import aligned_zeros
-from prejit.runtime.loaded import Bundle
+from prejit.runtime.programs import pytree
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 

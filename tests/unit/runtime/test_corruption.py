@@ -16,10 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.runtime import bundle, loader
+from prejit.runtime.device.executable import Device
 from prejit.runtime.errors import RejectError
-from prejit.runtime.executable import Device
-from prejit.runtime.fingerprint import Fingerprint
+from prejit.runtime.format import blobs
+from prejit.runtime.format.blobs import check_blobs
+from prejit.runtime.format.names import (
+    LAYER_MEDIA_TYPES,
+    LICENSE_MEDIA_TYPE,
+    REF_NAME,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.format.opening import match, open_index, read_manifest
+from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 
 def files_of(path: Path) -> list[Path]:
@@ -80,13 +89,13 @@ def test_500_changed_bytes_in_every_file_are_all_rejected(
         file = files[number % len(files)]
         with changed(file, corrupt(file.read_bytes(), generator)):
             with pytest.raises(RejectError) as caught:
-                loader.load(bundle_dir)
+                load(bundle_dir)
         assert names_the_file(caught.value, file), caught.value
         tried[file.name] += 1
     assert len(tried) == len(files) == 11
     assert min(tried.values()) >= 45
     with pytest.raises(AssertionError, match="reached XLA"):  # whole again, it gets there
-        loader.load(bundle_dir)
+        load(bundle_dir)
 
 
 GOLDEN = Path(__file__).parents[2] / "format"
@@ -99,12 +108,12 @@ def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
     """Tokenizer, chat templates, generation config and kernels among them, which are read long after load."""
     path = tmp_path / "bundle"
     shutil.copytree(GOLDEN / name, path)
-    left_out = set(bundle.LAYER_MEDIA_TYPES) - {
+    left_out = set(LAYER_MEDIA_TYPES) - {
         media_type
         for golden in ("v3/decoder", "v4/kernels")
         for _, media_type in files_by_role(GOLDEN / golden)
     }
-    assert left_out == {bundle.LICENSE_MEDIA_TYPE}
+    assert left_out == {LICENSE_MEDIA_TYPE}
     generator = random.Random(3)
     machine = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
     for number in range(20):
@@ -116,7 +125,7 @@ def test_changed_bytes_in_every_layer_of_a_bundle_are_all_rejected(
                 continue
             with changed(file, damaged):
                 with pytest.raises(RejectError) as caught:
-                    loader.load(path, fingerprint=machine)
+                    load(path, fingerprint=machine)
             assert names_the_file(caught.value, file)
 
 
@@ -124,27 +133,27 @@ def test_changed_bytes_are_found_behind_receipts(
     bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the receipts of a good load, and the times set back after the change."""
-    monkeypatch.setattr("prejit.runtime.receipt.SETTLED_SECONDS", -1.0)
-    loader.load(bundle_dir)
+    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    load(bundle_dir)
     assert hashed_by_load(bundle_dir) == 0, "there are no receipts: the test shows nothing"
     generator = random.Random(1)
     for file in files_of(bundle_dir) * 9:
         with changed(file, corrupt(file.read_bytes(), generator), hide=True):
             with pytest.raises(RejectError) as caught:
-                loader.load(bundle_dir)
+                load(bundle_dir)
         assert names_the_file(caught.value, file)
 
 
 def hashed_by_load(path: Path) -> int:
     """How many bytes a load would hash now."""
-    from prejit.runtime.layout import Layout
-    from prejit.runtime.receipt import Receipts
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.store.receipts import Receipts
 
     with Layout(path) as layout:
-        index, _ = loader.open_index(layout)
-        targets = loader.match(layout, index, Fingerprint.current())
-        manifests = [loader.read_manifest(layout, target) for target in targets]
-        return loader.check_blobs(layout, manifests, Receipts(path)).hashed_bytes
+        index, _ = open_index(layout)
+        targets = match(layout, index, Fingerprint.current())
+        manifests = [read_manifest(layout, target) for target in targets]
+        return check_blobs(layout, manifests, Receipts(path)).hashed_bytes
 
 
 LOAD_AND_CALL = """
@@ -181,7 +190,7 @@ def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
 def wait_until_settled(path: Path) -> None:
     import time
 
-    from prejit.runtime.receipt import SETTLED_SECONDS
+    from prejit.runtime.store.receipts import SETTLED_SECONDS
 
     newest = max(file.stat().st_ctime for file in path.rglob("*"))
     time.sleep(max(0.0, newest + SETTLED_SECONDS + 0.05 - time.time()))
@@ -243,7 +252,7 @@ def test_files_damaged_at_large_are_rejected(
             continue
         with changed(file, damaged):
             with pytest.raises(RejectError) as caught:
-                loader.load(bundle_dir)
+                load(bundle_dir)
         assert names_the_file(caught.value, file)
 
 
@@ -253,7 +262,7 @@ def test_swapped_blobs_are_rejected(bundle_dir: Path, nothing_runs: None) -> Non
         ours, theirs = one.read_bytes(), other.read_bytes()
         with changed(one, theirs), changed(other, ours):
             with pytest.raises(RejectError) as caught:
-                loader.load(bundle_dir)
+                load(bundle_dir)
         assert caught.value.path in (str(one), str(other))
 
 
@@ -265,11 +274,11 @@ def test_blobs_of_another_valid_bundle_are_rejected(
     ours, theirs = files_by_role(bundle_dir), files_by_role(other)
     assert ours.keys() == theirs.keys()
     differing = [role for role in ours if ours[role].read_bytes() != theirs[role].read_bytes()]
-    assert bundle.WEIGHTS_MEDIA_TYPE in {role[1] for role in differing}
+    assert WEIGHTS_MEDIA_TYPE in {role[1] for role in differing}
     for role in differing:
         with changed(ours[role], theirs[role].read_bytes()):
             with pytest.raises(RejectError) as caught:
-                loader.load(bundle_dir)
+                load(bundle_dir)
         assert names_the_file(caught.value, ours[role])
 
 
@@ -279,7 +288,7 @@ def test_an_index_of_another_bundle_is_rejected(
     other = make_recipe(score_scale=2.0).write(tmp_path / "other")
     with changed(bundle_dir / "index.json", (other / "index.json").read_bytes()):
         with pytest.raises(RejectError, match=r"blobs/sha256/.*No such file"):
-            loader.load(bundle_dir)
+            load(bundle_dir)
 
 
 def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
@@ -289,7 +298,7 @@ def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
     blobs = path / "blobs" / "sha256"
     found = {}
     for target in json.loads((path / "index.json").read_bytes())["manifests"]:
-        name = target["annotations"][bundle.REF_NAME]
+        name = target["annotations"][REF_NAME]
         manifest = json.loads((blobs / target["digest"][7:]).read_bytes())
         for entry in (target, manifest["config"], *manifest["layers"]):
             found[name, entry["mediaType"]] = blobs / entry["digest"][7:]
@@ -302,7 +311,7 @@ def test_a_bundle_without_one_of_its_files_is_rejected(
     for file in files_of(bundle_dir):
         file.rename(tmp_path / "aside")
         with pytest.raises(RejectError) as caught:
-            loader.load(bundle_dir)
+            load(bundle_dir)
         assert names_the_file(caught.value, file)
         (tmp_path / "aside").rename(file)
 
@@ -312,7 +321,7 @@ def test_files_that_belong_to_nobody_do_no_harm(bundle_dir: Path, recipe: Any) -
     (bundle_dir / "blobs" / "sha256" / ".half.tmp").write_bytes(b"stray")
     (bundle_dir / "ingest").mkdir()
     np.testing.assert_array_equal(
-        loader.load(bundle_dir).call("score", x=np.zeros((2, 16), np.float32))[0],
+        load(bundle_dir).call("score", x=np.zeros((2, 16), np.float32))[0],
         recipe.weights["score:bias"],
     )
 
@@ -328,11 +337,11 @@ def test_files_replaced_after_the_check_are_not_used(
 ) -> None:
     """Every file is exchanged between its hash and its use: the one that was hashed counts."""
     if receipts:
-        monkeypatch.setattr("prejit.runtime.receipt.SETTLED_SECONDS", -1.0)
-        loader.load(bundle_dir)
+        monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+        load(bundle_dir)
     x = np.ones((2, 16), np.float32)
-    expected = loader.load(bundle_dir).call("score", x=x)
-    check = loader.check_blobs
+    expected = load(bundle_dir).call("score", x=x)
+    check = check_blobs
 
     def then_replace(*args: Any, **kwargs: Any) -> Any:
         found = check(*args, **kwargs)
@@ -342,7 +351,7 @@ def test_files_replaced_after_the_check_are_not_used(
             aside.replace(file)
         return found
 
-    monkeypatch.setattr(loader, "check_blobs", then_replace)
-    found = loader.load(bundle_dir)
+    monkeypatch.setattr(blobs, "check_blobs", then_replace)
+    found = load(bundle_dir)
     np.testing.assert_array_equal(found.call("score", x=x), expected)
     assert found.call("tick") == 7

@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.runtime import bundle, fallback_counts, load
+from prejit.runtime import fallback_counts, load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.device.executable import Device
 from prejit.runtime.errors import (
     FallbackWarning,
     MismatchError,
@@ -26,8 +29,8 @@ from prejit.runtime.errors import (
     RejectError,
     UsageError,
 )
-from prejit.runtime.executable import Device
-from prejit.runtime.fingerprint import Axis, Fingerprint
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.verdict import Axis
 
 XLA_SAYS_WHAT_IT_COMPILES = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "cpu_compiler=1"}
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
@@ -166,7 +169,7 @@ print(json.dumps({"y": y.tolist(), "how": {r.program: r.source for r in bundle.r
 def foreign(tmp_path: Path) -> Path:
     """A saved fingerprint of a machine that is none of the targets."""
     path = tmp_path / "foreign.json"
-    path.write_bytes(bundle.to_json(v2_machine()))
+    path.write_bytes(to_json(v2_machine()))
     return path
 
 
@@ -350,7 +353,7 @@ def test_eight_processes_at_once_compile_each_program_once(
 ) -> None:
     go = foreign.with_name("go")
     waiting = (
-        "import os, time, prejit.runtime.loaded\n"
+        "import os, time, prejit.runtime.bundle\n"
         "print('ready', flush=True)\n"
         f"while not os.path.exists({str(go)!r}): time.sleep(0.005)\n"
     )
@@ -410,7 +413,7 @@ def test_a_damaged_portable_program_is_rejected_also_when_it_would_be_compiled(
 
     def change(config: Any) -> Any:
         first = config.programs[0]
-        portable = dataclasses.replace(first.portable, raw_digest=bundle.digest_of(b"other"))
+        portable = dataclasses.replace(first.portable, raw_digest=digest_of(b"other"))
         return dataclasses.replace(
             config, programs=(dataclasses.replace(first, portable=portable), *config.programs[1:])
         )
@@ -428,7 +431,7 @@ def test_what_is_prepared_in_a_thread_shows_its_error_when_it_is_wanted(
 ) -> None:
     def change(config: Any) -> Any:
         first = config.programs[0]
-        executable = dataclasses.replace(first.executable, raw_digest=bundle.digest_of(b"other"))
+        executable = dataclasses.replace(first.executable, raw_digest=digest_of(b"other"))
         return dataclasses.replace(
             config,
             programs=(dataclasses.replace(first, executable=executable), *config.programs[1:]),
@@ -456,8 +459,8 @@ def test_somebody_is_told_before_portable_programs_expire(
 ) -> None:
     from datetime import date
 
-    from prejit.runtime.bundle import Portable
-    from prejit.runtime.loader import expiry_notice
+    from prejit.runtime.fallback import expiry_notice
+    from prejit.runtime.format.schema import Portable
 
     portable = Portable("0.10.2", "1.14.0", "2026-12-14")
     said = expiry_notice(portable, jaxlib, date.fromisoformat(today))

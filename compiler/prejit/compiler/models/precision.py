@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from prejit.compiler.models.decoder import Embedding, Linear
+from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.runtime.errors import CheckpointError
 
 Values = np.ndarray[Any, Any]

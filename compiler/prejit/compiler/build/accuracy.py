@@ -1,0 +1,330 @@
+"""What it costs in accuracy that weights and KV cache are not float32: both models read the same tokens.
+
+It runs on the CPU of the build host, with the very weights that were packed. The float32 weights of the
+whole model are in memory meanwhile, 4 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from prejit.compiler.models import registry
+from prejit.compiler.models.layers import config
+from prejit.runtime.encoding.sentences import shortened
+from prejit.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    ManifestError,
+    RejectError,
+    StoreError,
+    TruncationWarning,
+    UsageError,
+)
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.schema import Accuracy
+from prejit.runtime.programs.weights import tensors
+from prejit.runtime.text.tokenizer import Tokenizer
+
+Arrays = np.ndarray[Any, Any]
+
+SAMPLED = "sampled"
+RANDOM = "random"
+MAX_TEXT_TOKENS = 2048
+"""Of an evaluation text; its last ones."""
+_WINDOW = 512
+_ROWS, _STEPS = 8, 64
+"""What a float32 model writes where there is no text: 512 tokens."""
+_SENTENCES, _SENTENCE_TOKENS = 64, 128
+"""What an encoder reads at most."""
+_MAX_LOGITS = 1 << 26
+"""Of a window, for large vocabularies: 256 MB."""
+_MAX_LOSS = 60.0
+"""Nats; a perplexity of e**60 is an integer that JSON still holds."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder or encoder that can be run.
+
+    Attributes:
+        module: abstract.
+        weights: its parameters, by name.
+        shape: of a decoder, with the dtype of its cache.
+    """
+
+    module: nnx.Module
+    weights: Mapping[str, Arrays]
+    shape: config.DecoderConfig | None = None
+
+
+def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
+    """The tokens at the end of a text, int32 [at most MAX_TEXT_TOKENS], and those that begin any text.
+
+    Args:
+        file: of the manifest's `evaluation`, UTF-8.
+        tokenizer_file: the model's tokenizer.json.
+
+    Returns:
+        The tokens, and what the tokenizer puts before a text: a BOS, for the models that were trained with
+        one; int32, empty for others.
+
+    Raises:
+        StoreError, ManifestError, CheckpointError: a file cannot be read, or the text is too short.
+    """
+    text, tokenizer = _read(file, tokenizer_file)
+    ids = _encoded(tokenizer, text, tokenizer_file, add_special_tokens=False)
+    if len(ids) < 2:
+        raise ManifestError(
+            f"{file}: expected a text of 2 tokens or more, found {len(ids)}",
+            hint="a few pages of what the model is used for are enough",
+        )
+    bare, whole = (tokenizer.encode("a", add_special_tokens=each) for each in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    begun = next((at for at in places if whole[at : at + len(bare)] == bare), 0)
+    return np.array(ids[-MAX_TEXT_TOKENS:], np.int32), np.array(whole[:begun], np.int32)
+
+
+def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[Arrays, Arrays]:
+    """The last lines of a text that are not empty, as an encoder takes them.
+
+    Args:
+        file: of the manifest's `evaluation`, UTF-8.
+        tokenizer_file: the model's tokenizer.json.
+        max_tokens: of a line; longer ones are cut off.
+
+    Returns:
+        Tokens int32 [at most 64, T] and the length of each row, int32.
+
+    Raises:
+        StoreError, ManifestError, CheckpointError: a file cannot be read, or has no line.
+    """
+    text, tokenizer = _read(file, tokenizer_file)
+    lines = [line for line in text.splitlines() if line.strip()][-_SENTENCES:]
+    if not lines:
+        raise ManifestError(
+            f"{file}: expected a line of text, found none",
+            hint="a few sentences of what the model is used for are enough",
+        )
+    encoded = [_encoded(tokenizer, line, tokenizer_file) for line in lines]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruncationWarning)
+        shortened(encoded, min(max_tokens, _SENTENCE_TOKENS), lambda: tokenizer, "truncate", "")
+    length = np.array([len(ids) for ids in encoded], np.int32)
+    tokens = np.zeros((len(encoded), max(1, int(length.max()))), np.int32)
+    for row, ids in zip(tokens, encoded, strict=True):
+        row[: len(ids)] = ids
+    return tokens, length
+
+
+def random_sentences(vocab_size: int, max_tokens: int) -> tuple[Arrays, Arrays]:
+    """Tokens at random, the same each time, where there is no text; as read_sentences gives them."""
+    random = np.random.default_rng(0)
+    count = min(max_tokens, _SENTENCE_TOKENS)
+    tokens = random.integers(0, vocab_size, (_SENTENCES, count), np.int32)
+    return tokens, random.integers(1, count + 1, _SENTENCES, np.int32)
+
+
+def _read(file: Path, tokenizer_file: Path) -> tuple[str, Tokenizer]:
+    """A text and the model's tokenizer, as a bundle loads it."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{file}: cannot read the evaluation text: {error}") from error
+    if not tokenizer_file.is_file():
+        raise CheckpointError(
+            f"{tokenizer_file}: expected a file, which model.evaluation needs; found none",
+            hint="leave out model.evaluation: it is measured without a text then",
+        )
+    try:
+        return text, Tokenizer(tokenizer_file.read_bytes(), str(tokenizer_file))
+    except (OSError, RejectError) as error:
+        raise CheckpointError(f"{error}") from error
+
+
+def _encoded(
+    tokenizer: Tokenizer, text: str, tokenizer_file: Path, *, add_special_tokens: bool = True
+) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except UsageError as error:
+        raise CheckpointError(f"{tokenizer_file}: the evaluation text: {error}") from error
+
+
+def mapped(weights: Path) -> dict[str, Arrays]:
+    """The tensors of a weights layer, by name; views of the file.
+
+    Raises:
+        RejectError: it is no such layer.
+    """
+    with weights.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return tensors(Layer(content, str(weights)))
+
+
+def of_decoder(
+    dtype: str, exact: Model, stored: Model, text: tuple[str, Arrays, Arrays] | None, bos: int
+) -> Accuracy:
+    """Compares a stored decoder with its float32 form.
+
+    Args:
+        dtype: of the stored weights.
+        exact: the decoder in float32.
+        stored: as it is packed.
+        text: its name, its tokens and those that begin any text, int32; None: what the float32 model
+            writes. It is read in windows, each of which begins as a text does.
+        bos: the token that such writing begins with.
+
+    Raises:
+        BuildError: a model gives no numbers.
+    """
+    assert exact.shape is not None
+    assert stored.shape is not None
+    longest = min(_WINDOW, exact.shape.max_positions, max(2, _MAX_LOGITS // exact.shape.vocab_size))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        weights = {name: jnp.asarray(values) for name, values in exact.weights.items()}
+        packed = {name: jnp.asarray(values) for name, values in stored.weights.items()}
+        if text is None:
+            rows, begin = _sampled(exact, weights, bos, min(longest, _STEPS)), np.zeros(0, np.int32)
+        else:
+            rows, begin = np.atleast_2d(text[1]), text[2][: longest - 1]
+        longest = min(longest, begin.size + rows.shape[1])
+        step = longest - begin.size
+        windows = [
+            np.concatenate((begin, row[at : at + step]))
+            for row in rows
+            for at in range(0, row.size, step)
+        ]
+        unread = max(0, begin.size - 1)  # what begins every text is not to be foreseen
+        exact_logits, stored_logits = _logits(exact), _logits(stored)
+        tokens, agreeing = 0, 0
+        exact_loss = loss = difference = 0.0
+        for window in windows:
+            if (count := len(window) - 1) < 1:
+                continue
+            padded = np.zeros((1, longest), np.int32)
+            padded[0, : count + 1] = window
+            want = np.asarray(exact_logits(weights, padded))[unread:count]
+            found = np.asarray(stored_logits(packed, padded))[unread:count]
+            exact_loss += _loss(want, window[1 + unread :])
+            loss += _loss(found, window[1 + unread :])
+            difference = max(difference, float(np.abs(want - found).max()))
+            agreeing += int((want.argmax(-1) == found.argmax(-1)).sum())
+            tokens += count - unread
+    if not math.isfinite(exact_loss + loss + difference):
+        raise BuildError("the model's logits are infinite or NaN", hint="look at its weights")
+    return Accuracy(
+        weights=dtype,
+        text=SAMPLED if text is None else text[0],
+        tokens=tokens,
+        float32_perplexity_millionths=_perplexity(exact_loss / tokens),
+        perplexity_millionths=_perplexity(loss / tokens),
+        logit_difference_millionths=_millionths(difference),
+        top1_agreement_millionths=_millionths(agreeing / tokens),
+    )
+
+
+def of_encoder(
+    dtype: str, exact: Model, stored: Model, text: str, tokens: Arrays, length: Arrays
+) -> Accuracy:
+    """Compares the embeddings of a stored encoder with those of its float32 form.
+
+    Args:
+        dtype: of the stored weights.
+        exact: the encoder in float32.
+        stored: as it is packed.
+        text: the name of what it reads.
+        tokens: int32 [B, T].
+        length: int32 [B], how many tokens of each row are valid.
+
+    Raises:
+        BuildError: a model gives no numbers.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        want, found = (
+            np.asarray(jax.jit(_caller(each.module))(each.weights, tokens, length), np.float64)
+            for each in (exact, stored)
+        )
+    lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
+    cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
+    if not math.isfinite(cosine):
+        raise BuildError("the model's embeddings are infinite or NaN", hint="look at its weights")
+    return Accuracy(
+        dtype, text, int(length.sum()), cosine_millionths=_millionths(np.clip(cosine, -1, 1))
+    )
+
+
+def _caller(module: nnx.Module) -> Callable[..., Any]:
+    """The module as a function of its weights and its arguments."""
+    graph, state = nnx.split(module)
+
+    def call(weights: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
+        return nnx.merge(graph, registry.with_parameters(state, weights))(*arguments, **options)
+
+    return call
+
+
+def _cache(shape: config.DecoderConfig, rows: int, slots: int) -> config.KVCache:
+    size = (rows, shape.num_kv_heads, slots, shape.head_size)
+    empty = jnp.zeros(size, jnp.dtype(shape.cache_dtype))
+    return ((empty, empty),) * shape.num_layers
+
+
+def _logits(model: Model) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
+    """A function of weights and int32 [1, T] that gives the logits after every token, float32 [T, V]."""
+    call, shape = _caller(model.module), model.shape
+    assert shape is not None
+
+    def logits(weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        count = tokens.shape[1]
+        length = jnp.full(1, count, jnp.int32)
+        cache = _cache(shape, 1, count)
+        found: jax.Array = call(weights, tokens, length * 0, length, cache, every=True)[0][0]
+        return found
+
+    return jax.jit(logits)
+
+
+def _sampled(model: Model, weights: Mapping[str, jax.Array], bos: int, steps: int) -> Arrays:
+    """What a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
+    call, shape = _caller(model.module), model.shape
+    assert shape is not None
+    one = jnp.ones(_ROWS, jnp.int32)
+
+    def write(weights: Mapping[str, jax.Array]) -> jax.Array:
+        def step(carry: tuple[jax.Array, Any], at: jax.Array) -> tuple[Any, jax.Array]:
+            token, cache = carry
+            logits, cache = call(weights, token[:, None], one * at, one, cache)
+            key = jax.random.fold_in(jax.random.key(0), at)
+            following = jax.random.categorical(key, logits).astype(jnp.int32)
+            return (following, cache), token
+
+        start = (one * bos, _cache(shape, _ROWS, steps))
+        return jax.lax.scan(step, start, jnp.arange(steps))[1].T
+
+    return np.asarray(jax.jit(write)(weights))
+
+
+def _loss(logits: Arrays, following: Arrays) -> float:
+    """The sum over rows of -log p(following), in nats; logits [T, V]."""
+    logits = logits - logits.max(-1, keepdims=True)
+    normalizer = np.log(np.exp(logits).sum(-1, dtype=np.float64))
+    return float((normalizer - logits[np.arange(len(following)), following]).sum())
+
+
+def _perplexity(loss: float) -> int:
+    return _millionths(math.exp(min(max(loss, 0.0), _MAX_LOSS)))
+
+
+def _millionths(value: float) -> int:
+    return round(float(value) * 1_000_000)

@@ -1,0 +1,208 @@
+"""`prejit gc`: removes what nobody used for some days, and what killed processes left behind.
+
+Safe beside builds. An environment is locked by those who make it or run in it. A file of the build cache
+counts as used when its mtime says so (cache.py); it is looked at again just before it goes, and while a
+build has the cache open nothing goes that was used in the last day. A build that loses a result all the
+same compiles it again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from prejit.compiler.store.cache import ZIG, Cache, default_root
+from prejit.compiler.targets import environments
+from prejit.runtime.errors import StoreError
+
+DAY_SECONDS = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file or an environment.
+
+    Attributes:
+        kind: `environments`, `results`, `reasons`, `contents`, `compiler files`, `temporary files`, `locks`.
+        name: of an environment, what it is for; else the path.
+        size: in bytes.
+        reason: why it goes; None: it stays.
+    """
+
+    kind: str
+    name: str
+    size: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What a collection found.
+
+    Attributes:
+        found: everything that it looked at.
+        builds_running: whether somebody had the cache open.
+    """
+
+    found: tuple[Found, ...]
+    builds_running: bool
+
+
+def collect(named: Path | None = None, *, days: float, dry_run: bool = False) -> Collection:
+    """Removes environments and cache entries.
+
+    Args:
+        named: the build cache: nothing outside of it is touched, environments neither. None: the default one,
+            and environments where `environments.root` says.
+        days: that something must have been without use.
+        dry_run: whether to only tell what would go.
+
+    Raises:
+        StoreError: a directory cannot be read, or a lock not be written.
+    """
+    before = time.time() - days * DAY_SECONDS
+    cache_root = (named or default_root()).absolute()
+    cache, root = Cache(cache_root), environments.root()
+    in_reach = named is None or root.resolve().is_relative_to(cache_root.resolve())
+    try:
+        if not cache.exists():
+            return Collection((*(_environments(root, before, dry_run) if in_reach else ()),), False)
+        with cache.alone() as alone:
+            if not alone:
+                before = min(before, time.time() - DAY_SECONDS)
+            found = (
+                *(_environments(root, before, dry_run) if in_reach else ()),
+                *_files(cache, before, dry_run),
+                *_compiler_files(cache, before if alone else 0.0, dry_run),
+            )
+        return Collection(found, not alone)
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or cache_root}: cannot collect garbage: {error.strerror}",
+            hint="check its permissions and the disk",
+        ) from error
+
+
+def _files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
+    """Results come first: what those that stay consist of stays too."""
+    named: set[str] = set()
+    for kind, path, contents in cache.files():
+        try:
+            seen = path.stat()
+        except FileNotFoundError:
+            continue
+        reason = None
+        if kind == "temporary files":
+            reason = _remove_unlocked(path, dry_run)
+        elif contents is None:
+            reason = "damaged"
+        elif seen.st_mtime < before and path.name not in named:
+            reason = "not used"
+        if reason and kind != "temporary files" and not dry_run and not _remove(cache, path, seen):
+            reason = None
+        if reason is None and contents is not None:
+            named.update(contents)
+        yield Found(kind, str(path), seen.st_size, reason)
+
+
+def _compiler_files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
+    """What zig keeps, 50 s of compiling for each level: all of it, or none."""
+    files = [path.stat() for path in (cache.root / ZIG).rglob("*") if path.is_file()]
+    if not files:
+        return
+    reason = "not used" if max(file.st_mtime for file in files) < before else None
+    if reason and not dry_run:
+        shutil.rmtree(cache.root / ZIG, ignore_errors=True)  # what is left goes the next time
+    yield Found("compiler files", str(cache.root / ZIG), sum(f.st_size for f in files), reason)
+
+
+def _remove(cache: Cache, path: Path, seen: os.stat_result) -> bool:
+    """Deletes a file unless somebody used or replaced it since it was seen."""
+    with suppress(FileNotFoundError), cache.changing_names():
+        now = path.stat()
+        if not os.path.samestat(now, seen) or now.st_mtime != seen.st_mtime:
+            return False
+        path.unlink()
+    return True
+
+
+def _remove_unlocked(path: Path, dry_run: bool) -> str | None:
+    """Deletes the temporary file of a dead process; that of a living one is locked."""
+    with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not dry_run:
+            path.unlink()
+        return "left behind"
+    return None
+
+
+def _environments(root: Path, before: float, dry_run: bool) -> Iterator[Found]:
+    suffix = environments.LOCK_SUFFIX
+    if not root.is_dir():
+        return
+    entries = {entry.name: entry for entry in os.scandir(root)}
+    for name in sorted(entries):
+        if entries[name].is_dir(follow_symlinks=False):
+            yield _environment(root / name, before, dry_run)
+        elif name.endswith(suffix) and name.removesuffix(suffix) not in entries:
+            yield Found("locks", str(root / name), 0, _remove_lock(root / name, dry_run))
+
+
+def _environment(path: Path, before: float, dry_run: bool) -> Found:
+    size, name = _tree_bytes(path), _described(path)
+    reason = None
+    with suppress(BlockingIOError), environments.locked(path, wait=False):
+        try:
+            idle = (path / environments.MARKER).stat().st_mtime < before
+        except FileNotFoundError:
+            reason = "half made"
+        else:
+            if environments.read(path) is None:
+                reason = "broken"
+            elif idle:
+                reason = "not used"
+        if reason and not dry_run:
+            environments.remove(path)
+            if path.exists():
+                reason = None  # not ours to delete
+            else:
+                environments.lock_path(path).unlink(missing_ok=True)
+    return Found("environments", name, size, reason)
+
+
+def _remove_lock(lock: Path, dry_run: bool) -> str | None:
+    """Deletes a lock whose environment has gone, if nobody holds it."""
+    path = lock.with_name(lock.name.removesuffix(environments.LOCK_SUFFIX))
+    with suppress(BlockingIOError), environments.locked(path, wait=False):
+        if path.exists():  # made meanwhile
+            return None
+        if not dry_run:
+            lock.unlink(missing_ok=True)
+        return "left behind"
+    return None
+
+
+def _described(path: Path) -> str:
+    """What an environment was made for, or the start of its key."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        marker = json.loads((path / environments.MARKER).read_bytes())
+        return ", ".join(r for r in marker["requirements"] if "==" in r)
+    return path.name[:12]
+
+
+def _tree_bytes(path: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                seen = os.lstat(os.path.join(directory, name))
+                total += seen.st_size if stat.S_ISREG(seen.st_mode) else 0
+    return total

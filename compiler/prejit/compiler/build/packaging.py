@@ -1,0 +1,260 @@
+"""Packing: from compiled programs and weights to the files of a bundle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import BuildError, RejectError
+from prejit.runtime.format.checks import check_index, check_manifest, target_of
+from prejit.runtime.format.config_checks import check_config, check_kernels_layer
+from prejit.runtime.format.index import encode_index
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    BUNDLE_FORMAT,
+    BUNDLE_NAME,
+    CONFIG_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    MANIFEST_MEDIA_TYPE,
+    REF_NAME,
+    REQUIREMENT,
+    TITLE,
+)
+from prejit.runtime.format.safetensors import (
+    GAP_PREFIX,
+    SAFETENSORS_DTYPES,
+    WEIGHTS_ALIGNMENT_BYTES,
+)
+from prejit.runtime.format.schema import Config, Descriptor, Manifest, Segment
+
+if TYPE_CHECKING:
+    from prejit.compiler.native.library import KernelLibrary
+    from prejit.compiler.store.cache import BlobWriter, Cache
+
+_SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
+_OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to be packed.
+
+    Attributes:
+        name: in the weights layer.
+        dtype: NumPy's or ml_dtypes' name.
+        shape: in elements.
+        read: gives its values, C-contiguous; called once, when they are written.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A blob of a bundle: in memory, or a file.
+
+    Attributes:
+        media_type: which layer it is.
+        digest, size: of the content.
+        content: the bytes, or the file that holds them.
+        title: file name for clients that unpack layers (`oras pull`).
+    """
+
+    media_type: str
+    digest: str
+    size: int
+    content: bytes | Path
+    title: str
+
+    def descriptor(self) -> Descriptor:
+        """How a manifest names this layer."""
+        return Descriptor(self.media_type, self.digest, self.size, annotations={TITLE: self.title})
+
+
+def layer(media_type: str, content: bytes, title: str) -> Layer:
+    """A layer of bytes in memory."""
+    return Layer(media_type, digest_of(content), len(content), content, title)
+
+
+def kernels_layer(library: KernelLibrary, cache: Cache) -> Layer:
+    """The layer of a library of kernels.
+
+    Raises:
+        BuildError: it is gone from the cache.
+    """
+    content = cache.read_blob(library.digest)
+    if content is None:
+        raise BuildError("the kernels are gone from the build cache", hint="build again")
+    return layer(KERNELS_MEDIA_TYPE, content, "kernels.so")
+
+
+def write_weights(tensors: Iterable[Tensor], out: BlobWriter) -> None:
+    """Writes a safetensors file in which every tensor starts at a multiple of 64 bytes.
+
+        8 bytes: size of the header | header: JSON, padded with spaces | tensors
+
+    safetensors allows no holes, so a gap is a tensor of its own: any reader of safetensors takes the file as
+    it is.
+
+    Args:
+        tensors: in the order they are written; nothing else is held in memory than the one at hand.
+        out: where to.
+
+    Raises:
+        BuildError: a tensor has a dtype that safetensors has not.
+    """
+    tensors = list(tensors)
+    alignment = WEIGHTS_ALIGNMENT_BYTES
+    header: dict[str, Any] = {}
+    offset = 0
+    for tensor in tensors:
+        if gap := -offset % alignment:
+            header[f"{GAP_PREFIX}{len(header)}"] = _entry("U8", (gap,), offset, offset + gap)
+            offset += gap
+        if tensor.dtype not in _SAFETENSORS_NAMES:
+            raise BuildError(f"{tensor.name}: weights of {tensor.dtype} cannot be packed")
+        name = _SAFETENSORS_NAMES[tensor.dtype]
+        size = SAFETENSORS_DTYPES[name][1] * int(np.prod(tensor.shape, dtype=np.int64))
+        header[tensor.name] = _entry(name, tensor.shape, offset, offset + size)
+        offset += size
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    encoded += b" " * (-(8 + len(encoded)) % alignment)
+    out.write(len(encoded).to_bytes(8, "little") + encoded)
+    data = out.size
+    for tensor in tensors:
+        out.write(bytes(-(out.size - data) % alignment))
+        values = tensor.read()
+        if values.shape != tensor.shape or values.dtype.name != tensor.dtype:
+            raise BuildError(
+                f"{tensor.name}: expected {tensor.dtype}{list(tensor.shape)}, "
+                f"found {values.dtype}{list(values.shape)}"
+            )
+        out.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def _entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+def pack(frames: Mapping[str, Segment], cache: Cache) -> tuple[bytes, dict[str, Segment]]:
+    """Puts zstd frames behind each other.
+
+    Args:
+        frames: by name of program; offsets do not matter. Equal frames are stored once.
+        cache: where they are.
+
+    Returns:
+        The pack, and the segments with their offsets.
+
+    Raises:
+        BuildError: a frame is gone from the cache.
+    """
+    content = bytearray()
+    offsets: dict[str, int] = {}
+    for name, frame in frames.items():
+        if frame.digest in offsets:
+            continue
+        stored = cache.read_blob(frame.digest)
+        if stored is None:
+            raise BuildError(
+                f"{name}: its frame was damaged in the build cache",
+                hint="build again: it is made anew",
+            )
+        offsets[frame.digest] = len(content)
+        content += stored
+    placed = {name: replace(frame, offset=offsets[frame.digest]) for name, frame in frames.items()}
+    return bytes(content), placed
+
+
+@dataclass(frozen=True)
+class PackedTarget:
+    """What a bundle holds for one target.
+
+    Attributes:
+        config: the program table.
+        layers: in the order of the manifest.
+    """
+
+    config: Config
+    layers: tuple[Layer, ...]
+
+
+def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[str, bytes | Path]]:
+    """The index of a bundle and its blobs by digest. Equal targets give equal bytes.
+
+    Args:
+        name: of the bundle.
+        targets: in the order of the manifest.
+    """
+    blobs: dict[str, bytes | Path] = {}
+    descriptors = []
+    for target in targets:
+        config = to_json(target.config)
+        manifest = to_json(
+            Manifest(
+                2,
+                MANIFEST_MEDIA_TYPE,
+                ARTIFACT_TYPE,
+                Descriptor(CONFIG_MEDIA_TYPE, digest_of(config), len(config)),
+                tuple(layer.descriptor() for layer in target.layers),
+                {BUNDLE_NAME: name, REF_NAME: target.config.target},
+            )
+        )
+        blobs[digest_of(config)] = config
+        blobs[digest_of(manifest)] = manifest
+        blobs |= {layer.digest: layer.content for layer in target.layers}
+        needs = target.config.requirement
+        descriptors.append(
+            Descriptor(
+                MANIFEST_MEDIA_TYPE,
+                digest_of(manifest),
+                len(manifest),
+                artifactType=ARTIFACT_TYPE,
+                platform={
+                    "architecture": _OCI_ARCHITECTURES.get(needs.architecture, needs.architecture),
+                    "os": "linux",
+                },
+                annotations={
+                    REF_NAME: target.config.target,
+                    REQUIREMENT: to_json(needs).decode("ascii"),
+                },
+            )
+        )
+    return encode_index(name, tuple(descriptors)), blobs
+
+
+def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
+    """Checks the tables of a bundle as `load` will, so that no build makes what nobody reads.
+
+    Args:
+        index: as `assemble` gives it, as the blobs.
+        blobs: by digest.
+
+    Raises:
+        BuildError: a layer or a table is larger than readers take, or contradicts itself.
+    """
+    path = "index.json"
+    try:
+        read = check_index(index, path)
+        for descriptor in read.manifests:
+            target, needs = target_of(descriptor, path)
+            content = blobs[descriptor.digest]
+            assert isinstance(content, bytes)
+            manifest = check_manifest(content, target)
+            config = blobs[manifest.config.digest]
+            assert isinstance(config, bytes)
+            written = read.annotations[BUNDLE_FORMAT]
+            table = check_config(config, written, target, needs, target)
+            check_kernels_layer(table, manifest, target)
+    except RejectError as error:
+        raise BuildError(f"no reader would take this bundle: {error}") from error

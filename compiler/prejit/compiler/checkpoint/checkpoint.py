@@ -1,0 +1,348 @@
+"""Published checkpoints: from a directory in the Hugging Face layout to the parameters of our modules.
+
+Torch naming and flax naming are both taken as they are published:
+
+    torch   h.0.mlp.c_fc.weight, with or without the model's prefix; GPT-2's matrices (in, out)
+    flax    h.0.mlp.c_fc.kernel, .scale and .embedding for .weight; matrices (in, out) as flax.linen has
+            them, or (out, in) as transformers' FlaxConv1D has them
+
+Our parameters are called as in torch; which of the matrices are (out, in) and which (in, out), the module
+says. Opening reads no tensor and imports neither JAX nor transformers, so that a build that changes
+nothing stays fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from prejit.compiler.base.json_file import read_json
+from prejit.compiler.base.wording import shown
+from prejit.compiler.checkpoint.tensor_files import Tensor, tensors
+from prejit.compiler.models.encoders.sentence_layout import SentenceLayout, read_layout
+from prejit.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from prejit.compiler.models.layers.config import Naming
+    from prejit.compiler.models.registry import Parameter
+
+_SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
+_INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
+_FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
+_TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
+"""Of norms in files that were TensorFlow's once: bert-base-uncased."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter comes from.
+
+    Attributes:
+        published: its name in the file.
+        transposed: whether its layout there is not ours.
+    """
+
+    published: str
+    tensor: Tensor
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As our parameter."""
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    def read(self) -> np.ndarray[Any, Any]:
+        values = self.tensor.read()
+        with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
+            values = np.ascontiguousarray(values.T if self.transposed else values, np.float32)
+        # A sum is no number where a value is none, costs half of what isfinite does, and makes no array.
+        # It may pass the largest float as well, so the values decide.
+        with np.errstate(over="ignore", invalid="ignore"):
+            suspect = not np.isfinite(values.sum())
+        if suspect and (count := values.size - int(np.isfinite(values).sum())):
+            raise CheckpointError(
+                f"{self.tensor.path}: {self.published}: expected numbers that float32 holds, found "
+                f"{count} of {values.size} that are NaN or infinite",
+                hint="take a checkpoint from before training failed: such a model writes nothing",
+            )
+        return values
+
+
+@final
+class Checkpoint:
+    """A model's tensors, under the names and in the layout of our module's parameters.
+
+    Attributes:
+        directory: that it was opened at.
+        files: what decides the tensors, in a fixed order: config.json, an index, the weights.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: tuple[Path, ...],
+        layout: SentenceLayout | None = None,
+        dense: tuple[Path, ...] = (),
+        *,
+        out_in: bool = False,
+    ) -> None:
+        """Use `open_checkpoint` or `open_encoder`.
+
+        Args:
+            directory: of the model.
+            files: its own, without those of dense.
+            layout: of an encoder; None: a decoder's.
+            dense: weights of an encoder's dense layers, in order.
+            out_in: as of models.decoder.
+        """
+        self._out_in = out_in
+        self.directory = directory
+        self.files = (*files, *dense)
+        self._model_files = files
+        self._layout = layout
+        self._dense = dense
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in alphabetical order.
+
+        Raises:
+            CheckpointError: the tensors do not fit config.json; names every one that is missing, too
+                many or of the wrong shape.
+        """
+        return tuple(self._sources)
+
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """A parameter: float32, C-contiguous, in the module's shape.
+
+        Nothing is kept, except of flax's msgpack, which can only be read whole.
+
+        Args:
+            name: one of `names`.
+
+        Raises:
+            CheckpointError: as `names`; or the file is damaged, or values are NaN or infinite.
+        """
+        return self._sources[name].read()
+
+    @cached_property
+    def _sources(self) -> dict[str, _Source]:
+        from prejit.compiler.models import registry
+
+        if self._layout is None:
+            config = registry.load_config(self.directory)
+            parameters = registry.parameters(config, out_in=self._out_in)
+            naming = registry.naming(config)
+        else:
+            encoder = registry.load_encoder(self.directory)
+            parameters = registry.encoder_parameters(encoder, out_in=self._out_in)
+            naming = registry.encoder_naming(encoder)
+        published: dict[str, Tensor] = {}
+        for file in self._model_files:
+            if file.suffix != ".json":
+                published |= tensors(file)
+        found, problems = _named(published, naming, parameters)
+        if naming.head not in parameters:
+            problems += _tie(found, naming)
+        for part, file in zip(self._layout.dense if self._layout else (), self._dense, strict=True):
+            for name, tensor in tensors(file).items():
+                # Torch's, (out, in)
+                ours = f"sentence.{part.name}.{name}"
+                transposed = ours in parameters and parameters[ours].in_out
+                problems += _not_float(f"{part.name}/{name}", tensor)
+                found[ours] = _Source(f"{part.name}/{name}", tensor, transposed)
+        problems += _misfits(found, parameters)
+        if problems:
+            raise CheckpointError(
+                f"{self.directory}: the tensors do not fit config.json: {'; '.join(problems)}",
+                hint="config.json and the weights must come from the same model",
+            )
+        return dict(sorted(found.items()))
+
+
+def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
+    """Finds the files of a checkpoint. The tensors are looked at when they are first wanted.
+
+    Args:
+        directory: in the Hugging Face layout: config.json, and model.safetensors, or
+            model.safetensors.index.json with its shards, or flax_model.msgpack.
+        out_in: whether the model's matrices are stored (out, in): as of models.decoder.
+
+    Raises:
+        CheckpointError: files are missing, or the index cannot be read.
+    """
+    config = directory / "config.json"
+    if not config.is_file():
+        raise CheckpointError(
+            f"{config}: expected a file, found none",
+            hint="expected a directory in the Hugging Face layout, with config.json in it",
+        )
+    index = directory / _INDEX
+    if not (directory / _SINGLE[0]).is_file() and index.is_file():
+        return Checkpoint(directory, (config, index, *_shards(index)), out_in=out_in)
+    for name in _SINGLE:
+        if (directory / name).is_file():
+            return Checkpoint(directory, (config, directory / name), out_in=out_in)
+    pickled = sorted(path.name for path in directory.glob("*.bin"))
+    raise CheckpointError(
+        f"{directory}: expected weights in one of {', '.join((*_SINGLE, _INDEX))}, found "
+        f"{', '.join(pickled) or 'none'}",
+        hint="a pickle can run code when it is read: convert it with transformers' save_pretrained"
+        if pickled
+        else None,
+    )
+
+
+def open_encoder(directory: Path, *, out_in: bool = False) -> Checkpoint:
+    """As `open_checkpoint`, of an encoder: its transformer's files, and those of its other modules.
+
+    Args:
+        directory: in the layout of sentence-transformers, or a plain one.
+        out_in: as of `open_checkpoint`.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`; or a module or setting that is not built here.
+    """
+    layout = read_layout(directory)
+    weights = open_checkpoint(layout.transformer).files[1:]
+    dense = tuple(_dense_weights(part.directory) for part in layout.dense)
+    return Checkpoint(directory, (*layout.files, *weights), layout, dense, out_in=out_in)
+
+
+def _dense_weights(directory: Path) -> Path:
+    """The weights of a dense layer.
+
+    Raises:
+        CheckpointError: there are none that are read here.
+    """
+    file = directory / _SINGLE[0]
+    if not file.is_file():
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        raise CheckpointError(
+            f"{directory}: expected {_SINGLE[0]}, found {', '.join(others) or 'none'}",
+            hint="save the model again with a newer sentence-transformers",
+        )
+    return file
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, sorted."""
+    said = read_json(index, "fetch the index again, or save the model again with save_pretrained")
+    files = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(
+            f"{index}: weight_map: expected an object that gives each tensor its file, found {shown(files)}"
+        )
+    for tensor, name in files.items():
+        # A name alone: the files of a checkpoint lie beside its index.
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(_SUFFIX):
+            raise CheckpointError(
+                f"{index}: weight_map: {shown(tensor)}: expected the name of a {_SUFFIX} file beside it, "
+                f"found {shown(name)}",
+                hint="fetch the index again, or save the model again with save_pretrained",
+            )
+    shards = [index.parent / name for name in sorted(set(files.values()))]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise CheckpointError(
+            f"{index}: expected {len(shards)} files beside it, missing {_listed(missing)}",
+            hint="fetch the missing shards into the same directory",
+        )
+    return shards
+
+
+def _named(
+    published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
+) -> tuple[dict[str, _Source], list[str]]:
+    """Published tensors by the names of our parameters, and what is wrong with them."""
+    kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
+    found: dict[str, _Source] = {}
+    problems = []
+    for name, tensor in published.items():
+        if name.endswith(naming.buffers) or name.startswith(naming.ignored):
+            continue
+        ours = _our_name(name, naming)
+        in_out = kernels_in_out if name.endswith(".kernel") else name.endswith(naming.in_out)
+        parameter = parameters.get(ours)
+        transposed = in_out != (parameter is not None and parameter.in_out)
+        if ours in found:
+            problems.append(f"both {found[ours].published} and {name} are given")
+        else:
+            problems += _not_float(name, tensor)
+        found[ours] = _Source(name, tensor, transposed)
+    return found, problems
+
+
+def _not_float(name: str, tensor: Tensor) -> list[str]:
+    """What is wrong with a tensor's type."""
+    if tensor.dtype in _FLOATS:
+        return []
+    return [f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits"]
+
+
+def _our_name(published: str, naming: Naming) -> str:
+    """`h.0.ln_1.scale` of a headless flax GPT-2 is our `transformer.h.0.ln_1.weight`."""
+    name = published.removeprefix("params.")
+    for end, ours in (_FLAX_ENDS | _TENSORFLOW_ENDS).items():
+        if name.endswith(end):
+            name = name.removesuffix(end) + ours
+    for start, ours in naming.moved:
+        if name.startswith(start):
+            name = ours + name.removeprefix(start)
+    return name if name == naming.head or name.startswith(naming.prefix) else naming.prefix + name
+
+
+def _kernels_are_out_in(
+    published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
+) -> bool:
+    """Whether a flax checkpoint stores matrices (out, in), which those that are not square tell."""
+    told = []
+    for name, tensor in published.items():
+        parameter = parameters.get(_our_name(name, naming))
+        if name.endswith(".kernel") and parameter and len(set(parameter.shape)) == 2:
+            told.append((tensor.shape == parameter.shape) != parameter.in_out)
+    return bool(told) and all(told)
+
+
+def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
+    """Leaves one tensor for head and embedding, as transformers does (modeling_utils.py, tie_weights)."""
+    head = found.pop(naming.head, None)
+    if head is None:
+        return []
+    embedding = found.setdefault(naming.embedding, head)
+    if embedding is head:
+        return []
+    if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
+        return [
+            f"tie_word_embeddings is true, and {head.published} differs from {embedding.published}"
+        ]
+    return []
+
+
+def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
+    """What is missing, too many, or of another shape than the module's parameters."""
+    if missing := sorted(parameters.keys() - found.keys()):
+        yield f"missing {_listed(missing)}"
+    if unexpected := sorted(found[name].published for name in found.keys() - parameters.keys()):
+        yield f"unexpected {_listed(unexpected)}"
+    wrong = [
+        f"{found[name].published} in {found[name].tensor.path.name} "
+        f"(expected {list(parameter.shape)}, found {list(found[name].shape)})"
+        for name, parameter in parameters.items()
+        if name in found and found[name].shape != parameter.shape
+    ]
+    if wrong:
+        yield f"of the wrong shape {_listed(wrong)}"
+
+
+def _listed(items: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

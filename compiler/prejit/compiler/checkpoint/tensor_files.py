@@ -1,0 +1,151 @@
+"""Files of tensors, read one tensor at a time: safetensors, flax's msgpack, and orbax directories.
+
+Formats: github.com/huggingface/safetensors; flax/serialization.py; orbax.checkpoint. None of them runs
+code when read, unlike torch's pickles, which are not read here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.errors import CheckpointError
+
+Values = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file.
+
+    Attributes:
+        path: the file.
+        shape: as stored.
+        dtype: the format's name for it.
+        read: gives the values; a new array each time, or a view of memory that is kept anyway.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Values]
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .msgpack file by name, not read yet.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged.
+    """
+    return _msgpack(path) if path.suffix == ".msgpack" else _safetensors(path)
+
+
+def read_parameters(path: Path) -> dict[str, Values]:
+    """Parameters for a function of the user's, by name; nested names are joined by dots.
+
+    Args:
+        path: a .safetensors file, or a checkpoint directory that orbax wrote (StandardCheckpointer,
+            PyTreeCheckpointer, or one step of a CheckpointManager).
+
+    Raises:
+        CheckpointError: it is neither, or cannot be read.
+    """
+    if path.is_dir():
+        return _orbax(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{path}: expected a .safetensors file or an orbax checkpoint directory, found "
+            f"{'another file' if path.exists() else 'nothing'}",
+            hint="safetensors.numpy.save_file writes any flat dict of arrays",
+        )
+    return {name: tensor.read() for name, tensor in tensors(path).items()}
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    def read(name: str) -> Values:
+        try:
+            with safe_open(path, "np") as file:
+                values: Values = file.get_tensor(name)
+        except (OSError, SafetensorError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
+        return values
+
+    try:
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: Tensor(path, tuple(part.get_shape()), part.get_dtype(), partial(read, name))
+                for name, part in slices.items()
+            }
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: expected a file, found none") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: damaged or cut off: {error}", hint="fetch the checkpoint again"
+        ) from error
+
+
+def _msgpack(path: Path) -> dict[str, Tensor]:
+    from flax import serialization, traverse_util
+
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            restored = serialization.msgpack_restore(content)
+        leaves = traverse_util.flatten_dict(restored, sep=".")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: expected a file, found none") from error
+    except Exception as error:  # msgpack raises most of its errors as plain ValueError or Exception
+        raise CheckpointError(
+            f"{path}: damaged or cut off: {type(error).__name__}: {error}",
+            hint="fetch the checkpoint again",
+        ) from error
+    return {
+        name: Tensor(path, np.shape(leaf), str(np.asarray(leaf).dtype), partial(np.asarray, leaf))
+        for name, leaf in leaves.items()
+    }
+
+
+def _orbax(path: Path) -> dict[str, Values]:
+    found = next((at for at in (path, path / "default") if (at / "_METADATA").is_file()), None)
+    if found is None:
+        steps = [at.name for at in path.iterdir() if (at / "default" / "_METADATA").is_file()]
+        raise CheckpointError(
+            f"{path}: expected an orbax checkpoint directory, with _METADATA in it, found none",
+            hint=f"give the directory of one step, such as {path / max(steps)}" if steps else None,
+        )
+    import jax
+    from orbax.checkpoint import PyTreeCheckpointer, RestoreArgs
+
+    found = found.absolute()
+    try:
+        with PyTreeCheckpointer() as checkpointer:
+            stored = checkpointer.metadata(found).item_metadata.tree
+            as_numpy = jax.tree.map(lambda _: RestoreArgs(restore_type=np.ndarray), stored)
+            restored = checkpointer.restore(found, restore_args=as_numpy)
+    except Exception as error:  # orbax and tensorstore raise errors of many kinds
+        raise CheckpointError(f"{path}: orbax cannot restore it: {error}") from error
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
+    return _without_value({_joined(at): np.asarray(leaf) for at, leaf in leaves})
+
+
+def _joined(path: tuple[Any, ...]) -> str:
+    """The name of a leaf: keys and indexes, joined by dots."""
+    return ".".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
+
+
+def _without_value(named: Mapping[str, Values]) -> dict[str, Values]:
+    """Names of a flax nnx state end in `.value`, which is the variable's and not the parameter's."""
+    if all(name.endswith(".value") for name in named):
+        return {name.removesuffix(".value"): values for name, values in named.items()}
+    return dict(named)

@@ -1,0 +1,284 @@
+"""What machine code needs: the CPU extensions that the instructions of an XLA:CPU executable are of.
+
+LLVM is told what it may use, and uses a part of that. On jaxlib 0.10 it may use nearly all that the
+build host has, so that what it was told says little about where the code runs.
+
+A serialized executable of jaxlib 0.10 to 0.12 is two protobufs one after the other, the first with its
+length before it. Of them we read:
+
+    SerializedXlaExecutableMetadata       IFRT's: shardings, layouts
+    ExecutableAndOptionsProto             xla/pjrt/proto/executable_metadata.proto
+        1  CompilationResultProto         xla/service/cpu/executable.proto
+            7  SymbolProto                each function that is called: {2: name}
+            8  ObjFileProto               each ELF object: {1: contents}
+            9  TargetMachineOptionsProto  {3: what LLVM was told: "+avx,+avx2,-xop"}
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+from prejit.runtime.device.executable import edit_protobuf, protobuf_fields, sort_protobuf
+from prejit.runtime.errors import BuildError
+from prejit.runtime.machine.fingerprint import CPU_FEATURES
+
+LLVM_NAMES = {
+    # iced's CpuidFeature -> LLVM's name.
+    "ADX": "adx",
+    "AES": "aes",
+    "AMX_BF16": "amx-bf16",
+    "AMX_COMPLEX": "amx-complex",
+    "AMX_FP16": "amx-fp16",
+    "AMX_INT8": "amx-int8",
+    "AMX_TILE": "amx-tile",
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "AVX512BW": "avx512bw",
+    "AVX512CD": "avx512cd",
+    "AVX512DQ": "avx512dq",
+    "AVX512F": "avx512f",
+    "AVX512VL": "avx512vl",
+    "AVX512_BF16": "avx512bf16",
+    "AVX512_BITALG": "avx512bitalg",
+    "AVX512_FP16": "avx512fp16",
+    "AVX512_IFMA": "avx512ifma",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VBMI2": "avx512vbmi2",
+    "AVX512_VNNI": "avx512vnni",
+    "AVX512_VP2INTERSECT": "avx512vp2intersect",
+    "AVX512_VPOPCNTDQ": "avx512vpopcntdq",
+    "AVX_IFMA": "avxifma",
+    "AVX_NE_CONVERT": "avxneconvert",
+    "AVX_VNNI": "avxvnni",
+    "AVX_VNNI_INT16": "avxvnniint16",
+    "AVX_VNNI_INT8": "avxvnniint8",
+    "BMI1": "bmi",
+    "BMI2": "bmi2",
+    "CLFLUSHOPT": "clflushopt",
+    "CLWB": "clwb",
+    "CLZERO": "clzero",
+    "CMOV": "cmov",
+    "CMPCCXADD": "cmpccxadd",
+    "CMPXCHG16B": "cx16",
+    "CX8": "cx8",
+    "F16C": "f16c",
+    "FMA": "fma",
+    "FMA4": "fma4",
+    "FSGSBASE": "fsgsbase",
+    "FXSR": "fxsr",
+    "GFNI": "gfni",
+    "INVPCID": "invpcid",
+    "LZCNT": "lzcnt",
+    "MMX": "mmx",
+    "MOVBE": "movbe",
+    "MOVDIR64B": "movdir64b",
+    "MOVDIRI": "movdiri",
+    "PCLMULQDQ": "pclmul",
+    "POPCNT": "popcnt",
+    "PREFETCHW": "prfchw",
+    "RDPID": "rdpid",
+    "RDRAND": "rdrnd",
+    "RDSEED": "rdseed",
+    "SERIALIZE": "serialize",
+    "SHA": "sha",
+    "SSE": "sse",
+    "SSE2": "sse2",
+    "SSE3": "sse3",
+    "SSE4A": "sse4a",
+    "SSE4_1": "sse4.1",
+    "SSE4_2": "sse4.2",  # with `crc32`, which LLVM counts apart
+    "SSSE3": "ssse3",
+    "TBM": "tbm",
+    "VAES": "vaes",
+    "VPCLMULQDQ": "vpclmulqdq",
+    "WAITPKG": "waitpkg",
+    "X64": "64bit",
+    "XOP": "xop",
+    "XSAVE": "xsave",
+    "XSAVEC": "xsavec",
+    "XSAVEOPT": "xsaveopt",
+    "XSAVES": "xsaves",
+}
+"""The extensions that a compiler may use, in the names of the two who tell of them."""
+
+EVERYWHERE = frozenset(
+    # What every x86-64 processor runs, if only as a no-operation (`endbr64`, `pause`).
+    {
+        *("CET_IBT", "CLFSH", "CPUID", "FPU", "FPU287", "FPU387", "MULTIBYTENOP", "PAUSE", "TSC"),
+        *("INTEL186", "INTEL286", "INTEL386", "INTEL486", "INTEL8086"),
+    }
+)
+"""iced's CpuidFeatures that need not be asked for. Of all others LLVM makes no use on its own account."""
+
+_ELF_X86_64 = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_EM_X86_64 = 62
+_SHF_EXECINSTR = 4
+_SHT_NOBITS = 8
+
+
+def used_features(serialized: bytes) -> tuple[str, ...]:
+    """What the instructions of an XLA:CPU executable need, as keys of `CPU_FEATURES`, sorted.
+
+    Where code cannot be read for certain (another architecture, an extension newer than the
+    disassembler, an object in a place that we do not know) it is `declared_features`.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+    """
+    result = _compilation_result(serialized)
+    declared = _declared(result)
+    try:
+        objects = _objects(result)
+        if len(objects) != serialized.count(_ELF_X86_64):
+            raise ValueError("an object outside of the field of objects")
+        names = [_fields(symbol)[2][0] for symbol in result.get(7, ())]
+        contents = b"".join(objects)
+        if not all(name + b"\0" in contents for name in names):  # as string tables hold them
+            raise ValueError("a function that no object holds")
+        return tuple(sorted(_needed_by(objects, declared)))
+    except (ValueError, KeyError):
+        return declared
+
+
+def declared_features(serialized: bytes) -> tuple[str, ...]:
+    """What LLVM was allowed to use in an XLA:CPU executable, as keys of `CPU_FEATURES`, sorted.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+    """
+    return _declared(_compilation_result(serialized))
+
+
+def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
+    """An XLA:CPU executable that tells of these features and no others.
+
+    XLA logs an error for each feature that LLVM was told of and the machine lacks, when it loads one.
+    Where the code uses none of them, that would only frighten.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+    """
+    try:
+        header, program = _parts(serialized)
+        told = ",".join(f"+{name}" for name in features).encode()
+        return header + edit_protobuf(program, (1, 9), {3: told})
+    except ValueError as error:
+        raise _not_an_executable(serialized) from error
+
+
+def in_order(serialized: bytes) -> bytes:
+    """An XLA:CPU executable with its objects in one order: the same bytes for the same objects.
+
+    XLA writes them as its threads finish them, and finds the functions in them by name.
+
+    Raises:
+        BuildError: the bytes are not such an executable.
+    """
+    try:
+        header, program = _parts(serialized)
+        return header + sort_protobuf(program, (1,), 8)
+    except ValueError as error:
+        raise _not_an_executable(serialized) from error
+
+
+def _parts(serialized: bytes) -> tuple[bytes, bytes]:
+    """The first message with its length before it, and the second.
+
+    Raises:
+        ValueError: the bytes are no such messages.
+    """
+    _, header = next(protobuf_fields(b"\x0a" + serialized))
+    assert isinstance(header, bytes)
+    start = max(1, (len(header).bit_length() + 6) // 7) + len(header)  # its length is a varint
+    return serialized[:start], serialized[start:]
+
+
+def _compilation_result(serialized: bytes) -> Mapping[int, list[bytes]]:
+    try:
+        # The first message has a length before it and no tag: with one, both read as fields 1.
+        _, result = _fields(b"\x0a" + serialized)[1]
+        fields = _fields(result)
+        _fields(fields[9][0])
+        return fields
+    except (ValueError, KeyError) as error:
+        raise _not_an_executable(serialized) from error
+
+
+def _not_an_executable(serialized: bytes) -> BuildError:
+    return BuildError(
+        "expected an executable of XLA:CPU as jaxlib 0.10 to 0.12 serialize it, found"
+        f" {len(serialized)} bytes of another form",
+        hint="if this jaxlib is a newer one, its executables may have another form; say so in an issue",
+    )
+
+
+def _fields(message: bytes) -> dict[int, list[bytes]]:
+    """The strings, bytes and messages in a protobuf message, by field number."""
+    fields: dict[int, list[bytes]] = {}
+    for number, value in protobuf_fields(message):
+        if isinstance(value, bytes):
+            fields.setdefault(number, []).append(value)
+    return fields
+
+
+def _declared(result: Mapping[int, list[bytes]]) -> tuple[str, ...]:
+    [told] = _fields(result[9][0]).get(3, [b""])
+    signed = told.decode(errors="replace").split(",")
+    names = {name[1:] for name in signed if name.startswith("+")}
+    return tuple(sorted(names & CPU_FEATURES.keys()))  # the others are tuning: `prefer-no-gather`
+
+
+def _objects(result: Mapping[int, list[bytes]]) -> tuple[bytes, ...]:
+    return tuple(_fields(file)[1][0] for file in result.get(8, ()))
+
+
+def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
+    """What the instructions of objects need, in LLVM's names.
+
+    Raises:
+        ValueError: there are bytes that are no instruction we know.
+    """
+    import iced_x86
+
+    seen: dict[int, iced_x86.Instruction] = {}
+    for contents in objects:
+        for section in _executable_sections(contents):
+            seen.update((found.code, found) for found in iced_x86.Decoder(64, section))
+    code = iced_x86.Code
+    if code.INVALID in seen:
+        raise ValueError("bytes that are no instruction")
+    needed = set[str]()
+    if seen.keys() & {code.LAHF, code.SAHF}:
+        needed.add("sahf")  # iced counts them to the 8086; the first x86-64 processors lack them
+    if "bmi" not in declared:
+        # For a processor without it LLVM writes `rep bsf`, wherever that gives the same: it has the bytes
+        # of `tzcnt` and is faster where that is known (llvm/lib/Target/X86/X86MCInstLower.cpp).
+        for same in (code.TZCNT_R16_RM16, code.TZCNT_R32_RM32, code.TZCNT_R64_RM64):
+            seen.pop(same, None)
+    names = {value: name for name, value in vars(iced_x86.CpuidFeature).items() if name.isupper()}
+    of_iced = {names[value] for found in seen.values() for value in found.cpuid_features()}
+    if unknown := of_iced - LLVM_NAMES.keys() - EVERYWHERE:
+        raise ValueError(f"instructions that LLVM does not choose: {unknown}")
+    return needed | {LLVM_NAMES[name] for name in of_iced - EVERYWHERE}
+
+
+def _executable_sections(contents: bytes) -> Iterator[bytes]:
+    """The sections of an ELF object that hold instructions: elf(5), Elf64_Ehdr and Elf64_Shdr.
+
+    Raises:
+        ValueError: it is not an object for x86-64, or not a whole one.
+    """
+    if len(contents) < 64 or not contents.startswith(_ELF_X86_64):
+        raise ValueError("not an ELF object of 64 bits")
+    (machine,) = struct.unpack_from("<H", contents, 18)
+    (table,) = struct.unpack_from("<Q", contents, 40)
+    size, count = struct.unpack_from("<HH", contents, 58)
+    if machine != _EM_X86_64 or size != 64 or count == 0 or table + size * count > len(contents):
+        raise ValueError("not a whole object for x86-64")
+    for at in range(table, table + size * count, size):
+        kind, flags, start, length = struct.unpack_from("<4xIQ8xQQ", contents, at)
+        if flags & _SHF_EXECINSTR and kind != _SHT_NOBITS:
+            if start + length > len(contents):
+                raise ValueError("not a whole section")
+            yield contents[start : start + length]

@@ -1,0 +1,35 @@
+"""Lower one matrix product, in the form that is to be measured."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from prejit.compiler.lowering.export import export_program
+from prejit.compiler.models.layers.forms import Operand, linear
+from prejit.compiler.models.layers.linear import dot
+from prejit.compiler.native.products import KERNEL, Product
+
+
+def lower_product(product: Product, form: str) -> bytes:
+    """One form of a product, to be measured: a program for a CPU, its kernels without a library's name.
+
+    x [1, rows, inputs], matrix, a factor for each output where it is int8 -> [1, rows, outputs], as models
+    compute it for one sequence: kernels treat 32 positions of one unlike 32 sequences that decode.
+    """
+    contracted = 0 if product.in_out else 1
+    sizes = (product.outputs, product.inputs)
+
+    def function(x: jax.Array, weight: jax.Array, *scale: jax.Array) -> jax.Array:
+        if form == KERNEL:
+            return linear(x, Operand(weight, *scale))
+        y = dot(x, weight, contracted, form)
+        return y * scale[0] if scale else y
+
+    values = [
+        jax.ShapeDtypeStruct((1, product.rows, product.inputs), jnp.float32),
+        jax.ShapeDtypeStruct(sizes if contracted else sizes[::-1], jnp.dtype(product.dtype)),
+    ]
+    if product.dtype == "int8":
+        values.append(jax.ShapeDtypeStruct((product.outputs,), jnp.float32))
+    return bytes(export_program(function, tuple(values), ("cpu",)).mlir_module_serialized)

@@ -1,0 +1,263 @@
+"""The user's own modules: imported from beside their manifest, and kept apart from every other manifest's.
+
+One command may build several manifests, each with a `model.py` beside it. While a manifest's code runs, its
+directory is first on `sys.path` and its modules are in `sys.modules`; afterwards both are as they were. So
+relative imports, imports inside of functions and everything that finds a class by the name of its module work
+as in a process of its own. The working directory, environment variables and jax's settings are kept apart
+too: modules change them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, final
+
+from prejit.compiler.base.wording import nearest
+from prejit.compiler.progress import Unbreakable
+from prejit.runtime.errors import BuildError, ManifestError
+
+_STDOUT, _STDERR = 1, 2
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+@final
+class UserModules:
+    """The modules beside one manifest. Not for several threads at once: Python has one table of modules."""
+
+    def __init__(self, directory: Path) -> None:
+        """Imports nothing yet.
+
+        Args:
+            directory: of the manifest.
+        """
+        self._directory = str(directory.absolute())
+        self._roots = {self._directory}  # where modules of the user's are looked for
+        self._path: list[str] = []  # sys.path, as the user's code left it
+        self._path_before: list[str] = []
+        self._own: dict[str, ModuleType] = {}
+        self._settings = _Settings()
+        self._depth = 0
+
+    def find(self, function: str, where: str) -> Any:
+        """Imports what `function` of a [[program]] names.
+
+        Args:
+            function: `module:attribute`.
+            where: the place in the manifest, for errors.
+
+        Raises:
+            ManifestError: there is no such module or attribute, or the module raises.
+        """
+        module_name, _, attribute = function.partition(":")
+        with self.in_use():
+            found = self._import(module_name, where)
+            for name in attribute.split("."):
+                try:
+                    present = hasattr(found, name)
+                    value = getattr(found, name) if present else None
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
+                    raise ManifestError(
+                        f"{where}: cannot read {attribute!r} of {module_name!r}: "
+                        f"{self._describe(error)}"
+                    ) from error
+                if not present:
+                    near = nearest(name, tuple(vars(found)) if hasattr(found, "__dict__") else ())
+                    raise ManifestError(
+                        f"{where}: {module_name!r} has no {attribute!r}",
+                        hint=f"did you mean {near!r}?" if near else None,
+                    )
+                found = value
+        return found
+
+    @contextmanager
+    def tracing(self, what: str) -> Iterator[None]:
+        """Runs a function of the user's: whatever it raises but KeyboardInterrupt becomes a BuildError.
+
+        Args:
+            what: cannot be done then, and where the manifest asks for it.
+
+        Raises:
+            BuildError: what was raised, with the line of the user's code.
+        """
+        with self.in_use():
+            try:
+                yield
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise BuildError(
+                    f"{what}: {self._describe(error)}",
+                    hint="call it under jax.jit with these shapes to see where it fails",
+                ) from error
+
+    def _import(self, module_name: str, where: str) -> Any:
+        try:
+            return importlib.import_module(module_name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            hint = "import it in Python to see the whole traceback"
+            if isinstance(error, ImportError):
+                hint = "put the module beside the manifest, or install it into this environment"
+            raise ManifestError(
+                f"{where}: cannot import {module_name!r}: {self._describe(error)}", hint=hint
+            ) from error
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Makes the modules the ones that are imported, and sends what they print to stderr. It nests."""
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+            else:
+                with self._alone():
+                    yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        path, modules = list(sys.path), dict(sys.modules)
+        before = _Settings.now()
+        self._path_before = path
+        sys.path[:] = self._path or [self._directory, *path]
+        sys.modules.update(self._own)
+        importlib.invalidate_caches()  # the module may have been written just now
+        self._settings.apply()
+        try:
+            with _printing_to_stderr():
+                yield
+        finally:
+            self._path = list(sys.path)
+            self._roots |= {os.path.abspath(entry) for entry in {*sys.path} - {*path}}
+            self._own = {
+                name: module
+                for name, module in list(sys.modules.items())
+                if modules.get(name) is not module and self._is_own(name)
+            }
+            for name in self._own:
+                if name in modules:
+                    sys.modules[name] = modules[name]
+                else:
+                    del sys.modules[name]
+            sys.path[:] = path
+            self._settings = _Settings.now().since(before)
+            before.since(_Settings.now()).apply()
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a module was found beside the manifest, or where the user's code added to sys.path."""
+        spec = getattr(sys.modules.get(name.partition(".")[0]), "__spec__", None)
+        if spec is None:
+            return False
+        places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
+        return any(os.path.dirname(os.path.abspath(place)) in self._roots for place in places)
+
+    def _describe(self, error: BaseException) -> str:
+        """What was raised, and the line of the user's code at which it was."""
+        text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+        lines = [
+            (frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if self._is_users(frame)
+        ]
+        if not lines:
+            return text
+        file, line = lines[-1]
+        return f"{text} ({file}, line {line})"
+
+    def _is_users(self, frame: FrameType) -> bool:
+        """Whether code lies in a directory of the user's, and is of no package installed below it."""
+        file = frame.f_code.co_filename
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package == "prejit" or package in sys.stdlib_module_names:
+            return False
+        added = map(os.path.abspath, {*sys.path} - {*self._path_before})
+        return not _INSTALLED & {*Path(file).parts} and any(
+            file.startswith(root + os.sep) for root in (*self._roots, *added)
+        )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What belongs to the process and a module may change; None: an environment variable that is not set."""
+
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+    jax: Mapping[str, Any] = field(default_factory=dict)
+    directory: str | None = None
+
+    @classmethod
+    def now(cls) -> _Settings:
+        """As they are."""
+        jax = sys.modules.get("jax")
+        directory = None
+        with suppress(OSError):  # it was deleted
+            directory = os.getcwd()
+        return cls(dict(os.environ), {} if jax is None else dict(jax.config.values), directory)
+
+    def since(self, before: _Settings) -> _Settings:
+        """Those that differ from what they were before."""
+        names = {*self.environ, *before.environ}
+        environ = {
+            name: self.environ.get(name)
+            for name in names
+            if self.environ.get(name) != before.environ.get(name)
+        }
+        jax = {
+            name: value
+            for name, value in self.jax.items()
+            if name in before.jax and before.jax[name] != value
+        }
+        return _Settings(
+            environ, jax, None if self.directory == before.directory else self.directory
+        )
+
+    def apply(self) -> None:
+        """Makes them so."""
+        for name, value in self.environ.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        for name, value in self.jax.items():
+            with suppress(Exception):  # some only change before jax has a device, and then stay
+                sys.modules["jax"].config.update(name, value)
+        if self.directory is not None:
+            with suppress(OSError):
+                os.chdir(self.directory)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a class of the user's own
+        return "no text"
+
+
+@contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Sends stdout to stderr, also that of C code and of child processes: stdout is for our own data."""
+    with ExitStack() as stack:
+        stderr = Unbreakable(sys.stderr)
+        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
+            sys.stdout.flush()
+        with suppress(OSError):
+            saved = os.dup(_STDOUT)
+            stack.callback(os.close, saved)
+            os.dup2(_STDERR, _STDOUT)
+            stack.callback(os.dup2, saved, _STDOUT)
+        stack.enter_context(redirect_stdout(stderr.as_text()))
+        stack.enter_context(redirect_stderr(stderr.as_text()))
+        yield

@@ -1,0 +1,66 @@
+"""Shape strings: how manifests write the dtype and shape of an array, `float32[{batch}, 128]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.runtime.errors import ManifestError
+from prejit.runtime.format.arrays import DTYPES
+
+MAX_SIZE = 2**31 - 1
+"""The largest bucket and the largest extent of an array: XLA indexes with 32 bits in places."""
+EXAMPLE = 'a shape such as "float32[{batch}, 128]"'
+SIZE = f"an integer from 1 to {MAX_SIZE}"
+
+_EXTENT = re.compile(r"\s*(?:([0-9]{1,10})|\{([A-Za-z_][A-Za-z0-9_]*)\})\s*", re.ASCII)
+
+
+def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape that a shape string means: `float32[{batch}, 128]`, `int32[]`.
+
+    Args:
+        text: the shape string.
+        buckets: the size of each variable.
+
+    Raises:
+        ManifestError: the text has another form, an unknown dtype, or a variable without a size.
+    """
+    try:
+        dtype, extents = split_shape(text)
+    except ValueError as error:
+        raise ManifestError(str(error)) from None
+    unknown = [name for name in extents if isinstance(name, str) and name not in buckets]
+    if unknown:
+        raise ManifestError(undefined(unknown[0], buckets))
+    return dtype, tuple(buckets[size] if isinstance(size, str) else size for size in extents)
+
+
+def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
+    """A shape string as its dtype and its extents; a variable stands as its name."""
+    match = re.fullmatch(r"\s*([^\[\]\s]+)\s*\[([^\[\]]*)\]\s*", text)
+    if match is None:
+        raise ValueError(f"expected {EXAMPLE}; found {shown(text)}")
+    dtype, inside = match.groups()
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"expected a dtype{did_you_mean(dtype, DTYPES)}, one of {', '.join(DTYPES)};"
+            f" found {shown(dtype)}"
+        )
+    extents: list[int | str] = []
+    for part in inside.split(",") if inside.strip() else ():
+        extent = _EXTENT.fullmatch(part)
+        if extent is None or (extent[1] and not 0 < int(extent[1]) <= MAX_SIZE):
+            raise ValueError(
+                f"expected {SIZE} or a bucket variable such as {{batch}} in {shown(text)};"
+                f" found {shown(part.strip())}"
+            )
+        extents.append(extent[2] or int(extent[1]))
+    return dtype, tuple(extents)
+
+
+def undefined(variable: str, defined: Iterable[str]) -> str:
+    """The error of a variable that has no sizes."""
+    known = f"defined: {', '.join(defined)}" if defined else "none is defined in buckets"
+    return f"undefined bucket variable {shown(variable)}{did_you_mean(variable, defined)}; {known}"

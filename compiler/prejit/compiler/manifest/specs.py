@@ -1,0 +1,86 @@
+"""The programs that a manifest asks for, by name, kind and bucket. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prejit.compiler.manifest.manifest import Encode, Generate, Manifest
+
+ENCODER_KINDS = ("embed", "layer", "pool")
+"""Of an encoder's programs, in the order in which they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSpec:
+    """One function at one bucket of shapes.
+
+    Attributes:
+        name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
+            `encode/b8-t128/layer`, `score/batch8`, `score`.
+        kind: as of `bundle.Program`.
+        bucket: static sizes by name.
+        section: the manifest's [[program]] that it comes from, by name; empty for a decoder's.
+    """
+
+    name: str
+    kind: str
+    bucket: dict[str, int]
+    section: str = ""
+
+
+def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
+    """Every program of a manifest: those of its model for each bucket, then the user's functions."""
+    specs: list[ProgramSpec] = []
+    if (sizes := manifest.generate) is not None:
+        specs += _decoder_specs(sizes)
+    if manifest.encode is not None:
+        specs += _encoder_specs(manifest.encode)
+    for program in manifest.programs:
+        for bucket in program.expand():
+            sized = "-".join(f"{name}{size}" for name, size in bucket.items())
+            name = f"{program.name}/{sized}" if sized else program.name
+            specs.append(ProgramSpec(name, "call", bucket, program.name))
+    return tuple(specs)
+
+
+def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
+    """A decoder's programs.
+
+    A prefill bucket longer than a context is left out for that context: no prompt could fill it. Caches are
+    copied from the smallest batch into every other (a new row for a slot, a prefix for a new row), and
+    from each context into the next (a text that grows).
+    """
+    for batch in sizes.batch:
+        for place, context in enumerate(sizes.context):
+            bucket = {"batch": batch, "context": context}
+            yield ProgramSpec(f"decode/b{batch}-c{context}", "decode", bucket)
+            for prompt in sizes.prompt:
+                if prompt <= context:
+                    name = f"prefill/b{batch}-t{prompt}-c{context}"
+                    yield ProgramSpec(name, "prefill", {**bucket, "prompt": prompt})
+            if draft := sizes.draft_tokens:
+                name = f"verify/b{batch}-k{draft}-c{context}"
+                yield ProgramSpec(name, "verify", {**bucket, "draft": draft})
+            yield _copy_spec(sizes.batch[0], context, bucket)
+            if place:
+                yield _copy_spec(batch, sizes.context[place - 1], bucket)
+
+
+def _encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
+    """An encoder's programs: three for each bucket.
+
+    An encoder is not one program, because its layers are all the same: a program of one layer, run for each
+    with other weights, loads and compiles in a fraction of the time (docs/architecture.md has the figures).
+    """
+    for batch, length in encode.shapes:
+        for kind in ENCODER_KINDS:
+            name = f"encode/b{batch}-t{length}/{kind}"
+            yield ProgramSpec(name, kind, {"batch": batch, "length": length})
+
+
+def _copy_spec(batch: int, context: int, to: dict[str, int]) -> ProgramSpec:
+    name = f"copy/b{batch}-c{context}-to-b{to['batch']}-c{to['context']}"
+    return ProgramSpec(name, "copy", {**to, "source_batch": batch, "source_context": context})

@@ -1,0 +1,133 @@
+"""DistilBERT (Sanh et al. 2019, arXiv 1910.01108) as published by Hugging Face.
+
+Of a checkpoint with a head (models/distilbert/modeling_distilbert.py) only the transformer is taken:
+`vocab_transform`, `vocab_layer_norm`, `vocab_projector`, `pre_classifier`, `classifier` and `qa_outputs`
+are left out.
+
+Shapes: B batch, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from prejit.compiler.models.encoders.sentence import attention, check_activation, product
+from prejit.compiler.models.layers.config import Naming
+from prejit.compiler.models.layers.linear import Embedding
+from prejit.compiler.models.layers.norms import LayerNorm
+
+NAMING = Naming(
+    prefix="distilbert.",
+    head="",
+    embedding="",
+    buffers=("embeddings.position_ids",),
+    ignored=(
+        *("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+        *("pre_classifier.", "classifier.", "qa_outputs."),
+    ),
+)
+
+_EPSILON = 1e-12
+"""Of every norm: no setting, the reference has it in its code."""
+
+
+def check(config: Any) -> None:
+    """Checks that a config is built here.
+
+    Raises:
+        CheckpointError: a setting that is not supported.
+    """
+    check_activation(config, "activation")
+
+
+def max_tokens(config: Any) -> int:
+    """Of one sequence."""
+    return int(config.max_position_embeddings)
+
+
+def build(config: Any) -> DistilBert:
+    """The transformer."""
+    return DistilBert(config)
+
+
+class DistilBert(nnx.Module):
+    """The transformer, as encoder.Transformer says. Parameters have the names of the published tensors."""
+
+    def __init__(self, config: Any) -> None:
+        self.embeddings = Embeddings(config)
+        self.transformer = Stack(config)
+
+    @property
+    def layers(self) -> nnx.List[Layer]:
+        """In order."""
+        return self.transformer.layer
+
+
+class Embeddings(nnx.Module):
+    """Tokens and positions, summed and normalized."""
+
+    def __init__(self, config: Any) -> None:
+        self.word_embeddings = Embedding(config.vocab_size, config.dim)
+        self.position_embeddings = Embedding(config.max_position_embeddings, config.dim)
+        self.LayerNorm = LayerNorm(config.dim, _EPSILON)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Tokens [B, T] to [B, T, D]."""
+        positions = self.position_embeddings(jnp.arange(tokens.shape[1]))
+        return self.LayerNorm(self.word_embeddings(tokens) + positions)
+
+
+class Stack(nnx.Module):
+    """What holds the layers."""
+
+    def __init__(self, config: Any) -> None:
+        self.layer = nnx.List([Layer(config) for _ in range(config.n_layers)])
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each with a norm after it."""
+
+    def __init__(self, config: Any) -> None:
+        self.attention = Attention(config)
+        self.sa_layer_norm = LayerNorm(config.dim, _EPSILON)
+        self.ffn = MLP(config)
+        self.output_layer_norm = LayerNorm(config.dim, _EPSILON)
+
+    def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
+        """X [B, T, D] to [B, T, D]."""
+        x = self.sa_layer_norm(self.attention(x, length))
+        return self.output_layer_norm(self.ffn(x))
+
+
+class Attention(nnx.Module):
+    """Multi-head self-attention and the residual."""
+
+    def __init__(self, config: Any) -> None:
+        self.num_heads = config.n_heads
+        self.q_lin = product(config.dim, config.dim)
+        self.k_lin = product(config.dim, config.dim)
+        self.v_lin = product(config.dim, config.dim)
+        self.out_lin = product(config.dim, config.dim)
+
+    def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
+        """X [B, T, D] to [B, T, D]."""
+        query, keys, values = self.q_lin(x), self.k_lin(x), self.v_lin(x)
+        mixed = attention(query, keys, values, length, self.num_heads)
+        return self.out_lin(mixed, residual=x)
+
+
+class MLP(nnx.Module):
+    """Two layers with an activation between them, and the residual."""
+
+    def __init__(self, config: Any) -> None:
+        self.lin1 = product(config.dim, config.hidden_dim)
+        self.lin2 = product(config.hidden_dim, config.dim)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """X [B, T, D] to [B, T, D]."""
+        return self.lin2(self.lin1(x, activation=self.activation), residual=x)

@@ -1,0 +1,48 @@
+"""Llama: rotary positions, RMSNorm, grouped-query attention, gated MLP; Llama 1 to 3 and their kin.
+
+Sources: Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3),
+arXiv 2407.21783; transformers 5, models/llama/modeling_llama.py, with which the logits agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prejit.compiler.models.layers import rope, rotary
+from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.layers.rotary import (
+    NAMING,
+    Attention,
+    Block,
+    GatedMLP,
+    Heads,
+    RotaryDecoder,
+    head_size,
+)
+
+__all__ = ["NAMING", "build", "describe"]
+
+
+def describe(config: Any) -> DecoderConfig:
+    """The sizes of a Llama.
+
+    Raises:
+        CheckpointError: its configuration asks for something that is not built here.
+    """
+    rope.frequencies(config, head_size(config))
+    return rotary.describe(config)
+
+
+def build(config: Any, context: int | None) -> RotaryDecoder:
+    """A Llama for contexts up to `context`; None: as long as it was made for."""
+    rotary = rope.frequencies(config, head_size(config), context=context)
+    heads = Heads.of(config, rotary)
+    width, bias = config.hidden_size, config.attention_bias
+
+    def block() -> Block:
+        attention = Attention(width, heads, bias=bias, output_bias=bias)
+        inner = config.intermediate_size
+        mlp = GatedMLP(width, inner, config.hidden_act, bias=config.mlp_bias)
+        return Block(config, attention, mlp)
+
+    return RotaryDecoder(config, [block() for _ in range(config.num_hidden_layers)])

@@ -1,0 +1,4 @@
+"""Layers that model families share, and the forms in which kernels compute them.
+
+Imports `native`. Begin with `config`, then `linear`.
+"""

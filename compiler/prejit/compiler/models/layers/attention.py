@@ -1,0 +1,240 @@
+"""Attention of new tokens over a KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers.config import LayerCache
+from prejit.compiler.models.layers.rows import each_row
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where the new tokens of each row stand. The tokens of a row are `length` valid ones, then padding.
+
+    Attributes:
+        start: int32 [B], the position of the first.
+        length: int32 [B], how many of the T are valid.
+        count: T.
+        every: whether a model gives its results after every token; else after the last valid one.
+    """
+
+    start: jax.Array
+    length: jax.Array
+    count: int
+    every: bool = False
+
+    @property
+    def positions(self) -> jax.Array:
+        """Int32 [B, T]."""
+        return self.start[:, None] + jnp.arange(self.count)
+
+    def wanted(self, x: jax.Array) -> jax.Array:
+        """Of x [B, T, ...] what belongs to the last valid token of each row, [B, 1, ...]; or all of it."""
+        if self.count == 1 or self.every:
+            return x
+        index = jnp.maximum(self.length - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.take_along_axis(x, index, axis=1, mode="clip")
+
+    def attend(
+        self,
+        query: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        layer: LayerCache,
+        scale: float,
+        *,
+        last: bool,
+        window: int | None = None,
+        cap: float | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Puts the new tokens into the cache, and gives what they take from it.
+
+        Args:
+            query: float32 [B, T, N, H].
+            keys: float32 [B, T, K, H].
+            values: float32 [B, T, K, H].
+            layer: the cache.
+            scale: of the scores.
+            last: whether only wanted tokens are of interest.
+            window: how many tokens each one sees, itself the last of them; None: all up to its own.
+            cap: scores come nearer and nearer to it and never pass it; None: they are free.
+
+        Returns:
+            float32 [B, T, N * H], or [B, 1, N * H] of the wanted; the cache.
+        """
+        if last:
+            query = self.wanted(query)
+        if forms.has_kernels():
+            mixed, layer = forms.attention(
+                query,
+                (keys, values),
+                self.start,
+                self.length,
+                self._first(query),
+                layer,
+                scale=scale,
+                window=window,
+                cap=cap,
+            )
+            return mixed.reshape(*query.shape[:2], -1), layer
+        layer = self.write(layer, keys, values)
+        positions = self.wanted(self.positions) if last else self.positions
+        return attention(query, layer, positions, scale, window=window, cap=cap), layer
+
+    def attend_packed(
+        self, packed: jax.Array, heads: int, layer: LayerCache, scale: float, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """As attend, by the kernel, of arrays that are not taken apart.
+
+        Args:
+            packed: float32 [B, T, N + 2 K, H]: query, keys, values.
+            heads: N.
+            layer: the cache.
+            scale: of the scores.
+            last: whether only wanted tokens are of interest.
+        """
+        query = self.wanted(packed) if last else packed
+        mixed, layer = forms.attention(
+            query,
+            (packed, packed),
+            self.start,
+            self.length,
+            self._first(query),
+            layer,
+            scale=scale,
+            window=None,
+            cap=None,
+            heads=heads,
+            key_head=heads,
+            value_head=heads + layer[0].shape[1],
+        )
+        return mixed.reshape(*query.shape[:2], -1), layer
+
+    def _first(self, query: jax.Array) -> jax.Array:
+        """The position of the first query of each row: of all new tokens, or of those that are wanted."""
+        if query.shape[1] == self.count:
+            return self.start
+        return self.start + jnp.maximum(self.length - 1, 0)
+
+    def write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
+        """The cache with the keys and values [B, T, K, H] of the valid tokens at their positions.
+
+        In place where the cache is donated. Without the conditional XLA:CPU duplicates the update into
+        whatever reads the cache next and copies all of it, four times a step: 100 ms instead of 28 at
+        S = 1024. Its predicate must depend on an argument, or it would be folded away.
+        """
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._write(layer, keys, values)
+        # Every device writes into its own part. Left to itself, XLA would gather a cache that is split by
+        # rows: that each row is updated on one device alone is more than it finds out.
+        rows, cache = PartitionSpec("data"), PartitionSpec("data", "tensor")
+        new = PartitionSpec("data", None, "tensor")
+
+        def write(
+            start: jax.Array, length: jax.Array, layer: LayerCache, *new: jax.Array
+        ) -> LayerCache:
+            return NewTokens(start, length, self.count)._write(layer, *new)
+
+        in_specs = (rows, rows, (cache, cache), new, new)
+        mapped = jax.shard_map(write, in_specs=in_specs, out_specs=(cache, cache))
+        written: LayerCache = mapped(self.start, self.length, layer, keys, values)
+        return written
+
+    def _write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
+        room = (self.length > 0) & (self.start < layer[0].shape[2])
+
+        def update(layer: LayerCache) -> LayerCache:
+            return self._update(layer[0], keys), self._update(layer[1], values)
+
+        updated: LayerCache = lax.cond(jnp.any(room), update, lambda layer: layer, layer)
+        return updated
+
+    def _update(self, cache: jax.Array, new: jax.Array) -> jax.Array:
+        """One row after another: a scatter costs more, and a chain of updates stays in place."""
+        _, heads, slots, size = cache.shape
+        block = (1, heads, self.count, size)
+
+        def update(row: int | jax.Array, cache: jax.Array) -> jax.Array:
+            # A block that would run past the end is moved back by `shift`, and its content forward:
+            # XLA clamps the position of an update, so it would overwrite earlier positions.
+            at = jnp.clip(self.start[row], 0, slots - self.count)
+            shift = self.start[row] - at
+            token = jnp.arange(self.count) - shift
+            valid = (token >= 0) & (token < self.length[row])
+            own = (
+                new[row : row + 1]
+                if isinstance(row, int)
+                else lax.dynamic_slice_in_dim(new, row, 1)
+            )
+            content = _shifted(own.swapaxes(1, 2), shift).astype(cache.dtype)
+            present = lax.dynamic_slice(cache, (row, 0, at, 0), block)
+            content = jnp.where(valid[:, None], content, present)
+            return lax.dynamic_update_slice(cache, content, (row, 0, at, 0))
+
+        return each_row(len(new), update, cache)
+
+
+def _shifted(block: jax.Array, shift: jax.Array) -> jax.Array:
+    """A block [1, K, T, H] moved forward by shift >= 0 positions; what comes in is arbitrary."""
+    count = block.shape[2]
+    if count == 1:
+        return block
+    return lax.dynamic_slice_in_dim(jnp.concatenate([block, block], 2), count - shift, count, 2)
+
+
+def attention(
+    query: jax.Array,
+    layer: LayerCache,
+    positions: jax.Array,
+    scale: float,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+) -> jax.Array:
+    """Attention of each token to the cache up to its own position.
+
+    The cache is read as it lies: only the query is rearranged, so that the G = N / K query heads that
+    share a key/value head are rows of one product with it.
+
+    Args:
+        query: float32 [B, T, N, H].
+        layer: the cache with the new tokens in it.
+        positions: int32 [B, T], of the new tokens.
+        scale: of the scores.
+        window: how many tokens each one sees, itself the last of them; None: all up to its own.
+        cap: scores come nearer and nearer to it and never pass it; None: they are free.
+
+    Returns:
+        float32 [B, T, N * H].
+    """
+    keys, values = layer
+    batch, count, heads, size = query.shape
+    kv_heads, slots = keys.shape[1:3]
+    grouped = (batch, kv_heads, heads // kv_heads, count)  # B, K, G, T
+    rows = (batch, kv_heads, -1)  # B, K, G * T
+    query = (query * scale).reshape(batch, count, kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
+    scores = _batched_dot(query.reshape(*rows, size), keys, 3).reshape(*grouped, slots)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    slot = jnp.arange(slots)
+    visible = slot <= positions[:, None, None, :, None]
+    if window is not None:
+        # Padding may stand beyond the end, where its window would be empty and its softmax no number.
+        last = jnp.minimum(positions, slots - 1)
+        visible &= slot > last[:, None, None, :, None] - window
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+    mixed = _batched_dot(weights.reshape(*rows, slots), values, 2).reshape(*grouped, size)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
+
+
+def _batched_dot(x: jax.Array, cache: jax.Array, contracted: int) -> jax.Array:
+    """Product over an axis of the cache and the last of x, for each row and key/value head, in float32."""
+    cache = cache.astype(jnp.float32)
+    return lax.dot_general(x, cache, (((3,), (contracted,)), ((0, 1), (0, 1))))

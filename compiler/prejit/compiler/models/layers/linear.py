@@ -1,0 +1,214 @@
+"""Matrix products and embeddings, in the dtypes that weights are stored in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from prejit.compiler.models.layers import forms
+from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}
+"""By the names of transformers/activations.py, ACT2CLS."""
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b. W is one array, (out, in) or (in, out) as `is_stored_in_out` says.
+
+    It may be stored as bfloat16, or as int8 with `weight_scale`, a float32 factor for each output: see
+    precision.py.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, in_out: bool | None = None
+    ) -> None:
+        """Makes the matrix, `in_out` or, where that is None, as the rule says."""
+        self.in_out = is_stored_in_out(inputs, outputs) if in_out is None else in_out
+        shape = (inputs, outputs) if self.in_out else (outputs, inputs)
+        self.weight = nnx.Param(jnp.zeros(shape))
+        self.weight_scale: nnx.Param[jax.Array] | None = None
+        self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
+
+    @property
+    def contracted(self) -> int:
+        """The axis of W that the inputs are on."""
+        return 0 if self.in_out else 1
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        activation: str | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
+        if self.form(x) == KERNEL:
+            return forms.linear(x, self.operand, activation=activation, residual=residual)
+        y = scaled(self._dot(x), self.weight_scale)
+        y = y if self.bias is None else y + self.bias[...]
+        y = y if activation is None else ACTIVATIONS[activation](y)
+        return y if residual is None else residual + y
+
+    def form(self, x: jax.Array) -> str | None:
+        """How the product with an x is computed; None: by the rules of `dot`."""
+        return forms.form_of(_product(x, self.weight[...], self.contracted))
+
+    @property
+    def operand(self) -> forms.Operand:
+        """As the kernel takes it."""
+        scale = None if self.weight_scale is None else self.weight_scale[...]
+        return forms.Operand(self.weight[...], scale, None if self.bias is None else self.bias[...])
+
+    def _dot(self, x: jax.Array) -> jax.Array:
+        return dot(x, self.weight[...], self.contracted, self.form(x))
+
+
+def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
+    """`activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
+    if gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None):
+        return forms.linear(x, gate.operand, activation=activation, up=up.operand)
+    return gate(x, activation=activation) * up(x)
+
+
+def is_stored_in_out(inputs: int, outputs: int) -> bool:
+    """Whether XLA:CPU is faster with a matrix stored (in, out) than with (out, in).
+
+    Kernels read (out, in): where a bundle has some, all are stored so.
+
+    For one token, (out, in) streams rows of 1024 and more at up to 94 % of the memory bandwidth. With shorter
+    ones (in, out) is up to 1.5 x as fast, if its rows are longer and the result stays in the first-level
+    cache. For several tokens XLA transposes what is stored (out, in) on every call. Together, GPT-2-124M
+    against all (out, in): decode 0.93 x the time, batch of 4 0.87 x, prefill of 32 or 512 tokens 0.87 x.
+    """
+    return not forms.are_stored_out_in() and inputs < 1024 and inputs < outputs <= 4096
+
+
+class Embedding(nnx.Module):
+    """A table of rows, [number, D], stored as a Linear's; with int8 each row has a factor."""
+
+    contracted = 1
+
+    def __init__(self, number: int, width: int) -> None:
+        self.weight = nnx.Param(jnp.zeros((number, width)))
+        self.weight_scale: nnx.Param[jax.Array] | None = None
+
+    def __call__(self, index: jax.Array) -> jax.Array:
+        """The rows of an int32 [...] index, float32 [..., D]; an index out of range takes the nearest row."""
+        rows = _rows(self.weight[...], index)
+        if self.weight_scale is None:
+            return rows
+        return rows * self.weight_scale[...].at[index].get(mode="clip")[..., None]
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """X [..., D] against every row, as a tied head does: [..., number]."""
+        weight = self.weight[...]
+        form = forms.form_of(_product(x, weight, self.contracted))
+        if form == KERNEL:
+            scale = None if self.weight_scale is None else self.weight_scale[...]
+            return forms.linear(x, forms.Operand(weight, scale))
+        return scaled(dot(x, weight, self.contracted, form), self.weight_scale)
+
+
+def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of a table, in float32.
+
+    XLA:CPU gathers no bfloat16: it converts the table, as a part of the gather. The barrier keeps it from
+    moving that out of the loop over decode steps, where all of the table is converted: 154 MB of GPT-2.
+    """
+    if table.dtype != jnp.float32:
+        table, index = lax.optimization_barrier((table, index))
+    rows: jax.Array = table.at[index].get(mode="clip").astype(jnp.float32)
+    return rows
+
+
+def scaled(y: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
+    """Y [..., out] times the factor of each output, where there are any."""
+    return y if scale is None else y * scale[...]
+
+
+def _product(x: jax.Array, weight: jax.Array, contracted: int) -> Product:
+    inputs, outputs = weight.shape[contracted], weight.shape[1 - contracted]
+    rows = math.prod(x.shape[:-1])
+    return Product(str(weight.dtype), rows, inputs, outputs, contracted == 0)
+
+
+def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = None) -> jax.Array:
+    """Product over the last axis of x, float32, and one axis of a matrix; the matrix is not rearranged.
+
+    A matrix of another dtype counts with the float32 values of its elements, and sums are float32. Beside
+    kernels x is rounded to bfloat16 for such a matrix, as the kernels do it: forms are chosen by the number
+    of rows, and a token must not be computed with other numbers where more rows share its product.
+
+    Args:
+        x: float32 [..., in].
+        weight: the matrix.
+        contracted: its axis of the inputs.
+        form: one of XLA's in forms.py, of a target with kernels; None: by the number of rows, of a program
+            without any.
+    """
+    if weight.dtype == jnp.float32:
+        return lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())))
+    rows = math.prod(x.shape[:-1])
+    if form is None:
+        many = rows > REDUCED_ROWS * (4 if weight.size > LARGE_MATRIX else 1)
+        form = WIDENED if many else LOOP
+    else:
+        # Not by astype: XLA drops a pair of conversions that only loses precision.
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    y = _widened_dot(x.reshape(-1, x.shape[-1]), weight, contracted, form)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+REDUCED_ROWS = 8
+"""Up to so many rows XLA:CPU multiplies and sums in one loop, in which bfloat16 and int8 are read as such."""
+LARGE_MATRIX = 1 << 23
+"""Elements; its float32 form is no longer in any cache, and the loop is faster for 4 times as many rows."""
+
+
+def _widened_dot(x: jax.Array, weight: jax.Array, contracted: int, form: str) -> jax.Array:
+    """x [R, in] and a matrix that is not float32, to float32 [R, out].
+
+    XLA:CPU converts the operand of a dot as a whole. For some rows that is amortized; for one it costs
+    5 x the product. GPT-2-124M, two threads, ms a step (float32 dot | converted | this):
+
+        1 row   20 | 110 (and 4.5 tokens/s as a bfloat16 dot) | 29 bfloat16, 23 int8
+        4 rows  53 | 130 | 45 bfloat16, 29 int8
+        128     144 | 310 | 156 bfloat16, 145 int8
+
+    The barrier keeps XLA from moving the conversion of all weights out of the loop over decode steps: 494
+    MB of float32 instead of none. What is added to them, a zero that depends on x, keeps it from converting
+    those of all layers before the first product, for the same 494 MB instead of 10.
+    """
+    rows = x.shape[0]
+    weight, x = lax.optimization_barrier((weight, x))
+    wide = weight.astype(jnp.float32)
+    if form == WIDENED:
+        if jax.sharding.get_abstract_mesh().empty:  # on a mesh not every device has x[0, 0]
+            infinite = x[0, 0] > jnp.finfo(jnp.float32).max
+            wide += jnp.where(infinite, jnp.float32(1), jnp.float32(0))
+        return lax.dot_general(x, wide, (((1,), (contracted,)), ((), ())))
+    if rows > 1:
+        return (x[:, None, :] * wide if contracted else x[:, :, None] * wide).sum(1 + contracted)
+    # With a dimension of one row XLA would write all the products down: 1400 ms instead of 30.
+    return (x[0] * wide if contracted else x[0][:, None] * wide).sum(contracted)[None]
+
+
+def split(x: jax.Array, *axes: str | None) -> jax.Array:
+    """X, its dimensions split over these axes of the mesh in context; where there is no mesh, x itself."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    constrained: jax.Array = lax.with_sharding_constraint(x, PartitionSpec(*axes))
+    return constrained

@@ -1,0 +1,214 @@
+"""Rotary positions: pairs of a head's components turn with the position, each pair at its frequency.
+
+The frequencies must equal those of transformers 5, modeling_rope_utils.py, which needs torch; each function
+here names the one that it follows. They are computed in float32 as there, except that a power is taken
+in float64 and rounded, which is what torch's comes to.
+
+Sources: Su et al. 2021 (RoFormer), arXiv 2104.09864; for longer contexts Chen et al. 2023 (linear),
+arXiv 2306.15595; Peng et al. 2023 (YaRN), arXiv 2309.00071; Ding et al. 2024 (LongRoPE),
+arXiv 2402.13753; Grattafiori et al. 2024 (Llama 3), arXiv 2407.21783.
+
+LongRoPE has two lists of factors: for texts up to the context of pretraining and for longer ones.
+transformers looks at the length of the text, and when it grows beyond that context computes the cache
+anew, since keys enter it turned. Here the longest context that programs are built for decides, once for
+all of them, as llama.cpp and vLLM do by the context that they are started with: what a token becomes then
+depends on no bucket, chunk or neighbour, and no step is ever slow. The logits are those of transformers
+for texts up to the context of pretraining where programs end there, and for longer texts where they
+do not. A short text in programs for long contexts is turned by the long factors, in transformers by the
+short ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prejit.compiler.base.wording import shown
+from prejit.compiler.models.layers.config import require, unsupported
+from prejit.compiler.models.layers.config_checks import check_rope
+
+Frequencies = np.ndarray[Any, np.dtype[Any]]
+"""Float32 [P], of the P pairs of a head that turn: H / 2, or fewer where a part of it stays."""
+
+Turns = tuple[jax.Array, jax.Array]
+"""Cosines and sines of the angles at new positions, each float32 [B, T, 1, P]."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How the heads of a model turn.
+
+    Attributes:
+        frequencies: radians a position, of each of the P pairs.
+        scale: factor of the turned vectors; other than 1 only for YaRN and LongRoPE.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+
+def frequencies(
+    config: Any,
+    size: int,
+    *,
+    context: int | None = None,
+    layer_type: str | None = None,
+    partial: bool = False,
+) -> Rotary:
+    """The turning of a model with this configuration.
+
+    Args:
+        config: of transformers; its `rope_parameters` say how.
+        size: H.
+        context: the longest that programs are built for; None: as long as the model was made for.
+        layer_type: the part of `rope_parameters` to read, of models that turn differently by layer.
+        partial: whether the family heeds `partial_rotary_factor`.
+
+    Raises:
+        CheckpointError: a kind of scaling that is not built here.
+    """
+    key, parameters = "rope_parameters", config.rope_parameters
+    if layer_type is not None:
+        key, parameters = f"{key}.{layer_type}", parameters.get(layer_type)
+    file = Path(config.name_or_path, "config.json")
+    check_rope(file, key, parameters)
+    kind = parameters.get("rope_type")
+    require(config, f"{key}.rope_type", kind, ["default", "dynamic", *_SCALED])
+    share = parameters.get("partial_rotary_factor")
+    if not partial:
+        require(config, f"{key}.partial_rotary_factor", share, [None, 1.0])
+    turned = int(size * (1.0 if share is None else share))
+    if turned % 2 or not 0 < turned <= size:
+        name = f"head_dim x {key}.partial_rotary_factor" if partial else "head_dim"
+        raise unsupported(config, f"{name}: expected an even number, found {turned}")
+    check_rope(file, key, parameters, kind)
+    periods = _powers(parameters["rope_theta"], turned)
+    if kind not in _SCALED:
+        # `dynamic` scales contexts beyond max_position_embeddings alone, and a bundle ends there:
+        # beyond it the frequencies, so the keys in the cache, would change with every token.
+        return _rotary(1 / periods)
+    longest = config.max_position_embeddings
+    context = longest if context is None else context
+    try:
+        with np.errstate(all="ignore"):
+            rotary = _SCALED[kind](periods, parameters, longest, context)
+        finite = all(map(math.isfinite, (*rotary.frequencies, rotary.scale)))
+    except (ArithmeticError, ValueError):  # numbers that are right alone: log(rope_theta) is 0
+        finite = False
+    if not finite:
+        raise unsupported(
+            config,
+            f"{key}: expected numbers of which frequencies can be made, found {shown(parameters)}",
+        )
+    if len(rotary.frequencies) != turned // 2:
+        raise unsupported(
+            config,
+            f"{key}: expected {turned // 2} factors, one for each pair, in short_factor and long_factor, "
+            f"found {len(rotary.frequencies)}",
+        )
+    return rotary
+
+
+def turns(rotary: Rotary, positions: jax.Array) -> Turns:
+    """Cosines and sines for positions, int32 [B, T]."""
+    angles = positions[:, :, None, None] * jnp.asarray(rotary.frequencies, jnp.float32)
+    return jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
+
+
+def turn(x: jax.Array, turns: Turns) -> jax.Array:
+    """Heads [B, T, N, H], turned: of the first 2P components i pairs with i + P, the others stay.
+
+    As rotate_half in transformers.
+    """
+    cos, sin = turns
+    pairs = cos.shape[-1]
+    first, second, kept = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, kept] if kept.size else turned, axis=-1)
+
+
+def _powers(base: float, size: int) -> Frequencies:
+    """Positions that a pair takes to turn by one radian: base ** (i / P)."""
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    return np.power(float(base), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _rotary(frequencies: Frequencies, scale: float = 1.0) -> Rotary:
+    return Rotary(tuple(frequencies.tolist()), scale)
+
+
+def _linear(
+    periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
+) -> Rotary:
+    """_compute_linear_scaling_rope_parameters: all pairs slower by a factor."""
+    return _rotary(1 / periods / parameters["factor"])
+
+
+def _llama3(
+    periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
+) -> Rotary:
+    """_compute_llama3_parameters: slow pairs slower by a factor, fast ones as they are."""
+    factor, pretrained = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = 1 / periods
+    wavelength = 2 * math.pi / original
+    smooth = (pretrained / wavelength - low) / (high - low)  # low == high: nothing lies between
+    between = (1 - smooth) * original / factor + smooth * original
+    fast, slow = wavelength < pretrained / high, wavelength > pretrained / low
+    return _rotary(np.where(fast, original, np.where(slow, original / factor, between)))
+
+
+def _yarn(
+    periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
+) -> Rotary:
+    """_compute_yarn_parameters: a ramp over the pairs from as they are to slower by a factor."""
+    size, base = 2 * len(periods), parameters["rope_theta"]
+    pretrained = parameters["original_max_position_embeddings"]
+    factor = parameters["factor"] or longest / pretrained
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        scale = magnitude(above) / magnitude(below) if above and below else magnitude(1)
+
+    def pair(rotations: float) -> float:
+        """The pair that turns so often over the context of pretraining."""
+        return size * math.log(pretrained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair(parameters.get("beta_fast") or 32), pair(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    kept = 1 - ramp
+    return _rotary(1 / (factor * periods) * (1 - kept) + 1 / periods * kept, scale)
+
+
+def _longrope(
+    periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
+) -> Rotary:
+    """_compute_longrope_parameters: a factor for each pair, from the list for this context."""
+    pretrained = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or longest / pretrained
+    scale = parameters.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(pretrained)) if factor > 1 else 1.0
+    factors = parameters["long_factor" if context > pretrained else "short_factor"]
+    if len(factors) != len(periods):
+        return Rotary(tuple(factors))
+    return _rotary(1 / (np.array(factors, np.float32) * periods), scale)
+
+
+_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}

@@ -1,0 +1,370 @@
+"""What decoders with rotary positions share: RMSNorm, attention, gated MLP, the block, the whole model.
+
+The plain forms are those of Llama. A family is a small file that says what differs in it: it builds its
+blocks from these parts and its own, and hands them to RotaryDecoder. Parameters have the names of the
+published tensors, which are the same in all of these families, and so are NAMING and SPLIT.
+
+Sources: Su et al. 2021 (RoFormer), arXiv 2104.09864; Zhang and Sennrich 2019 (RMSNorm); Shazeer 2020 (gated
+MLP), arXiv 2002.05202; Ainslie et al. 2023 (grouped queries), arXiv 2305.13245.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from prejit.compiler.models.layers import rope
+from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.config import (
+    DecoderConfig,
+    KVCache,
+    LayerCache,
+    Naming,
+    Split,
+    require,
+    unsupported,
+)
+from prejit.compiler.models.layers.linear import ACTIVATIONS, Embedding, Linear, gated, split
+from prejit.compiler.models.layers.norms import RMSNorm
+
+NAMING = Naming(
+    prefix="model.",
+    head="lm_head.weight",
+    embedding="model.embed_tokens.weight",
+    buffers=(".rotary_emb.inv_freq",),
+)
+
+SPLIT = Split(
+    outputs=("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"),
+    inputs=("o_proj", "down_proj"),
+    vocabulary=("embed_tokens", "lm_head"),
+)
+
+Turns = Mapping[rope.Rotary, rope.Turns]
+"""For each way in which layers of the model turn their heads."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer.
+
+    Attributes:
+        queries, keys: N, K; K divides N.
+        size: H.
+        rotary: how they turn with the position.
+        scale: of the scores.
+        window: how many tokens each one sees, itself the last of them; None: all up to its own.
+        cap: soft bound of the scores; None: they are free.
+    """
+
+    queries: int
+    keys: int
+    size: int
+    rotary: rope.Rotary
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any, rotary: rope.Rotary, window: int | None = None) -> Heads:
+        """As most families have them: scores scaled by 1 / sqrt(H), and free."""
+        size = head_size(config)
+        number = config.num_attention_heads, config.num_key_value_heads
+        return cls(*number, size, rotary, size**-0.5, window)
+
+    def attend(
+        self,
+        query: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        turns: Turns,
+        new: NewTokens,
+        layer: LayerCache,
+        *,
+        last: bool,
+    ) -> tuple[jax.Array, LayerCache]:
+        """What the new tokens take from the cache, and the cache with them in it.
+
+        Args:
+            query: float32 [B, T, N, H], not turned.
+            keys: float32 [B, T, K, H], not turned.
+            values: float32 [B, T, K, H].
+            turns: of the new positions.
+            new: where the new tokens stand.
+            layer: the cache.
+            last: whether only wanted tokens are of interest.
+
+        Returns:
+            float32 [B, T, N * H], or [B, 1, N * H] of the wanted; the cache.
+        """
+        query, keys = (rope.turn(x, turns[self.rotary]) for x in (query, keys))
+        return new.attend(
+            *(query, keys, values, layer, self.scale),
+            last=last,
+            window=self.window,
+            cap=self.cap,
+        )
+
+
+class SelfAttention(Protocol):
+    """What a block calls: an attention with its projections."""
+
+    heads: Heads
+
+    def __call__(
+        self,
+        x: jax.Array,
+        turns: Turns,
+        new: NewTokens,
+        layer: LayerCache,
+        *,
+        last: bool,
+        residual: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """X [B, T, D] to [B, T, D], or [B, 1, D] of the wanted if `last`, plus a residual; and the cache."""
+        ...
+
+
+class RotaryBlock(Protocol):
+    """What RotaryDecoder calls: a block."""
+
+    self_attn: SelfAttention
+
+    def __call__(
+        self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """X [B, T, D] to [B, T, D], or [B, 1, D] of the wanted if `last`; and the cache."""
+        ...
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention over the cache.
+
+    `head_norm` makes the norms of queries and keys, along the head, from its size.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: Heads,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        head_norm: Callable[[int], RMSNorm] | None = None,
+    ) -> None:
+        self.heads = heads
+        queries, keys = heads.queries * heads.size, heads.keys * heads.size
+        self.q_proj = Linear(width, queries, bias=bias)
+        self.k_proj = Linear(width, keys, bias=bias)
+        self.v_proj = Linear(width, keys, bias=bias)
+        self.o_proj = Linear(queries, width, bias=output_bias)
+        if head_norm is not None:
+            self.q_norm = head_norm(heads.size)
+            self.k_norm = head_norm(heads.size)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        turns: Turns,
+        new: NewTokens,
+        layer: LayerCache,
+        *,
+        last: bool,
+        residual: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """See SelfAttention."""
+        query, keys, values = (
+            projection(x).reshape(*x.shape[:2], -1, self.heads.size)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):
+            query, keys = self.q_norm(query), self.k_norm(keys)
+        mixed, layer = self.heads.attend(query, keys, values, turns, new, layer, last=last)
+        return self.o_proj(mixed, residual=residual), layer
+
+
+class GatedMLP(nnx.Module):
+    """A linear layer, gated by the activation of another, and one back to D."""
+
+    def __init__(self, width: int, inner: int, activation: str, *, bias: bool = False) -> None:
+        self.gate_proj = Linear(width, inner, bias=bias)
+        self.up_proj = Linear(width, inner, bias=bias)
+        self.down_proj = Linear(inner, width, bias=bias)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """X [B, T, D] to [B, T, D], plus a residual."""
+        inner = gated(self.gate_proj, self.up_proj, x, self.activation)
+        return self.down_proj(inner, residual=residual)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each on the normalized sum of what came before."""
+
+    def __init__(
+        self,
+        config: Any,
+        self_attn: SelfAttention,
+        mlp: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def __call__(
+        self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
+    ) -> tuple[jax.Array, LayerCache]:
+        """See RotaryBlock."""
+        kept = new.wanted(x) if last else x
+        normed = self.input_layernorm(x)
+        x, layer = self.self_attn(normed, turns, new, layer, last=last, residual=kept)
+        return self.mlp(self.post_attention_layernorm(x), x), layer
+
+
+class RotaryDecoder(nnx.Module):
+    """A decoder with its language-model head: an embedding, blocks, a norm."""
+
+    def __init__(
+        self,
+        config: Any,
+        blocks: Sequence[RotaryBlock],
+        *,
+        norm: RMSNorm | None = None,
+        embedding_scale: float | None = None,
+        logit_cap: float | None = None,
+    ) -> None:
+        """Puts a model together.
+
+        Args:
+            config: of transformers: sizes, and whether the head is tied.
+            blocks: L of them.
+            norm: after the last; None: RMSNorm as Llama has it.
+            embedding_scale: of what the table holds; None: as it is.
+            logit_cap: soft bound of the logits; None: they are free.
+        """
+        norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = Transformer(config, blocks, norm, embedding_scale)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.logit_cap = logit_cap
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        cache: KVCache,
+        *,
+        every: bool = False,
+    ) -> tuple[jax.Array, KVCache]:
+        """See Decoder."""
+        new = NewTokens(start, length, tokens.shape[1], every)
+        x, cache = self.model(tokens, new, cache)
+        head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens.logits
+        logits = head(x if every else x[:, 0])
+        if self.logit_cap is not None:
+            logits = self.logit_cap * jnp.tanh(logits / self.logit_cap)
+        return logits, cache
+
+
+class Transformer(nnx.Module):
+    """All but the head."""
+
+    def __init__(
+        self,
+        config: Any,
+        blocks: Sequence[RotaryBlock],
+        norm: RMSNorm,
+        embedding_scale: float | None,
+    ) -> None:
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List(blocks)
+        self.norm = norm
+        self.embedding_scale = embedding_scale
+
+    def __call__(
+        self, tokens: jax.Array, new: NewTokens, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Tokens [B, T] to the hidden states [B, 1, D] or [B, T, D] of those that are wanted."""
+        x = self.embed_tokens(tokens)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
+        x = split(x, "data")
+        ways = dict.fromkeys(block.self_attn.heads.rotary for block in self.layers)
+        turns = {rotary: rope.turns(rotary, new.positions) for rotary in ways}
+        layers: list[LayerCache] = []
+        for block, layer in zip(self.layers, cache, strict=True):
+            x, layer = block(x, turns, new, layer, last=len(layers) == len(cache) - 1)
+            layers.append(layer)
+        return self.norm(x), tuple(layers)
+
+
+def describe(config: Any, activation: str = "hidden_act") -> DecoderConfig:
+    """The sizes of a model.
+
+    Args:
+        config: of transformers.
+        activation: the key of the MLP's activation.
+
+    Raises:
+        CheckpointError: its configuration asks for something that is not built here.
+    """
+    require(config, activation, getattr(config, activation), ACTIVATIONS)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise unsupported(
+            config,
+            f"num_key_value_heads: expected a divisor of num_attention_heads = {heads}, "
+            f"found {kv_heads}",
+        )
+    return DecoderConfig(
+        family=config.model_type,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=kv_heads,
+        head_size=head_size(config),
+        cache_dtype="float32",
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def head_size(config: Any) -> int:
+    """H: as the configuration says, or the width divided among the heads."""
+    size: int | None = getattr(config, "head_dim", None)
+    return size or config.hidden_size // config.num_attention_heads
+
+
+def window(config: Any) -> int | None:
+    """The `sliding_window` of a configuration.
+
+    Raises:
+        CheckpointError: it is not positive.
+    """
+    size: int | None = config.sliding_window
+    if size is not None and size < 1:
+        raise unsupported(config, f"sliding_window: expected null or at least 1, found {size}")
+    return size
+
+
+def windows(config: Any) -> list[int | None]:
+    """The window of each layer, by `layer_types`.
+
+    Raises:
+        CheckpointError: a kind of layer that is not built here, or no window for one that wants it.
+    """
+    kinds = config.layer_types
+    for kind in kinds:
+        require(config, "layer_types", kind, ["full_attention", "sliding_attention"])
+    size = window(config)
+    if size is None and "sliding_attention" in kinds:
+        raise unsupported(
+            config,
+            'sliding_window: expected a number, as layer_types has "sliding_attention", found null',
+        )
+    return [size if kind == "sliding_attention" else None for kind in kinds]

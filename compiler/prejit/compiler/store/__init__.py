@@ -1,0 +1,4 @@
+"""Results by key: what decides a result, and the directory that keeps it.
+
+Imports `prejit.runtime` alone. Begin with `key`, then `cache`.
+"""

@@ -1,0 +1,79 @@
+"""What `prejit targets` lists: the catalogue, and what of it this machine compiles for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import Wanted
+from prejit.compiler.targets.target_table import can_build, cross_compiles, names, target
+from prejit.runtime.machine.target import Target
+
+EXACT_JAX = "0.12.0.1"
+"""The version to pin where the build host's own compiles for no described CPU; the newest that we know."""
+
+YES, DOWNLOAD, NO = "yes", "yes, after a first download", "no"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A target, and whether this machine compiles for it.
+
+    Attributes:
+        target: as the catalogue describes it.
+        builds: one of `YES`, `DOWNLOAD`, `NO`.
+        packages: that the first build downloads.
+        note: what there is to know, or to do where builds is `NO`.
+    """
+
+    target: Target
+    builds: str
+    packages: tuple[str, ...] = ()
+    note: str | None = None
+
+
+def list_targets(host_jax: str) -> tuple[Listed, ...]:
+    """Every target that a manifest may name, by platform. Starts no process but to look at interpreters.
+
+    Args:
+        host_jax: version of the jax that is installed here.
+    """
+    return tuple(_listed(target(name), host_jax) for name in names())
+
+
+def _listed(found: Target, host_jax: str) -> Listed:
+    pinned = replace(found, jax=EXACT_JAX)
+    pin = f'jax = "{EXACT_JAX}" in its [[target]]'
+    if reason := can_build(found):
+        if can_build(pinned):  # another architecture: no jax helps
+            return Listed(found, NO, note=reason)
+        way = _by_environment(pinned, host_jax)
+        return Listed(found, NO, note="; ".join([f"{reason}: set {pin}", *_more(way)]))
+    listed = _by_environment(found, host_jax)
+    if found.cpu_features is None or found.platform != "cpu" or cross_compiles(host_jax):
+        return listed
+    way = _by_environment(pinned, host_jax)
+    note = "; ".join([f"exact only with {pin}", *_more(way)])
+    return replace(listed, note=note)
+
+
+def _by_environment(found: Target, host_jax: str) -> Listed:
+    wanted = environments.wanted(found, host_jax)
+    if wanted is None or environments.read(environments.root() / wanted.key) is not None:
+        return Listed(found, YES)
+    if (error := environments.obstacle(wanted)) is not None:
+        return Listed(found, NO, note=f"{str(error).partition(': ')[2]}: {error.hint}")
+    return Listed(found, DOWNLOAD, _packages(wanted))
+
+
+def _packages(wanted: Wanted) -> tuple[str, ...]:
+    return tuple(text for text in wanted.requirements if "==" in text)
+
+
+def _more(way: Listed) -> Iterator[str]:
+    """What a pinned version would want first."""
+    if way.builds == DOWNLOAD:
+        yield f"after a first download of {', '.join(way.packages)}"
+    elif way.note:
+        yield way.note

@@ -1,0 +1,322 @@
+"""What the [[target]] tables of a manifest mean: by the catalogue, a fingerprint or the table itself."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from prejit.compiler.base.wording import did_you_mean, nearest, shown
+from prejit.runtime.errors import BuildError, PrejitError, UsageError
+from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.machine.catalogue import PLATFORMS, capabilities, catalogue, chips
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.target import HOST, Gpu, Target
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTable:
+    """`gpu` of a `[[target]]`; the attributes of `prejit.runtime.machine.target.Gpu`."""
+
+    __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
+
+    core_count: int
+    bandwidth_bytes: int
+    l2_bytes: int
+    clock_mhz: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTable:
+    """`[[target]]`. What it says beside the name goes before what the catalogue or the fingerprint says.
+
+    Attributes:
+        name: in the catalogue, or one of the user's own.
+        fingerprint: a file that `prejit fingerprint` wrote on such a machine, relative to the manifest.
+        jax: the version to compile with; None: the build host's, or the fingerprint's.
+        constraints: of the packages in the environment that it is compiled in, as pip takes them.
+        tuning: a file that `prejit tune` wrote on such a machine, relative to the manifest.
+        platform, architecture, cpu, cpu_features, device_kind, compute_capability, memory_bytes, driver,
+            gpu, generation, topology, xla_flags: as in `prejit.runtime.machine.target.Target`.
+    """
+
+    __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
+
+    name: str
+    fingerprint: str | None = None
+    jax: str | None = None
+    constraints: tuple[str, ...] = ()
+    tuning: str | None = None
+    platform: str | None = None
+    architecture: str | None = None
+    cpu: str | None = None
+    cpu_features: tuple[str, ...] | None = None
+    device_kind: str | None = None
+    compute_capability: str | None = None
+    memory_bytes: int | None = None
+    driver: str | None = None
+    gpu: GpuTable | None = None
+    generation: str | None = None
+    topology: str | None = None
+    xla_flags: tuple[str, ...] = ()
+
+
+_AS_SAID = (
+    *("architecture", "cpu", "device_kind", "compute_capability", "memory_bytes", "driver"),
+    *("generation", "topology", "jax"),
+)
+
+
+def names() -> tuple[str, ...]:
+    """The names that a manifest may use without describing the target."""
+    return (HOST, *catalogue())
+
+
+def target(name: str) -> Target:
+    """The target of that name, on one device.
+
+    Raises:
+        UsageError: there is none; the message gives the nearest and the list.
+    """
+    if name == HOST:
+        return Target(name, "cpu", platform.machine())
+    if name not in catalogue():
+        guess = nearest(name, names())
+        raise UsageError(
+            f"expected a target, one of {', '.join(names())}; found {name!r}",
+            hint=f"did you mean {guess!r}?" if guess else None,
+        )
+    return catalogue()[name]
+
+
+def resolve(table: TargetTable, directory: Path, mesh: Mesh | None) -> Target:
+    """The target that a table of a manifest means.
+
+    Its name in the bundle tells the jax version where the table pins one, so that a bundle may carry a
+    target for several: `cpu-host-jax0.12.0.1`.
+
+    Args:
+        table: of the manifest.
+        directory: of the manifest.
+        mesh: of the manifest.
+
+    Raises:
+        TableError: the table says something that is no target.
+    """
+    found = replace(_base(table, directory), name=table.name)
+    said: dict[str, Any] = {
+        key: getattr(table, key) for key in _AS_SAID if getattr(table, key) is not None
+    }
+    if table.gpu is not None:
+        said["gpu"] = Gpu(*(getattr(table.gpu, key) for key in Gpu.__slots__))
+    if table.cpu_features is not None:
+        said["cpu_features"] = tuple(sorted(table.cpu_features))
+    if table.tuning is not None:
+        said["tuning"] = str(directory / table.tuning)
+    found = replace(found, constraints=table.constraints, **said)
+    found = replace(found, xla_flags=(*found.xla_flags, *table.xla_flags))
+    if found.jax is not None:
+        found = replace(found, name=f"{table.name}-jax{found.jax}")
+    for key, problem in (*_table_problems(table, directory), *_incomplete(found)):
+        raise TableError(key, problem)
+    return _on_mesh(found, mesh)
+
+
+class TableError(ValueError):
+    """A `[[target]]` table is wrong at a key."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(problem)
+        self.key = key
+
+
+def _base(table: TargetTable, directory: Path) -> Target:
+    if table.fingerprint is not None:
+        try:
+            machine = Fingerprint.read(directory / table.fingerprint)
+        except PrejitError as error:
+            raise TableError("fingerprint", f"{error} ({error.hint})") from error
+        return _of_machine(machine)
+    if table.name in names():
+        if table.platform not in (None, target(table.name).platform):
+            wanted = target(table.name).platform
+            raise TableError("platform", f"expected {shown(wanted)}, which {table.name} is of")
+        return target(table.name)
+    if table.platform is None:
+        guess = did_you_mean(table.name, names())
+        raise TableError(
+            "name",
+            f"unknown target {shown(table.name)}{guess}; expected one that `prejit targets` lists, or "
+            "a `fingerprint` or `platform` beside it",
+        )
+    if table.platform not in PLATFORMS:
+        raise TableError(
+            "platform", f"expected one of {', '.join(PLATFORMS)}; found {shown(table.platform)}"
+        )
+    return Target(table.name, table.platform)
+
+
+def _of_machine(machine: Fingerprint) -> Target:
+    """The target that a machine is: what the catalogue knows of its device, and the rest as it was found."""
+    if machine.platform == "cpu":
+        return Target(
+            "",
+            "cpu",
+            machine.architecture,
+            cpu=_level(machine),
+            cpu_features=machine.cpu_features,
+            jax=machine.jaxlib,
+        )
+    known = [t for t in catalogue().values() if t.platform == machine.platform]
+    alike = [t for t in known if t.device_kind == machine.device_kind]
+    alike += [t for t in known if t.compute_capability == machine.compute_capability]
+    if machine.platform == "tpu":
+        alike = [t for t in alike if t.topology == machine.topology] or alike
+    base = alike[0] if alike else Target("", machine.platform)
+    return replace(
+        base,
+        architecture=machine.architecture,
+        device_kind=machine.device_kind,
+        compute_capability=machine.compute_capability,
+        memory_bytes=machine.device_memory_bytes or base.memory_bytes,
+        topology=machine.topology or base.topology,
+        jax=machine.jaxlib,
+    )
+
+
+def _level(machine: Fingerprint) -> str:
+    """LLVM's name of the highest x86-64 level that a machine has; of any other architecture, `generic`."""
+    levels = [t for t in catalogue().values() if t.platform == "cpu"]
+    held = [
+        t.cpu
+        for t in levels
+        if t.architecture == machine.architecture
+        and set(t.cpu_features or ()) <= set(machine.cpu_features)
+    ]
+    fallback = "x86-64" if machine.architecture == "x86_64" else "generic"
+    return held[-1] or fallback if held else fallback
+
+
+def _table_problems(table: TargetTable, directory: Path) -> Iterator[tuple[str, str]]:
+    # A tag of an OCI registry (distribution-spec), with room for a version.
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", table.name):
+        yield "name", f"expected letters, digits and . _ -; found {shown(table.name)}"
+    if table.jax is not None and not re.fullmatch(r"\d+(\.\d+){1,3}", table.jax):
+        yield "jax", f'expected a version such as "0.12.0.1"; found {shown(table.jax)}'
+    for text in table.constraints:
+        if "://" in text or "@" in text or not re.match(r"[A-Za-z0-9]", text):
+            yield (
+                "constraints",
+                f'expected such as "numpy==2.3.4", without a URL; found {shown(text)}',
+            )
+    if table.tuning is not None and not (directory / table.tuning).is_file():
+        yield "tuning", f"no such file {shown(table.tuning)} beside the manifest"
+
+
+def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
+    """What a target lacks to be compiled for."""
+    if found.platform == "cuda":
+        for key in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
+            if getattr(found, key) is None:
+                yield key, f"missing; {found.name} is a GPU that the catalogue does not know"
+        if found.compute_capability not in (None, *capabilities()):
+            known = ", ".join(capabilities())
+            yield (
+                "compute_capability",
+                f"expected one of {known}; found {shown(found.compute_capability)}",
+            )
+    if found.platform == "tpu":
+        for key in ("device_kind", "generation", "topology", "memory_bytes"):
+            if getattr(found, key) is None:
+                yield key, f"missing; {found.name} is a TPU that the catalogue does not know"
+    if found.platform == "cpu" and found.cpu_features is not None and found.cpu is None:
+        yield "cpu", "missing; LLVM's name of the CPU to tune for"
+    if found.topology is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", found.topology):
+        yield "topology", f'expected such as "2x2"; found {shown(found.topology)}'
+
+
+def _on_mesh(found: Target, mesh: Mesh | None) -> Target:
+    size = 1 if mesh is None else mesh.size
+    if found.topology is not None and chips(found.topology) != size:
+        raise TableError(
+            "name",
+            f"{found.name} has {chips(found.topology)} chips, and [mesh] is of {size}: "
+            "make them equal (`prejit targets` lists other topologies)",
+        )
+    return replace(found, device_count=size)
+
+
+def can_build(found: Target) -> str | None:
+    """Why this machine cannot compile for a target, told from its name alone; None where it can.
+
+    What its environment lacks is told when that is made.
+    """
+    if found.architecture != platform.machine():
+        return f"it needs a build host with {found.architecture}, this is {platform.machine()}"
+    if found.platform != "cpu" or found.cpu_features is None:
+        return None
+    version = found.jax or jaxlib_version()
+    if cross_compiles(version):
+        return None
+    missing = sorted(set(found.cpu_features) - set(Fingerprint.current().cpu_features))
+    if missing:
+        # --xla_cpu_max_isa only takes features away: a lower level would get this one's name.
+        return (
+            f"it needs jaxlib 0.11 or later on this machine: {version} compiles only for"
+            f" what the build host has, and that lacks {' '.join(missing)}"
+        )
+    return None
+
+
+def cross_compiles(jaxlib: str) -> bool:
+    """Whether a jaxlib compiles for a CPU that is described in data (0.11 and later).
+
+    Told from the version: to ask `prejit.runtime.device.executable.cross_compiles` imports all of jaxlib,
+    which costs more than the rest of a plan.
+    """
+    major, minor = jaxlib.split(".")[:2]
+    return (int(major), int(minor)) >= (0, 11)
+
+
+def jaxlib_version() -> str:
+    """The version of the jaxlib that is installed here.
+
+    Raises:
+        BuildError: none is installed.
+    """
+    try:
+        from jaxlib import version
+    except ImportError as error:
+        raise BuildError(
+            "expected jaxlib to compile with, found none", hint="pip install 'prejit[compiler]'"
+        ) from error
+    return str(version.__version__)
+
+
+def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[Target, ...]:
+    """Those targets of a manifest that are wanted, in its order.
+
+    Args:
+        targets: of the manifest.
+        only: names, as the manifest says them or with the jax version; empty: all.
+        where: the manifest, for errors.
+
+    Raises:
+        UsageError: a name is none of them.
+    """
+
+    def answers(found: Target, name: str) -> bool:
+        return name in (found.name, found.name.removesuffix(f"-jax{found.jax}"))
+
+    for name in only:
+        if not any(answers(found, name) for found in targets):
+            listed = ", ".join(found.name for found in targets)
+            guess = nearest(name, [found.name for found in targets])
+            raise UsageError(
+                f"--target: expected one of {where}, {listed}; found {name!r}",
+                hint=f"did you mean {guess!r}?" if guess else None,
+            )
+    return tuple(t for t in targets if not only or any(answers(t, name) for name in only))

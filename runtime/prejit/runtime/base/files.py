@@ -1,0 +1,123 @@
+"""Files on disk: read, map, digest, and write so that a crash leaves the old file or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from prejit.runtime.errors import RejectError, StoreError
+
+Content = mmap.mmap | bytes
+"""A blob's bytes: its map, or `b""` of an empty file, which cannot be mapped."""
+
+_COPY_BYTES = 1 << 20
+STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
+"""What says nothing about the bundle, only that it cannot be read here and now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells that a file is still the one that was verified, as the kernel keeps it.
+
+    A program cannot set ctime_ns: any write to the file, or to its times, changes it.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """The identity in a result of stat."""
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+def read_all(descriptor: int, size: int, path: str) -> bytes:
+    """Return `size` bytes of an open file, or all that are left of it."""
+    content = bytearray()
+    while len(content) < size:
+        try:
+            piece = os.read(descriptor, size - len(content))
+        except OSError as error:
+            raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+        if not piece:
+            raise RejectError(path, f"expected {size} bytes, found {len(content)}")
+        content += piece
+    return bytes(content)
+
+
+def map_file(descriptor: int, size: int) -> Content:
+    """An open file mapped into memory, private to this process (its pages are shared until written)."""
+    if size == 0:
+        return b""
+    # ACCESS_COPY makes the memory writable, which DLPack asks for; nobody writes to it.
+    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+
+
+def digest_file(descriptor: int) -> str:
+    """The digest of an open file, read from its start."""
+    hasher = hashlib.sha256()
+    buffer = bytearray(_COPY_BYTES)
+    offset = 0
+    while count := os.preadv(descriptor, [buffer], offset):
+        hasher.update(memoryview(buffer)[:count])
+        offset += count
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def write_file(path: Path, content: bytes | Path) -> None:
+    """Writes a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
+
+    Args:
+        path: the file; its directory exists.
+        content: the bytes, or a file whose bytes are copied.
+
+    Raises:
+        StoreError: the disk is full, or writing is not permitted.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        with open(temporary, "xb") as out:
+            if isinstance(content, Path):
+                with open(content, "rb") as source:
+                    while piece := source.read(_COPY_BYTES):
+                        out.write(piece)
+            else:
+                out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise StoreError(
+                f"{path}: cannot write: {error.strerror}", hint=_write_hint(error)
+            ) from error
+        raise
+
+
+def _write_hint(error: OSError) -> str | None:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space on that disk, or write to another; nothing was lost"
+    return None
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames in a directory last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

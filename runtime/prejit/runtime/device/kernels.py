@@ -1,0 +1,176 @@
+"""Native kernels: a shared library of verified bytes, loaded into this process and never unloaded.
+
+What is loaded is a copy in memory that nobody can change any more, not a file by its name. A library is
+loaded once a process, however many bundles have it; libraries of other digests live beside it. All of them
+have the same helper threads, as many as process.py allows; libraries of older builds have their own each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.process import kernel_threads
+from prejit.runtime.errors import KernelError
+from prejit.runtime.format.elf import find_note, read_shared_library
+from prejit.runtime.format.kernels import KERNEL_PREFIX, kernel_target
+
+_MFD_NOEXEC_SEAL = 8
+"""From linux/memfd.h, since Linux 6.3. Where vm.memfd_noexec is 2, files in memory are made so or not at
+all; it concerns execve, not the dynamic linker."""
+
+_NOT_PERMITTED = "the system does not permit it (SELinux, seccomp or vm.memfd_noexec)"
+_REASONS = {
+    errno.EACCES: _NOT_PERMITTED,
+    errno.EPERM: _NOT_PERMITTED,
+    errno.ENOSYS: "the system has no memfd_create (Linux has since 3.17)",
+}
+
+_NOTE = struct.Struct("<Ii")
+"""Of a library, in the name of `prejit`: the version of what it shares of helper threads, and how far behind
+this number the function begins that takes them (kernels/threads.cc)."""
+_RTLD_DI_LINKMAP = 2
+"""From dlfcn.h."""
+
+_lock = threading.Lock()
+_loaded: dict[str, Library] = {}
+_helpers: dict[int, int] = {}
+"""The helper threads of this process, an address, by the version that libraries share them in."""
+_attempts = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library of kernels that this process has loaded.
+
+    Attributes:
+        digest: of its content.
+        handlers: its FFI handlers as PyCapsules, by the name that programs call them by.
+    """
+
+    digest: str
+    handlers: Mapping[str, Any]
+
+
+def load(content: bytes) -> Library:
+    """Loads a library, or gives the one that this process has loaded from the same bytes.
+
+    Args:
+        content: a shared library that exports FFI handlers `prejit_*`, verified.
+
+    Raises:
+        KernelError: this machine does not load it: its glibc is older, or code may not be mapped.
+        UsageError: PREJIT_THREADS is not an integer of at least 1.
+    """
+    digest = digest_of(content)
+    with _lock:
+        if digest not in _loaded:
+            names, threads = kernels_of(content), kernel_threads()
+            library = _dlopen(content, digest)
+            _share_helpers(library, content, threads)
+            handlers = {
+                kernel_target(name, digest): _capsule(getattr(library, KERNEL_PREFIX + name))
+                for name in names
+            }
+            _loaded[digest] = Library(digest, handlers)
+        return _loaded[digest]
+
+
+def kernels_of(content: bytes) -> tuple[str, ...]:
+    """The names of the kernels that a library exports, without `prejit_`; nothing is loaded.
+
+    Raises:
+        KernelError: it is no shared library.
+    """
+    try:
+        exported = read_shared_library(content).exported
+    except ValueError as error:
+        raise KernelError(f"expected a shared library with kernels: {error}") from error
+    own = (name for name in exported if name.startswith(KERNEL_PREFIX))
+    return tuple(name.removeprefix(KERNEL_PREFIX) for name in own)
+
+
+def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
+    """Gives a library the helpers of those before it, and says how many threads there may be.
+
+    Args:
+        library: loaded from the content, none of its kernels was called.
+        content: of the library.
+        threads: the most, with the calling one.
+    """
+    if (note := find_note(content, b"prejit")) is None or len(note[1]) != _NOTE.size:
+        return
+    address, (version, distance) = note[0], _NOTE.unpack(note[1])
+    link_map = ctypes.c_void_p()
+    ctypes.CDLL(None).dlinfo(
+        ctypes.c_void_p(library._handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)
+    )
+    assert link_map.value is not None
+    # The first member of a link_map: how far the library was moved (dlinfo(3)).
+    moved = ctypes.c_size_t.from_address(link_map.value).value
+    share = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(
+        moved + address + 4 + distance
+    )
+    _helpers[version] = share(_helpers.get(version), threads)
+
+
+def _dlopen(content: bytes, digest: str) -> ctypes.CDLL:
+    global _attempts
+    descriptor = -1
+    try:
+        descriptor = _memory_file(content, f"prejit-kernels-{digest[7:23]}")
+        # The dynamic linker takes a name that it knows for the library that it loaded under it, and numbers
+        # of descriptors come again.
+        _attempts += 1
+        return ctypes.CDLL(f"/proc/self/fd/{'./' * _attempts}{descriptor}", os.RTLD_NOW)
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0) or str(error)
+        raise KernelError(
+            f"cannot load native kernels: {reason}",
+            hint="for older systems build with CXX=zig (`pip install 'prejit[kernels]'`); a build without "
+            "a C++ compiler has no kernels",
+        ) from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _memory_file(content: bytes, name: str) -> int:
+    """A file in memory with this content, which nobody can change any more."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a kernel that does not know the flag
+            raise
+        descriptor = os.memfd_create(name, flags)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        with contextlib.suppress(
+            OSError
+        ):  # not everywhere; then only this process could write to it
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _capsule(function: Any) -> Any:
+    """A PyCapsule of a C function, as jaxlib takes it (jax/_src/ffi.py, `pycapsule`)."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(ctypes.cast(function, ctypes.c_void_p), None, None)

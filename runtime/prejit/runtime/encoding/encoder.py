@@ -1,0 +1,240 @@
+"""Sentences to embeddings: sorted, put into the cheapest set of buckets that hold them, in order again.
+
+An encoder is three programs a bucket (`bundle.Encoder`): embed, layer (run with each layer's weights in
+turn), pool. All buckets are loaded by a thread that begins when the bundle is loaded, in an order by which
+the first few serve every sentence at no more than twice its best cost; the very first is there when `load`
+returns. A call meanwhile takes what is ready where that is sooner than waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.device.executable import Device, DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.encoding.buckets import (
+    LOAD_MICROSECONDS,
+    PATIENCE_SECONDS,
+    WARM_MICROSECONDS,
+    Bucket,
+    loading_order,
+    partition,
+)
+from prejit.runtime.format.schema import Encoder
+from prejit.runtime.programs.programs import ProgramReport, Programs
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeStats:
+    """What a call of `encode` took.
+
+    Attributes:
+        sentences: how many.
+        tokens: of all of them, special tokens included, after truncation.
+        truncated: sentences that were too long.
+        padding: of the tokens that were computed, the part that was padding; 0 to 1.
+        buckets: how many times each ran, by batch and length: `8x128`.
+        tokenize_seconds: from texts to token ids.
+        queue_seconds: spent waiting for programs to be loaded or compiled.
+        run_seconds: of the programs.
+        obtained: programs that were made ready during the call, and how: loaded, compiled or kept.
+    """
+
+    sentences: int
+    tokens: int
+    truncated: int
+    padding: float
+    buckets: dict[str, int]
+    tokenize_seconds: float
+    queue_seconds: float
+    run_seconds: float
+    obtained: tuple[ProgramReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Embeddings, and what they took.
+
+    Attributes:
+        embeddings: float32 [N, D], in the order of the sentences.
+        stats: the accounting.
+    """
+
+    embeddings: np.ndarray[Any, np.dtype[np.float32]]
+    stats: EncodeStats
+
+
+@final
+class EncoderPrograms:
+    """An encoder's programs by their buckets. Safe for many threads.
+
+    Attributes:
+        encoder: what the bundle says of the model.
+        buckets: all of them.
+        max_tokens: of a sentence: what the model takes, or the longest bucket.
+    """
+
+    def __init__(self, encoder: Encoder, programs: Programs, device: Device) -> None:
+        """Sorts the programs of a bundle."""
+        self.encoder = encoder
+        self._programs = programs
+        self._device = device
+        shapes = {
+            (program.bucket["batch"], program.bucket["length"])
+            for program in programs.table.values()
+            if program.kind == "layer"
+        }
+        self.buckets = tuple(self._bucket(batch, length) for batch, length in sorted(shapes))
+        self.max_tokens = min(encoder.max_tokens, max(bucket.length for bucket in self.buckets))
+        self._warm: set[Bucket] = set()
+        self._calls = 0
+        self._changed = threading.Condition()
+
+    def _bucket(self, batch: int, length: int) -> Bucket:
+        bucket = Bucket(batch, length, 0)
+        costs = [self._programs.table[name].cost_microseconds for name in bucket.programs]
+        if None in costs:
+            return Bucket(batch, length, batch * length)
+        embed, layer, pool = (cost or 0 for cost in costs)
+        return Bucket(batch, length, embed + layer * len(self.encoder.layers) + pool)
+
+    def start_loading(self, before: Callable[[], object]) -> None:
+        """Loads one bucket and begins to load the others in a thread; errors show when one is wanted.
+
+        That one is what serves the most others well: the first call finds it ready, whatever it is that it
+        wants, and how many buckets there are makes no difference.
+
+        Args:
+            before: what the thread does first: reads the tokenizer.
+        """
+        first, *others = loading_order(self.buckets)
+        # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
+        thread = threading.Thread(target=self._load, args=(before, others), name="prejit-encoder")
+        with contextlib.suppress(RuntimeError):  # no more threads, as while the interpreter ends
+            thread.start()
+        with contextlib.suppress(Exception):
+            self._warm_up(first, self.encoder.layers)  # all: whose weights are then on the device
+
+    def _load(self, before: Callable[[], object], buckets: Sequence[Bucket]) -> None:
+        with contextlib.suppress(Exception):  # who wants it meets it again
+            before()
+        for bucket in buckets:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._calls, PATIENCE_SECONDS)
+            if not threading.main_thread().is_alive():  # it waits for this thread to end
+                return
+            with contextlib.suppress(Exception):  # the caller who wants the bucket meets it again
+                if bucket not in self._warm:
+                    self._warm_up(bucket, self.encoder.layers[:1])
+
+    def _warm_up(self, bucket: Bucket, layers: Sequence[str]) -> None:
+        """Loads a bucket's programs, and runs those of some layers where a first run would be felt."""
+        for name in bucket.programs:
+            self._programs[name]
+        if bucket.cost < WARM_MICROSECONDS:
+            tokens = aligned_zeros((bucket.batch, bucket.length), np.dtype(np.int32))
+            self._run(bucket, tokens, np.ones(bucket.batch, np.int32), layers)
+        self._warm.add(bucket)
+
+    def encode(self, sentences: Sequence[Sequence[int]]) -> tuple[Any, EncodeStats]:
+        """Embeddings of token ids, none longer than max_tokens; float32 [N, D], and what they took.
+
+        Raises:
+            RejectError: a program is damaged.
+        """
+        with self._changed:
+            self._calls += 1
+        try:
+            return self._encode(sentences)
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _encode(self, sentences: Sequence[Sequence[int]]) -> tuple[Any, EncodeStats]:
+        found = np.zeros((len(sentences), self.encoder.width), np.float32)
+        order = sorted(range(len(sentences)), key=lambda place: -len(sentences[place]))
+        before = self._programs.obtained()
+        queued = ran = 0.0
+        used: Counter[Bucket] = Counter()
+        for bucket, first, end in self._runs([len(sentences[place]) for place in order]):
+            places = order[first:end]
+            tokens = aligned_zeros((bucket.batch, bucket.length), np.dtype(np.int32))
+            length = np.zeros(bucket.batch, np.int32)
+            for row, place in enumerate(places):
+                length[row] = len(sentences[place])
+                tokens[row, : length[row]] = sentences[place]
+            started = time.perf_counter()
+            for name in bucket.programs:
+                self._programs[name]
+            ready = time.perf_counter()
+            found[places] = self._run(bucket, tokens, length, self.encoder.layers)[: len(places)]
+            self._warm.add(bucket)
+            used[bucket] += 1
+            queued += ready - started
+            ran += time.perf_counter() - ready
+        computed = sum(bucket.batch * bucket.length * runs for bucket, runs in used.items())
+        tokens_in_all = sum(map(len, sentences))
+        after = self._programs.obtained()
+        names = {name for bucket in used for name in bucket.programs}
+        stats = EncodeStats(
+            sentences=len(sentences),
+            tokens=tokens_in_all,
+            truncated=0,
+            padding=1 - tokens_in_all / computed if computed else 0.0,
+            buckets={str(bucket): runs for bucket, runs in sorted(used.items(), key=_shape)},
+            tokenize_seconds=0.0,
+            queue_seconds=queued,
+            run_seconds=ran,
+            obtained=tuple(
+                report for name, report in after.items() if name in names and name not in before
+            ),
+        )
+        return found, stats
+
+    def _runs(self, lengths: Sequence[int]) -> list[tuple[Bucket, int, int]]:
+        """Which runs serve these lengths, descending: the cheapest, counting what has to be loaded."""
+        if not lengths:
+            return []
+        ready = [b for b in self.buckets if all(map(self._programs.ready, b.programs))]
+        if len(ready) < len(self.buckets):  # the others have to be compiled, and are not waited for
+            best = partition(lengths, self.buckets)
+            self._programs.wish(*(name for bucket, *_ in best for name in bucket.programs))
+            if ready and max(bucket.length for bucket in ready) >= lengths[0]:
+                return partition(lengths, ready)
+            return best
+        if len(self._warm) == len(self.buckets) or not self._programs.are_loaded:
+            return partition(lengths, self.buckets)
+        later = {
+            b: b if b in self._warm else Bucket(b.batch, b.length, b.cost + LOAD_MICROSECONDS)
+            for b in self.buckets
+        }
+        own = {charged: bucket for bucket, charged in later.items()}
+        return [(own[b], first, end) for b, first, end in partition(lengths, list(own))]
+
+    def _run(
+        self, bucket: Bucket, tokens: Any, length: Any, layers: Sequence[str]
+    ) -> np.ndarray[Any, Any]:
+        """Float32 [B, D] of tokens [B, T] and lengths [B], both int32."""
+        programs = self._programs
+        embed, layer, pool = bucket.programs
+        (hidden,) = programs[embed].run([*self._weights(embed), self._device.put(tokens)])
+        valid = self._device.put(length)
+        for weights in layers:
+            (hidden,) = programs[layer].run([*programs.weights(weights), valid, hidden])
+        (embedding,) = programs[pool].run([*self._weights(pool), valid, hidden])
+        return to_numpy(embedding)
+
+    def _weights(self, name: str) -> list[DeviceArray]:
+        return self._programs.weights(self._programs.table[name].weights)
+
+
+def _shape(item: tuple[Bucket, int]) -> tuple[int, int]:
+    return item[0].batch, item[0].length

@@ -1,0 +1,129 @@
+"""Read the fingerprints of many machines."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from prejit.runtime.errors import PrejitError, StoreError, UsageError
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+_INFORMATION = ("cpu_model", "cpu_count", "memory_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine of a fleet.
+
+    Attributes:
+        name: the path of its file below the fleet's directory, without `.json`.
+        path: the path of its file.
+        fingerprint: what the machine is.
+    """
+
+    name: str
+    path: str
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A file or directory of a fleet that could not be read.
+
+    Attributes:
+        path: its path.
+        why: what is wrong with it, in one sentence that names the path.
+    """
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a fleet's directory holds.
+
+    Attributes:
+        machines: sorted by name.
+        unreadable: sorted by path.
+    """
+
+    machines: tuple[Machine, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+
+
+def read_fleet(directory: str | os.PathLike[str]) -> Fleet:
+    """Read every *.json in a directory and below it.
+
+    Raises:
+        StoreError: the directory, or every file in it, cannot be read.
+        UsageError: it holds no *.json file.
+    """
+    root = os.fspath(directory)
+    unreadable: list[Unreadable] = []
+
+    def note(error: OSError) -> None:
+        failed = StoreError(
+            f"{error.filename}: cannot read a fleet: {error.strerror}",
+            hint="give a directory of files that `prejit fingerprint > FILE` wrote",
+        )
+        if error.filename == root:
+            raise failed from error
+        unreadable.append(Unreadable(str(error.filename), str(failed)))
+
+    paths = [
+        os.path.join(at, file)
+        for at, _, files in os.walk(root, onerror=note)
+        for file in files
+        if file.endswith(".json")
+    ]
+    machines: list[Machine] = []
+    for path in sorted(paths):
+        try:
+            found = Fingerprint.read(path)
+        except PrejitError as error:
+            unreadable.append(Unreadable(path, str(error)))
+        else:
+            name = os.path.relpath(path, root).removesuffix(".json")
+            machines.append(Machine(name, path, found))
+    unreadable.sort(key=lambda file: file.path)
+    if not paths and not unreadable:
+        raise UsageError(
+            f"{root}: expected fingerprints (*.json), found none",
+            hint="run `prejit fingerprint > NAME.json` on each machine",
+        )
+    if not machines:
+        raise unread(unreadable, len(unreadable))
+    return Fleet(tuple(machines), tuple(unreadable))
+
+
+def unread(unreadable: Sequence[Unreadable], total: int) -> StoreError:
+    """Return the error that names all files that could not be read.
+
+    Args:
+        unreadable: at least one file.
+        total: the number of files of the fleet.
+    """
+    reasons = "".join(f"\n  {file.why}" for file in unreadable)
+    return StoreError(
+        f"expected {total} fingerprints, found {len(unreadable)} that cannot be read:{reasons}",
+        hint="write them again with `prejit fingerprint > FILE`, or move them elsewhere",
+    )
+
+
+def merge(machines: Iterable[Machine]) -> list[tuple[Machine, ...]]:
+    """Group machines whose fingerprints differ only in information that no rule compares."""
+    axes = [f.name for f in fields(Fingerprint) if f.name not in _INFORMATION]
+    found: dict[tuple[Any, ...], list[Machine]] = defaultdict(list)
+    for machine in machines:
+        found[tuple(getattr(machine.fingerprint, axis) for axis in axes)].append(machine)
+    return [tuple(merged) for merged in found.values()]
+
+
+def is_release(version: str) -> bool:
+    """Whether a version is a release, which is what a manifest accepts for `jax`."""
+    return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None

@@ -1,0 +1,123 @@
+"""The arrays that programs take and return: shape, dtype and sharding."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass
+
+from prejit.runtime.format.limits import MAX_SIZE
+
+DTYPES = (
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+    *("uint2", "uint4", "uint8", "uint16", "uint32", "uint64"),
+    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+)
+"""NumPy's and ml_dtypes' names of the element types that programs take and give.
+
+jax has int1, uint1, float6_e2m3fn and float6_e3m2fn as well. XLA:CPU takes the first two for bool, and the
+others end the process.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One argument or result of a program: a leaf of its pytree.
+
+    The program table holds it as text, in the manifest's own notation behind its path:
+
+        ["cache",0,1] float32[1,12,128,64] donated @data,tensor,,
+
+    so that a table of hundreds of programs is read in milliseconds; only programs that run are parsed.
+
+    Attributes:
+        path: where the leaf sits in the pytree, outermost key first; an integer is a place in a sequence.
+        dtype: NumPy's name for it (`float32`, `bfloat16`, `int32`, ...).
+        shape: in elements.
+        donated: the program reuses the argument's memory; the caller must not touch it again.
+        sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
+    """
+
+    path: tuple[str | int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    donated: bool = False
+    sharding: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        path = json.dumps(self.path, separators=(",", ":"), ensure_ascii=True)
+        shape = ",".join(map(str, self.shape))
+        split = f" @{','.join(self.sharding)}" if self.sharding else ""
+        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}{split}"
+
+    @classmethod
+    def parse(cls, text: str) -> Array:
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: the text is not of that form.
+        """
+        array = None
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            path, end = json.JSONDecoder().raw_decode(text)
+            match = re.fullmatch(
+                r" ([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?",
+                text[end:],
+            )
+            if match is not None and all(type(key) in (str, int) for key in path):
+                shape = tuple(map(int, match[2].split(","))) if match[2] else ()
+                split = parse_sharding(match[4] or "", len(shape))
+                if match[1] in DTYPES and max(shape, default=0) <= MAX_SIZE:
+                    array = cls(tuple(path), match[1], shape, match[3] is not None, split)
+        if array is None or str(array) != text:  # one spelling, as everywhere in the format
+            raise ValueError(f"expected '[path] dtype[shape]', found {text[:80]!r:.80}")
+        return array
+
+
+def parse_sharding(text: str, dimensions: int) -> tuple[str, ...]:
+    """A sharding as it is spelled: `data,tensor,,` for four dimensions; empty text: nothing is split.
+
+    Raises:
+        ValueError: an axis that no mesh has, or comes twice, or one too many or too few.
+    """
+    if not text:
+        return ()
+    axes = tuple(text.split(","))
+    named = [axis for axis in axes if axis]
+    known = set(named) <= set(MESH_AXES) and len(set(named)) == len(named)
+    if len(axes) != dimensions or not named or not known:
+        raise ValueError(
+            f"expected a mesh axis or none for each of {dimensions} dimensions, {text!r:.80}"
+        )
+    return axes
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The devices that a program runs on, in rows and columns.
+
+    Attributes:
+        data: rows; each works on its own part of a batch.
+        tensor: columns; each holds its own part of the weights and of the KV cache.
+    """
+
+    data: int
+    tensor: int
+
+    def __post_init__(self) -> None:
+        if self.data < 1 or self.tensor < 1:
+            raise ValueError(
+                f"mesh: expected sizes of 1 or more, found {self.data} x {self.tensor}"
+            )
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.data * self.tensor
+
+
+MESH_AXES = ("data", "tensor")
+"""Names of the axes of a Mesh, rows first."""

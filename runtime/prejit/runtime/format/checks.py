@@ -1,0 +1,148 @@
+"""The checks between a file and its use, numbered in the order of docs/bundle-format.md. No file access.
+
+Every function takes bytes and says whether they may be used; none of them reads, and none of them trusts
+what a later check is for. Each raises RejectError with the file at fault.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.typed_json import from_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.index import index_digest
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    BUNDLE_FORMAT,
+    CHAT_MEDIA_TYPE,
+    CONFIG_MEDIA_TYPE,
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    GENERATION_MEDIA_TYPE,
+    INDEX_DIGEST,
+    INDEX_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    LAYER_MEDIA_TYPES,
+    MANIFEST_MEDIA_TYPE,
+    OCI_LAYOUT,
+    PORTABLE_MEDIA_TYPE,
+    READABLE_FORMATS,
+    REF_NAME,
+    REQUIREMENT,
+    TOKENIZER_MEDIA_TYPE,
+)
+from prejit.runtime.format.schema import Descriptor, Index, Manifest
+from prejit.runtime.machine.requirement import Requirement
+
+NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
+
+_LAYER_CAPS = {
+    CHAT_MEDIA_TYPE: limits.MAX_CHAT_BYTES,
+    GENERATION_MEDIA_TYPE: limits.MAX_GENERATION_BYTES,
+    KERNELS_MEDIA_TYPE: limits.MAX_KERNELS_BYTES,
+    TOKENIZER_MEDIA_TYPE: limits.MAX_TOKENIZER_BYTES,
+}
+"""Of those that are read whole."""
+
+
+def check_layout_file(content: bytes, path: str) -> None:
+    """1. `oci-layout` has exactly the bytes that the format gives it."""
+    if content != OCI_LAYOUT:
+        raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
+
+
+def check_index(content: bytes, path: str) -> Index:
+    """2. `index.json` is canonical, of a format we read, undamaged, and lists targets."""
+    written = _format_of(content)
+    if written is not None and written not in map(str, READABLE_FORMATS):
+        newer = re.fullmatch("[1-9][0-9]{0,8}", written) and int(written) > FORMAT_VERSION
+        *others, last = map(str, READABLE_FORMATS)
+        formats = f"{', '.join(others)} or {last}"
+        raise RejectError(
+            path,
+            f"expected bundle format {formats}, found {written!r:.80}",
+            hint=NEWER_FORMAT_HINT if newer else None,
+        )
+    index = from_json(Index, content, path)
+    if written is None:
+        raise RejectError(path, f"expected {BUNDLE_FORMAT} in the annotations, found none")
+    if (index.schemaVersion, index.mediaType, index.artifactType) != (
+        2,
+        INDEX_MEDIA_TYPE,
+        ARTIFACT_TYPE,
+    ):
+        raise RejectError(path, f"expected an OCI image index of {ARTIFACT_TYPE}")
+    expected = index_digest(index)
+    found = index.annotations.get(INDEX_DIGEST)
+    if found != expected:
+        raise RejectError(path, f"expected {INDEX_DIGEST} {expected}, found {found}")
+    if not index.manifests:
+        raise RejectError(path, "expected at least one target, found none")
+    for descriptor in index.manifests:
+        check_descriptor(descriptor, MANIFEST_MEDIA_TYPE, limits.MAX_MANIFEST_BYTES, path)
+    names = [(descriptor.annotations or {}).get(REF_NAME) for descriptor in index.manifests]
+    if len(set(names)) != len(names):
+        raise RejectError(path, "expected each target once")
+    return index
+
+
+def _format_of(content: bytes) -> str | None:
+    """The format that an index says it is of, even where its other keys are of a later one."""
+    try:
+        found = json.loads(content)["annotations"][BUNDLE_FORMAT]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
+    """3. A target's name and requirement, from its descriptor in the index."""
+    annotations = descriptor.annotations or {}
+    name = annotations.get(REF_NAME)
+    requirement = annotations.get(REQUIREMENT)
+    if not name or requirement is None:
+        raise RejectError(path, f"expected {REF_NAME} and {REQUIREMENT} on each target")
+    encoded = requirement.encode("ascii", "replace")  # what is not ASCII is not canonical either
+    return name, from_json(Requirement, encoded, path)
+
+
+def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, path: str) -> None:
+    """4. A descriptor names a sha256 digest, the expected media type and a size under the cap."""
+    if descriptor.mediaType != media_type:
+        raise RejectError(path, f"expected media type {media_type}, found {descriptor.mediaType}")
+    if not is_digest(descriptor.digest):
+        raise RejectError(path, f"expected a sha256 digest, found {descriptor.digest!r:.80}")
+    if not 0 <= descriptor.size <= max_bytes:
+        raise RejectError(path, f"expected at most {max_bytes} bytes, found {descriptor.size}")
+
+
+def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
+    """5 and 8. A blob's bytes are those that its digest names."""
+    found = digest_of(content)
+    if found != digest:
+        raise RejectError(path, f"expected {digest}, found {found}")
+
+
+def check_manifest(content: bytes, path: str) -> Manifest:
+    """6. A target's manifest is canonical and names layers that we know, each once, programs among them."""
+    manifest = from_json(Manifest, content, path)
+    if (manifest.schemaVersion, manifest.mediaType, manifest.artifactType) != (
+        2,
+        MANIFEST_MEDIA_TYPE,
+        ARTIFACT_TYPE,
+    ):
+        raise RejectError(path, f"expected an OCI image manifest of {ARTIFACT_TYPE}")
+    check_descriptor(manifest.config, CONFIG_MEDIA_TYPE, limits.MAX_CONFIG_BYTES, path)
+    media_types = [layer.mediaType for layer in manifest.layers]
+    for layer in manifest.layers:
+        if layer.mediaType not in LAYER_MEDIA_TYPES or media_types.count(layer.mediaType) > 1:
+            raise RejectError(path, f"unexpected layer {layer.mediaType}")
+        cap = _LAYER_CAPS.get(layer.mediaType, 1 << 50)
+        check_descriptor(layer, layer.mediaType, cap, path)
+    for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
+        if media_type not in media_types:
+            raise RejectError(path, f"expected a layer {media_type}, found none")
+    return manifest

@@ -1,0 +1,342 @@
+"""Checks of a config: programs, decoder, encoder, mesh and weight sets fit each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from datetime import date
+
+from prejit.runtime.base.digests import is_digest
+from prejit.runtime.base.typed_json import from_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
+from prejit.runtime.format.kernels import KERNEL_LEVELS
+from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
+from prejit.runtime.format.schema import Config, Encoder, Manifest
+from prejit.runtime.format.signatures import (
+    BUCKETS,
+    DECODER_KINDS,
+    ENCODER_KINDS,
+    WITHOUT_WEIGHTS,
+    Signatures,
+    difference,
+    kinds_of,
+)
+from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+
+MAX_PATH_KEYS = 256
+"""Of an argument or result: how deep a tree may be, which is walked by recursion."""
+
+
+def check_config(
+    content: bytes, written: str, target: str, requirement: Requirement, path: str
+) -> Config:
+    """7. A target's config is canonical and agrees with the index that led to it, and with itself.
+
+    Args:
+        content: of the config blob.
+        written: the format that the index says it is of.
+        target: its name, from its descriptor in the index.
+        requirement: from there as well.
+        path: the file, for errors.
+    """
+    config = from_json(Config, content, path)
+    if str(config.format) != written:
+        raise RejectError(path, f"expected format {written}, as the index, found {config.format}")
+    if config.target != target or config.requirement != requirement:
+        raise RejectError(path, f"expected target {target!r} with the requirement of the index")
+    names = [program.name for program in config.programs]
+    if len(set(names)) != len(names):
+        raise RejectError(path, "expected each program once")
+    for program in config.programs:
+        if program.weights is not None and program.weights not in config.weight_sets:
+            raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r}")
+        platforms = program.platforms
+        if platforms is not None and (
+            not platforms
+            or len(set(platforms)) != len(platforms)
+            or not set(platforms) <= set(PLATFORMS)
+        ):
+            known = ", ".join(PLATFORMS)
+            raise RejectError(
+                path,
+                f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
+            )
+    _check_mesh(config, path)
+    _check_programs(config, path)
+    _check_kernels(config, path)
+    if config.decoder is not None:
+        _check_decoder(config, path)
+    if config.encoder is not None:
+        _check_encoder(config, config.encoder, path)
+    until = None if config.portable is None else config.portable.readable_until
+    if until is not None and not _is_date(until):
+        raise RejectError(path, f"readable_until: expected YYYY-MM-DD, found {until!r:.80}")
+    return config
+
+
+def _check_kernels(config: Config, path: str) -> None:
+    """Programs that call kernels have a library, of a CPU, whose level the requirement covers."""
+    kernels = config.kernels
+    calling = [program for program in config.programs if program.kernels is not None]
+    if not all(program.kernels for program in calling):
+        raise RejectError(path, "expected 'kernels' of a program to be true or absent, found false")
+    if kernels is None:
+        if calling:
+            raise RejectError(
+                path, f"{calling[0].name}: it calls kernels, and the config names no library"
+            )
+        return
+    if config.format < 4:
+        raise RejectError(path, f"expected kernels since format 4, found them in {config.format}")
+    if not calling:
+        raise RejectError(path, "expected a program that calls the library's kernels, found none")
+    if config.requirement.platform != "cpu":
+        raise RejectError(path, f"expected kernels for cpu, found {config.requirement.platform!r}")
+    if not is_digest(kernels.digest):
+        raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
+    if (features := KERNEL_LEVELS.get(kernels.level)) is None:
+        levels = ", ".join(KERNEL_LEVELS)
+        raise RejectError(
+            path, f"kernels: level: expected one of {levels}; found {kernels.level!r:.80}"
+        )
+    # The library uses them without asking the CPU: what lacks one would end in SIGILL.
+    if missing := sorted(set(features) - set(config.requirement.cpu_features)):
+        raise RejectError(
+            path,
+            f"kernels: expected all extensions of {kernels.level} in the requirement, found none of "
+            f"{', '.join(missing)}",
+        )
+    names = kernels.handlers
+    if not names or list(names) != sorted(set(names)):
+        raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
+
+
+def check_kernels_layer(config: Config, manifest: Manifest, path: str) -> None:
+    """7. The library of kernels that a config names is a layer of its manifest, and no other one is.
+
+    Args:
+        config: of a target.
+        manifest: of the same target.
+        path: the manifest's file, for errors.
+    """
+    named = None if config.kernels is None else config.kernels.digest
+    layers = [at for at in manifest.layers if at.mediaType == KERNELS_MEDIA_TYPE]
+    found = next((at.digest for at in layers), None)
+    if named != found:
+        raise RejectError(
+            path, f"expected kernels {named or 'none'}, as the config; found {found or 'no layer'}"
+        )
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text  # it takes other spellings as well
+    except ValueError:
+        return False
+
+
+def _check_mesh(config: Config, path: str) -> None:
+    mesh, needed = config.mesh, config.requirement.device_count
+    size = 1 if mesh is None else mesh.size
+    if size > limits.MAX_MESH_DEVICES:
+        raise RejectError(
+            path, f"expected a mesh of at most {limits.MAX_MESH_DEVICES} devices, found {size}"
+        )
+    # A process makes as many CPU devices as it wants: only accelerators have to be counted.
+    if needed != size and not (
+        needed is None and (size == 1 or config.requirement.platform == "cpu")
+    ):
+        raise RejectError(
+            path, f"expected device_count {size}, the size of the mesh; found {needed}"
+        )
+    if config.weight_shardings is not None and mesh is None:
+        raise RejectError(path, "expected a mesh for weight_shardings, found none")
+
+
+def _check_programs(config: Config, path: str) -> None:
+    """Each program is of a kind that its format knows, and has the sizes and the signature of that kind."""
+    kinds, signatures = kinds_of(config.format), Signatures(config)
+    seen = set[tuple[str, ...]]()
+    for program in config.programs:
+        name, kind, bucket = program.name, program.kind, program.bucket
+        if kind not in kinds:
+            raise RejectError(
+                path, f"{name}: kind: expected {', '.join(kinds)}; found {kind!r:.80}"
+            )
+        if (cost := program.cost_microseconds) is not None and cost < 0:
+            raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
+        if kind == "call":
+            continue
+        model = "decoder" if kind in DECODER_KINDS else "encoder"
+        if getattr(config, model) is None:
+            raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
+        if bucket.keys() != set(BUCKETS[kind]):
+            expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
+            raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
+        for size, value in bucket.items():
+            most = limits.MAX_BATCH if size in ("batch", "source_batch") else limits.MAX_SIZE
+            if not 0 < value <= most:
+                raise RejectError(
+                    path, f"{name}: {size}: expected 1 to {most}, found {value!r:.80}"
+                )
+        key = (kind, *(str(bucket[size]) for size in BUCKETS[kind]))
+        if key in seen:
+            raise RejectError(path, f"{name}: expected one {kind} program of its bucket")
+        seen.add(key)
+        if program.weights is None and kind not in WITHOUT_WEIGHTS:
+            raise RejectError(path, f"{name}: expected 'weights' for a {kind} program, found none")
+        arguments, results = signatures.of(program)
+        if program.arguments != arguments:
+            differing = difference(program.arguments, arguments)
+            raise RejectError(path, f"{name}: arguments{differing}")
+        if program.results != results:
+            raise RejectError(path, f"{name}: results{difference(program.results, results)}")
+
+
+def _check_decoder(config: Config, path: str) -> None:
+    """Each batch has a program of each kind for each context, and what a cache needs to grow."""
+    buckets: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in DECODER_KINDS}
+    drafts = set[int]()
+    for program in config.programs:
+        if program.kind in DECODER_KINDS:
+            sizes = tuple(program.bucket[name] for name in BUCKETS[program.kind])
+            buckets[program.kind].add(sizes if program.kind == "copy" else sizes[:2])
+        if program.kind == "prefill" and program.bucket["prompt"] > program.bucket["context"]:
+            raise RejectError(path, f"{program.name}: prompt: expected at most its context")
+        if program.kind == "verify":
+            drafts.add(program.bucket["draft"])
+    if not buckets["decode"]:
+        raise RejectError(path, "expected a decode program for the decoder, found none")
+    batches = sorted({batch for batch, _ in buckets["decode"]})
+    contexts = sorted({context for _, context in buckets["decode"]})
+    # No more than there are programs: a forged table could have a grid that fits into no memory.
+    for place, (batch, context) in enumerate(itertools.product(batches, contexts)):
+        if place > len(buckets["decode"]) or (batch, context) not in buckets["decode"]:
+            raise RejectError(path, f"decode of batch {batch} and context {context}: expected one")
+    grid = buckets["decode"]
+    for kind in ("prefill", "verify"):
+        if kind == "verify" and not buckets[kind]:
+            continue
+        for batch, context in sorted(grid ^ buckets[kind]):
+            wanted = "one" if (batch, context) in grid else "none without a decode program"
+            raise RejectError(
+                path, f"{kind} of batch {batch} and context {context}: expected {wanted}"
+            )
+    if len(drafts) > 1:
+        raise RejectError(path, "expected one draft of all verify programs, found several")
+    if config.format < 3:
+        return
+    copies = {(batch, context, batches[0], context) for batch, context in grid}
+    copies |= {
+        (batch, longer, batch, shorter)
+        for batch in batches
+        for shorter, longer in itertools.pairwise(contexts)
+    }
+    for batch, context, source_batch, source_context in sorted(copies - buckets["copy"]):
+        raise RejectError(
+            path,
+            f"expected a program that copies caches of {source_batch} x {source_context} to "
+            f"{batch} x {context}, found none",
+        )
+
+
+def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
+    """Each bucket has three programs, called by their names; layers are alike but for their weights."""
+    buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
+    layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
+    for program in config.programs:
+        if program.kind not in ENCODER_KINDS:
+            continue
+        batch, length = program.bucket["batch"], program.bucket["length"]
+        expected = f"encode/b{batch}-t{length}/{program.kind}"
+        if program.name != expected:
+            raise RejectError(path, f"{program.name!r:.80}: expected the name {expected!r}")
+        buckets[program.kind].add((batch, length))
+        if program.kind == "layer" and program.weights not in layers:
+            raise RejectError(path, f"{program.name}: expected a weight set of encoder.layers")
+    every = set[tuple[int, int]]().union(*buckets.values())
+    if not every:
+        raise RejectError(path, "expected programs for the encoder, found none")
+    for kind in ENCODER_KINDS:
+        for batch, length in sorted(every - buckets[kind]):
+            raise RejectError(path, f"expected encode/b{batch}-t{length}/{kind}, found none")
+    for name in layers:
+        if name not in config.weight_sets:
+            raise RejectError(path, f"encoder: layers: unknown weight set {name!r:.80}")
+    counts = {len(config.weight_sets[name]) for name in layers}
+    if len(counts) > 1:
+        raise RejectError(path, "encoder: layers: expected weight sets of as many tensors each")
+
+
+def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
+    """7. An argument or result is spelled as the format has it, and its mesh splits it evenly.
+
+    Of a program, when it is wanted: a table of hundreds is not parsed whole.
+    """
+    try:
+        array = Array.parse(text)
+        _check_split(array.sharding, array.shape, mesh)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    return array
+
+
+def check_arrays(
+    texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
+) -> tuple[Array, ...]:
+    """7. As `check_array`, of all arguments or results of a program; of `call` their paths are a tree."""
+    arrays = tuple(check_array(text, mesh, path) for text in texts)
+    if kind != "call":  # whose texts were compared whole
+        return arrays
+    paths = [tuple(map(str, array.path)) for array in arrays]  # as files and options name them
+    if (longest := max(map(len, paths), default=0)) > MAX_PATH_KEYS:
+        raise RejectError(path, f"expected at most {MAX_PATH_KEYS} keys in a path, found {longest}")
+    inner = {at[:place] for at in paths for place in range(len(at))}
+    if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
+        raise RejectError(
+            path, "expected paths of a tree, found one twice or one inside of another"
+        )
+    return arrays
+
+
+def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:
+    sizes = {} if mesh is None else dict(zip(MESH_AXES, (mesh.data, mesh.tensor), strict=True))
+    for axis, extent in zip(sharding, shape, strict=False):  # nothing split: no sharding
+        if axis and (axis not in sizes or extent % sizes[axis]):
+            raise ValueError(
+                f"expected a mesh whose {axis!r} divides {extent}, found {sizes.get(axis, 'no mesh')}"
+            )
+
+
+def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], path: str) -> None:
+    """10. Every tensor that the config names is in the weights layer, and the mesh splits it evenly.
+
+    Args:
+        config: the program table.
+        shapes: of the tensors of the weights layer, by name.
+        path: the file, for errors.
+    """
+    for name, members in config.weight_sets.items():
+        if missing := [tensor for tensor in members if tensor not in shapes]:
+            raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
+    layers = () if config.encoder is None else config.encoder.layers
+    for name in dict.fromkeys(layers):
+        for first, other in zip(
+            config.weight_sets[layers[0]], config.weight_sets[name], strict=True
+        ):
+            if shapes[first] != shapes[other]:
+                raise RejectError(
+                    path, f"{other}: expected the shape of {first}, found {list(shapes[other])}"
+                )
+    for name, text in (config.weight_shardings or {}).items():
+        if name not in shapes:
+            raise RejectError(path, f"weight_shardings: no tensor {name!r}")
+        try:
+            sharding = parse_sharding(text, len(shapes[name]))
+            _check_split(sharding, shapes[name], config.mesh)
+        except ValueError as error:
+            raise RejectError(path, f"weight_shardings: {name}: {error}") from error
+        if not sharding:
+            raise RejectError(path, f"weight_shardings: {name}: expected a mesh axis, found none")

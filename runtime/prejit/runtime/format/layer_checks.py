@@ -1,0 +1,132 @@
+"""Checks of layers that are used as a whole: kernels, chat templates, signatures of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import zstandard
+
+from prejit.runtime.base.typed_json import from_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.checks import check_digest
+from prejit.runtime.format.elf import read_shared_library
+from prejit.runtime.format.kernels import KERNEL_PREFIX
+from prejit.runtime.format.schema import Chat, Kernels, Segment
+
+
+def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
+    """9. A library of kernels: the bytes that its digest names, which export what the config says.
+
+    The dynamic linker runs code of a library before anybody calls it; nothing unverified may reach it.
+    """
+    check_digest(content, kernels.digest, path)
+    try:
+        exported = read_shared_library(content).exported
+    except ValueError as error:
+        raise RejectError(path, f"expected a shared library: {error}") from error
+    expected = tuple(sorted(KERNEL_PREFIX + name for name in kernels.handlers))
+    if exported != expected:
+        raise RejectError(
+            path, f"expected exports {', '.join(expected)}, found {', '.join(exported) or 'none'}"
+        )
+
+
+Shape = tuple[str, tuple[int, ...]]
+"""dtype and shape of an array."""
+
+
+def check_signature(
+    arguments: Sequence[Shape],
+    results: Sequence[Shape],
+    donated: Collection[int],
+    *,
+    takes: Sequence[Array],
+    gives: Sequence[Array],
+    mesh: Mesh | None,
+    path: str,
+) -> None:
+    """9. A compiled program takes and gives what the program table says, and donates no more.
+
+    Args:
+        arguments: of the compiled program, on each device.
+        results: of it, likewise.
+        donated: numbers of the arguments whose memory it reuses.
+        takes: weights and arguments, as the weights layer and the program table have them.
+        gives: results, as the program table has them.
+        mesh: that splits them.
+        path: the program, for errors.
+    """
+    sides = (("arguments", arguments, takes), ("results", results, gives))
+    for what, compiled, table in sides:
+        if len(compiled) != len(table):
+            raise RejectError(
+                path, f"{what}: expected {len(table)}, as the table; found {len(compiled)}"
+            )
+        for place, (found, array) in enumerate(zip(compiled, table, strict=True)):
+            expected = array.dtype, _shard(array, mesh)
+            if found != expected:
+                raise RejectError(
+                    path,
+                    f"{what}[{place}]: expected {_spelled(expected)}, as the table; found {_spelled(found)}",
+                )
+    for place in sorted(donated):
+        if place >= len(takes) or not takes[place].donated:
+            raise RejectError(
+                path, f"arguments[{place}]: expected it kept, as the table; the program donates it"
+            )
+
+
+def _shard(array: Array, mesh: Mesh | None) -> tuple[int, ...]:
+    if mesh is None or not array.sharding:
+        return array.shape
+    sizes = {"": 1, "data": mesh.data, "tensor": mesh.tensor}
+    return tuple(
+        extent // sizes[axis] for extent, axis in zip(array.shape, array.sharding, strict=True)
+    )
+
+
+def _spelled(shape: Shape) -> str:
+    return f"{shape[0]}[{','.join(map(str, shape[1]))}]"
+
+
+def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
+    """9. A frame of a pack: digest, bounded decompression, digest. Gives the bytes that were verified."""
+    check_digest(frame, segment.digest, path)
+    if not 0 <= segment.raw_size <= limits.MAX_PROGRAM_BYTES:
+        raise RejectError(
+            path, f"expected at most {limits.MAX_PROGRAM_BYTES} bytes, found {segment.raw_size}"
+        )
+    try:
+        parameters = zstandard.get_frame_parameters(frame)
+        if parameters.content_size != segment.raw_size or not parameters.has_checksum:
+            raise RejectError(path, "expected a zstd frame with its content size and a checksum")
+        raw = zstandard.ZstdDecompressor().decompress(
+            frame, max_output_size=segment.raw_size, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise RejectError(path, f"expected a zstd frame: {error}") from error
+    check_digest(raw, segment.raw_digest, path)
+    return raw
+
+
+def check_chat(content: bytes, path: str) -> Chat:
+    """11. A chat layer is canonical and holds at least one template, all of it Unicode.
+
+    Whether a template parses is seen when it is first wanted: Jinja is no part of the format.
+    """
+    chat = from_json(Chat, content, path)
+    if not chat.templates:
+        raise RejectError(path, "expected at least one chat template, found none")
+    for table in (chat.templates, chat.special_tokens):
+        for name, text in table.items():
+            try:
+                f"{name}{text}".encode()
+            except UnicodeEncodeError as error:
+                raise RejectError(
+                    path, f"{name!r:.80}: expected Unicode: {error.reason}"
+                ) from error
+            if not name:
+                raise RejectError(path, "expected a name for each template and token, found none")
+    return chat

@@ -1,0 +1,257 @@
+"""An OCI image layout on disk: all reading and writing of bundle files.
+
+Reading follows no links, reads no more than it was told to expect and never touches a path outside of
+the layout. Writing is atomic: blobs first, each as temporary file, fsync, rename; `index.json` last. So a
+build that is killed leaves either the bundle that was there before or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from prejit.runtime.base.files import (
+    STORE_ERRORS,
+    Content,
+    Identity,
+    digest_file,
+    map_file,
+    read_all,
+    write_file,
+)
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.names import OCI_LAYOUT
+
+
+@final
+class Layout:
+    """An OCI image layout that is open for reading. Close it, or use it in a `with` statement."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens the directories, so that what is read later is read from the same place.
+
+        Raises:
+            StoreError: there is no such directory, or it is not permitted.
+            RejectError: the directory is not an OCI image layout.
+        """
+        self.path = Path(path)
+        self._directories: list[int] = []
+        try:
+            self._root = self._open_directory(os.fspath(path), None)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
+                hint="give the directory of a bundle, as `prejit build` wrote it",
+            ) from error
+        # Held open until the end: so no later index gets this one's inode, and `is_replaced` sees each.
+        self._index = self._pinned_index()
+        try:
+            self._blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
+            self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
+        except OSError as error:
+            self.close()
+            if error.errno in STORE_ERRORS:
+                raise StoreError(
+                    f"{self.path}: cannot open blobs/sha256: {error.strerror}"
+                ) from error
+            raise RejectError(
+                str(self.path),
+                f"expected an OCI image layout, found no blobs/sha256: {os.strerror(error.errno or 0)}",
+                hint="give the directory of a bundle; a build that was interrupted leaves none",
+            ) from error
+
+    def _open_directory(self, name: str, parent: int | None, flags: int = 0) -> int:
+        flags |= os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=parent)
+        self._directories.append(descriptor)
+        return descriptor
+
+    def _pinned_index(self) -> Identity | None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open("index.json", flags, dir_fd=self._root)
+        except OSError:  # who reads it says what is wrong
+            return self._index_there()
+        self._directories.append(descriptor)
+        return Identity.of(os.fstat(descriptor))
+
+    def _index_there(self) -> Identity | None:
+        try:
+            return Identity.of(os.stat(self.path / "index.json", follow_symlinks=False))
+        except OSError:
+            return None
+
+    def is_replaced(self) -> bool:
+        """Whether another index lies at this path than when the layout was opened.
+
+        Writers rename a new index into its place before they remove a blob. So where a blob is missing and
+        the index is the same, the bundle is damaged; else it may be that it was replaced.
+        """
+        return self._index_there() != self._index
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the directories. Mapped blobs stay valid."""
+        while self._directories:
+            os.close(self._directories.pop())
+
+    def blob_path(self, digest: str) -> str:
+        """Where a blob is, for messages."""
+        return str(self.path / "blobs" / "sha256" / digest.removeprefix("sha256:"))
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """A file at the top of the layout.
+
+        Raises:
+            RejectError: it is missing, no regular file, or larger than max_bytes.
+        """
+        path = str(self.path / name)
+        with self._open_file(name, self._root, path) as (descriptor, status):
+            if status.st_size > max_bytes:
+                raise RejectError(
+                    path, f"expected at most {max_bytes} bytes, found {status.st_size}"
+                )
+            return read_all(descriptor, status.st_size, path)
+
+    def read_blob(self, digest: str, size: int) -> bytes:
+        """A blob's bytes, of the expected size; the digest is the caller's to check.
+
+        Raises:
+            RejectError: it is missing, no regular file, or of another size.
+        """
+        path = self.blob_path(digest)
+        with self.open_blob(digest, size) as (descriptor, _):
+            return read_all(descriptor, size, path)
+
+    @contextlib.contextmanager
+    def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:
+        """A blob as open file descriptor, and its identity.
+
+        Raises:
+            RejectError: it is missing, no regular file, or of another size.
+        """
+        path = self.blob_path(digest)
+        name = digest.removeprefix("sha256:")
+        with self._open_file(name, self._sha256, path) as (descriptor, status):
+            if status.st_size != size:
+                raise RejectError(path, f"expected {size} bytes, found {status.st_size}")
+            yield descriptor, Identity.of(status)
+
+    def map_blob(self, digest: str, size: int) -> Content:
+        """A blob as `map_file` maps it.
+
+        Raises:
+            RejectError: it is missing, no regular file, or of another size.
+        """
+        with self.open_blob(digest, size) as (descriptor, _):
+            return map_file(descriptor, size)
+
+    @contextlib.contextmanager
+    def _open_file(
+        self, name: str, directory: int, path: str
+    ) -> Iterator[tuple[int, os.stat_result]]:
+        # O_NONBLOCK: opening a FIFO that somebody put there must not wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, dir_fd=directory)
+        except OSError as error:
+            if error.errno in STORE_ERRORS:
+                raise StoreError(f"{path}: cannot open: {error.strerror}") from error
+            what = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+            raise RejectError(path, f"expected a file, found: {what}") from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RejectError(path, "expected a regular file")
+            yield descriptor, status
+        finally:
+            os.close(descriptor)
+
+
+def write_layout(
+    path: Path,
+    index: bytes,
+    blobs: dict[str, bytes | Path],
+    *,
+    digest_of: Callable[[Path], str] | None = None,
+) -> None:
+    """Writes a bundle, or replaces one.
+
+    New blobs come first, then the index, in place of the old one at once; then the blobs go that the old
+    bundle had and the new one has not, and what writers that were killed left. So whoever has read an index
+    finds its blobs, or another index. Writers of one bundle wait for each other.
+
+    Args:
+        path: the directory, made where it is missing.
+        index: `index.json`.
+        blobs: digest -> bytes, or the file that holds them. Blobs that are there already, and are what
+            their names say, are not touched.
+        digest_of: gives the digest of a file that is there; None: it is hashed.
+
+    Raises:
+        StoreError: the disk is full, or writing is not permitted. A bundle that was there still opens.
+    """
+    directory = path / "blobs" / "sha256"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
+    names = {digest.removeprefix("sha256:"): content for digest, content in blobs.items()}
+    try:
+        with _locked(path):
+            for name, content in names.items():
+                size = content.stat().st_size if isinstance(content, Path) else len(content)
+                if not _is_blob(directory / name, size, digest_of or _digest_of):
+                    write_file(directory / name, content)
+            write_file(path / "oci-layout", OCI_LAYOUT)
+            write_file(path / "index.json", index)
+            stale = [file for file in directory.iterdir() if file.name not in names]
+            for file in (*stale, *path.glob(".oci-layout.*.tmp"), *path.glob(".index.json.*.tmp")):
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write a bundle: {error}") from error
+
+
+def _is_blob(path: Path, size: int, digest_of: Callable[[Path], str]) -> bool:
+    """Whether a file is there and is what its name says."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        return False
+    return digest_of(path) == f"sha256:{path.name}"
+
+
+def _digest_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return digest_file(file.fileno())
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the lock of a directory; the kernel releases it when the process ends, however it ends."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks, such as some NFS
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

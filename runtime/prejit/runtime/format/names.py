@@ -1,0 +1,50 @@
+"""Format versions, media types and annotation keys of a bundle."""
+
+from __future__ import annotations
+
+FORMAT_VERSION = 4
+"""Raised when a reader of the last version could no longer read what we write.
+
+1 (2026-11-20): the first.
+2 (2026-11-20): requirements of accelerators; portable programs for several platforms; meshes. A reader of
+    2 reads 1 as it is: every new key may be missing.
+3 (2026-11-20): decode runs several steps; more sampling inputs; programs of the kinds `verify` and `copy`;
+    encoders (`embed`, `layer`, `pool`); chat templates. A reader of 3 reads 1 and 2: programs are called by
+    the names of their arguments, and what an older program does not take cannot be asked for.
+4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
+    reads 1 to 3 as they are: every new key may be missing.
+"""
+READABLE_FORMATS = (1, 2, 3, 4)
+
+OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
+INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
+MANIFEST_MEDIA_TYPE = "application/vnd.oci.image.manifest.v1+json"
+ARTIFACT_TYPE = "application/vnd.prejit.bundle.v1"
+CONFIG_MEDIA_TYPE = "application/vnd.prejit.config.v1+json"
+EXECUTABLES_MEDIA_TYPE = "application/vnd.prejit.executables.v1+zstd"
+KERNELS_MEDIA_TYPE = "application/vnd.prejit.kernels.v1+elf"
+"""A shared library with the native kernels that executables of a CPU target call."""
+PORTABLE_MEDIA_TYPE = "application/vnd.prejit.stablehlo.v1+zstd"
+WEIGHTS_MEDIA_TYPE = "application/vnd.prejit.weights.v1.safetensors"
+TOKENIZER_MEDIA_TYPE = "application/vnd.prejit.tokenizer.v1+json"
+CHAT_MEDIA_TYPE = "application/vnd.prejit.chat.v1+json"
+"""A Chat: the model's template for conversations."""
+GENERATION_MEDIA_TYPE = "application/vnd.prejit.generation-config.v1+json"
+LICENSE_MEDIA_TYPE = "application/vnd.prejit.license.v1+text"
+LAYER_MEDIA_TYPES = (
+    EXECUTABLES_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+    TOKENIZER_MEDIA_TYPE,
+    CHAT_MEDIA_TYPE,
+    GENERATION_MEDIA_TYPE,
+    LICENSE_MEDIA_TYPE,
+)
+
+REF_NAME = "org.opencontainers.image.ref.name"
+TITLE = "org.opencontainers.image.title"
+BUNDLE_NAME = "dev.prejit.name"
+BUNDLE_FORMAT = "dev.prejit.format"
+INDEX_DIGEST = "dev.prejit.index-digest"
+REQUIREMENT = "dev.prejit.requirement"

@@ -1,0 +1,197 @@
+"""What the programs of a model take and give, as docs/bundle-format.md has it. No JAX, no file access.
+
+Texts are made, not parsed, and shared: to compare a table of hundreds takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import zip_longest
+from typing import final
+
+from prejit.runtime.format.schema import Config, Program
+
+BUCKETS = {
+    "prefill": ("batch", "context", "prompt"),
+    "decode": ("batch", "context"),
+    "verify": ("batch", "context", "draft"),
+    "copy": ("batch", "context", "source_batch", "source_context"),
+    "embed": ("batch", "length"),
+    "layer": ("batch", "length"),
+    "pool": ("batch", "length"),
+}
+"""The static sizes of each kind; those of `call` are the user's."""
+DECODER_KINDS = ("prefill", "decode", "verify", "copy")
+ENCODER_KINDS = ("embed", "layer", "pool")
+WITHOUT_WEIGHTS = ("copy", "pool")
+"""Kinds that need not have a weight set."""
+
+_OLD_KINDS = ("prefill", "decode", "call")
+_TOP_LOGPROBS = 20
+_CACHE_SHARDING = " @data,tensor,,"
+
+Signature = tuple[tuple[str, ...], tuple[str, ...]]
+"""Arguments behind the weights, and results, as `Array` prints itself."""
+
+
+def kinds_of(written: int) -> tuple[str, ...]:
+    """The kinds of program that a format knows."""
+    return (*BUCKETS, "call") if written > 2 else _OLD_KINDS
+
+
+@final
+class Signatures:
+    """Signatures of the programs of a decoder or an encoder."""
+
+    def __init__(self, config: Config) -> None:
+        """Reads the sizes of the model.
+
+        Args:
+            config: whose decoder and encoder, if any, are right in themselves.
+        """
+        self._config = config
+        self._hidden = 0
+        for program in config.programs:
+            if program.kind == "embed":
+                self._hidden = _size(
+                    program.results[:1], r'\["hidden"\] float32\[\d+,\d+,(\d{1,10})\]'
+                )
+        self._sampling = cache(self._sampling_uncached)
+        self._cache = cache(self._cache_uncached)
+
+    def of(self, program: Program) -> Signature:
+        """The signature of a program of this config, of any kind but `call`; its bucket has been checked."""
+        sizes = program.bucket
+        if program.kind in ENCODER_KINDS:
+            return self._of_encoder(program.kind, sizes["batch"], sizes["length"])
+        batch, context = sizes["batch"], sizes["context"]
+        if program.kind == "copy":
+            source = self._array("source", sizes["source_batch"], sizes["source_context"])
+            target = self._array("target", batch, context, donated=True)
+            rows = f'["rows"] int32[{batch}]'
+            return (source, target, rows), (self._array("target", batch, context),)
+        if self._config.format < 3:
+            return self._of_old_decoder(program)
+        history = f'["history"] int32[{batch},{self._vocab}]'
+        sampling, cached = self._sampling(batch), self._cache(batch, context, self._layers(program))
+        donated = tuple(f"{text} donated{self._split}" for text in cached)
+        given = tuple(f"{text}{self._split}" for text in cached)
+        row = f"int32[{batch}]"
+        if program.kind == "decode":
+            inputs = (f'["token"] {row}', f'["position"] {row}', f'["live"] {row}')
+            steps = _size(program.results[2:3], r'\["tokens"\] int32\[(\d{1,10}),\d+\]')
+            chosen = self._chosen((steps, batch), "s")
+            return (
+                (*inputs, '["steps"] int32[]', *sampling, f"{history} donated", *donated),
+                (*inputs[:2], *chosen, history, *given),
+            )
+        count = sizes["prompt"] if program.kind == "prefill" else sizes["draft"] + 1
+        inputs = (f'["tokens"] int32[{batch},{count}]', f'["start"] {row}', f'["length"] {row}')
+        if program.kind == "prefill":
+            return (*inputs, *sampling, history, *donated), (*self._chosen((batch,), ""), *given)
+        return (
+            (*inputs, *sampling, f"{history} donated", *donated),
+            (*self._chosen((count, batch), "s"), f'["accepted"] {row}', history, *given),
+        )
+
+    @property
+    def _vocab(self) -> int:
+        return 0 if self._config.decoder is None else self._config.decoder.vocab_size
+
+    @property
+    def _split(self) -> str:
+        return "" if self._config.mesh is None else _CACHE_SHARDING
+
+    def _of_encoder(self, kind: str, batch: int, count: int) -> Signature:
+        length = f'["length"] int32[{batch}]'
+        hidden = f'["hidden"] float32[{batch},{count},{self._hidden}]'
+        if kind == "embed":
+            return (f'["tokens"] int32[{batch},{count}]',), (hidden,)
+        if kind == "layer":
+            return (length, f"{hidden} donated"), (hidden,)
+        width = 0 if self._config.encoder is None else self._config.encoder.width
+        return (length, hidden), (f'["embedding"] float32[{batch},{width}]',)
+
+    def _of_old_decoder(self, program: Program) -> Signature:
+        batch = program.bucket["batch"]
+        row = f"int32[{batch}]"
+        first = (f'["token"] {row}', f'["position"] {row}')
+        inputs: tuple[str, ...] = first
+        if program.kind == "prefill":
+            tokens = f'["tokens"] int32[{batch},{program.bucket["prompt"]}]'
+            inputs = (tokens, f'["start"] {row}', f'["length"] {row}')
+        sampling = self._sampling(batch)
+        cached = self._cache(batch, program.bucket["context"], self._layers(program))
+        return (
+            (
+                *(*inputs, *sampling[:3], sampling[7]),
+                *(f"{text} donated{self._split}" for text in cached),
+            ),
+            (*first, *(f"{text}{self._split}" for text in cached)),
+        )
+
+    def _sampling_uncached(self, batch: int) -> tuple[str, ...]:
+        """In the order of the document."""
+        real, whole = f"float32[{batch}]", f"int32[{batch}]"
+        return (
+            f'["temperature"] {real}',
+            f'["top_k"] {whole}',
+            f'["top_p"] {real}',
+            f'["min_p"] {real}',
+            f'["repetition_penalty"] {real}',
+            f'["presence_penalty"] {real}',
+            f'["frequency_penalty"] {real}',
+            f'["seed"] uint32[{batch},2]',
+            f'["bias"] float32[{batch},{self._vocab}]',
+            f'["logprobs"] {whole}',
+        )
+
+    def _chosen(self, sizes: tuple[int, ...], plural: str) -> tuple[str, ...]:
+        shape = ",".join(map(str, sizes))
+        tops = f"{shape},{min(_TOP_LOGPROBS, self._vocab)}"
+        return (
+            f'["token{plural}"] int32[{shape}]',
+            f'["logprob{plural}"] float32[{shape}]',
+            f'["top_tokens"] int32[{tops}]',
+            f'["top_logprobs"] float32[{tops}]',
+        )
+
+    def _layers(self, program: Program) -> int:
+        """Of the model; a forged number costs no memory: more than a program's arguments are not right."""
+        decoder = self._config.decoder
+        return 0 if decoder is None else min(decoder.num_layers, len(program.arguments))
+
+    def _cache_uncached(self, batch: int, context: int, layers: int) -> tuple[str, ...]:
+        size = self._array_size(batch, context)
+        return tuple(
+            f'["cache",{layer},"{name}"] {size}'
+            for layer in range(layers)
+            for name in ("keys", "values")
+        )
+
+    def _array(self, name: str, batch: int, context: int, *, donated: bool = False) -> str:
+        size = self._array_size(batch, context)
+        return f'["{name}"] {size}{" donated" if donated else ""}{self._split}'
+
+    def _array_size(self, batch: int, context: int) -> str:
+        decoder = self._config.decoder
+        if decoder is None:
+            return ""
+        return (
+            f"{decoder.cache_dtype}[{batch},{decoder.num_kv_heads},{context},{decoder.head_size}]"
+        )
+
+
+def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
+    """In words, the first place where two lists of arguments or results differ, as they do."""
+    pairs = enumerate(zip_longest(found, expected))
+    place, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    shown = "nothing" if one is None else f"{one!r:.80}"
+    return f"[{place}]: expected {'nothing' if other is None else repr(other)}, found {shown}"
+
+
+def _size(texts: tuple[str, ...], form: str) -> int:
+    """A size that a program itself says, from 1: what is not of the form differs from any."""
+    found = re.fullmatch(form, texts[0], re.ASCII) if texts else None
+    return max(1, int(found[1])) if found else 1

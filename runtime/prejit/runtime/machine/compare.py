@@ -1,0 +1,146 @@
+"""Compare a machine with a requirement, axis by axis."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.verdict import Axis, Verdict
+
+
+def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
+    """Compares what a target's executables need with what a machine is.
+
+    - platform: equal; a client of one platform reads no executable of another.
+    - architecture: equal; machine code is of one, and so is the host's part of an accelerator's program.
+    - cpu_features: a subset. Code with an instruction that the machine lacks dies of SIGILL, and XLA
+      does not check. More than is needed does no harm.
+    - jaxlib: equal. The serialized form has no promise from one version to the next
+      (xla/pjrt/pjrt_executable.h), even where a neighbouring version happens to load it.
+    - plugin: equal, likewise: it is what compiled the code and what reads it.
+    - cuda: at least, within a major version (CUDA Compatibility, "minor version compatibility").
+    - driver: at least (CUDA Toolkit release notes: each toolkit has a lowest driver; CUDA Compatibility:
+      a later driver runs what was built for an earlier one).
+    - device_kind: equal for a TPU, whose code is of one chip. For a GPU information only: XLA wants the
+      same compute capability (xla/service/gpu/gpu_executable.cc, CheckCompatibility) and takes any
+      board that has it; what is tuned for another board runs, somewhat slower.
+    - compute_capability: equal, likewise.
+    - device_count: at least; a program runs on the first of them. CPU devices are virtual, a process
+      makes as many as it wants.
+    - topology: equal; collectives are routed at compile time (xla/pjrt/pjrt_compiler.h: an executable is
+      compiled for one PjRtTopologyDescription).
+    - device_memory: at least; beyond it the first call ends in RESOURCE_EXHAUSTED.
+    - glibc: at least; the dynamic linker refuses a library that wants symbols of a later one (LSB, "Symbol
+      Versioning").
+    - xla_flags, environment: equal. They are baked into an executable (xla/xla.proto, DebugOptions; the
+      cuBLAS and libtpu documentation), so that what an operator sets on a server would be ignored
+      without a word.
+
+    An axis that the requirement does not speak of is left out.
+    """
+    rows = [
+        _equal("platform", needs.platform, machine.platform),
+        _equal("architecture", needs.architecture, machine.architecture),
+        _subset("cpu_features", needs.cpu_features, machine.cpu_features),
+        _equal("jaxlib", needs.jaxlib, machine.jaxlib),
+    ]
+    if needs.plugin is not None:
+        rows.append(_equal("plugin", needs.plugin, machine.plugin))
+    if needs.cuda is not None:
+        rows.append(_at_least_version("cuda", needs.cuda, machine.cuda, same_major=True))
+    if needs.driver is not None:
+        rows.append(_at_least_version("driver", needs.driver, machine.driver))
+    if needs.device_kind is not None:
+        rule = "equal" if needs.platform == "tpu" else "information"
+        row = _equal("device_kind", needs.device_kind, machine.device_kind)
+        rows.append(row if rule == "equal" else replace(row, rule=rule, matches=True))
+    if needs.compute_capability is not None:
+        rows.append(
+            _equal("compute_capability", needs.compute_capability, machine.compute_capability)
+        )
+    if needs.device_count is not None:
+        virtual = needs.platform == "cpu"
+        found = machine.device_count or 0
+        matches = virtual or found >= needs.device_count
+        shown = "virtual devices" if virtual else str(found or "none")
+        rows.append(Axis("device_count", "at least", str(needs.device_count), shown, matches))
+    if needs.topology is not None:
+        rows.append(_equal("topology", needs.topology, machine.topology))
+    if needs.device_memory_bytes is not None:
+        rows.append(
+            _at_least_bytes("device_memory", needs.device_memory_bytes, machine.device_memory_bytes)
+        )
+    if needs.glibc is not None:
+        rows.append(_at_least_version("glibc", needs.glibc, machine.glibc))
+    if needs.xla_flags is not None:
+        rows.append(_same("xla_flags", needs.xla_flags, machine.xla_flags))
+    if needs.environment is not None:
+        rows.append(_same("environment", needs.environment, machine.environment))
+    return Verdict(target, tuple(rows))
+
+
+def preference(needs: Requirement, machine: Fingerprint) -> tuple[bool, int, int]:
+    """What targets that fit a machine are sorted by; the first is taken, of equals the index's first.
+
+    What is tuned for the machine's very device comes first, then what has the widest vectors, then what
+    uses most of its CPU. Not the last alone: code for x86-64-v2 may use as many extensions as code for
+    v3, each of them of 128 bits.
+    """
+    features = needs.cpu_features
+    width = max((_vector_bits(name) for name in features), default=0)
+    return needs.device_kind != machine.device_kind, -width, -len(features)
+
+
+def _vector_bits(feature: str) -> int:
+    if feature.startswith(("avx512", "amx")):
+        return 512
+    return 256 if feature.startswith(("avx", "fma", "f16c")) else 128
+
+
+def _equal(name: str, needed: str, found: str | None) -> Axis:
+    return Axis(name, "equal", needed or "none", found or "none", needed == (found or ""))
+
+
+def _same(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
+    return Axis(
+        name, "equal", " ".join(needed) or "none", " ".join(found) or "none", needed == found
+    )
+
+
+def _subset(name: str, needed: tuple[str, ...], found: tuple[str, ...]) -> Axis:
+    missing = sorted(set(needed) - set(found))
+    return Axis(
+        name,
+        "subset",
+        f"{len(needed)} extensions",
+        f"all but {' '.join(missing)}" if missing else "all of them",
+        not missing,
+    )
+
+
+def _at_least_version(
+    name: str, needed: str, found: str | None, *, same_major: bool = False
+) -> Axis:
+    rule = "at least, same major" if same_major else "at least"
+    if found is None:
+        return Axis(name, rule, needed, "none", False)
+    needs, has = (version_key(text) for text in (needed, found))
+    has += version_key("0") * (len(needs) - len(has))  # 13 is 13.0
+    return Axis(name, rule, needed, found, has >= needs and (not same_major or has[0] == needs[0]))
+
+
+def version_key(text: str) -> list[tuple[int, str]]:
+    """The numbers of a version, to be compared; as text, since they may have any number of digits."""
+    numbers = (part.lstrip("0") for part in re.findall(r"[0-9]+", text))
+    return [(len(number), number) for number in numbers]
+
+
+def _at_least_bytes(name: str, needed: int, found: int | None) -> Axis:
+    if found is None:
+        return Axis(name, "at least", f"{needed / 1e9:.2f} GB", "unknown", False)
+    shown = [f"{size / 1e9:.2f} GB" for size in (needed, found)]
+    if shown[0] == shown[1] and needed > found:  # both sides must show what differs
+        shown = [f"{size} bytes" for size in (needed, found)]
+    return Axis(name, "at least", shown[0], shown[1], found >= needed)

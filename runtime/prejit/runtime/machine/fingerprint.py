@@ -1,0 +1,244 @@
+"""What a machine is, what an executable needs of it, and their comparison, axis by axis. No JAX.
+
+A fingerprint is plain data: it can be saved (`prejit fingerprint`) and compared on another machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prejit.runtime.base.typed_json import from_any_json
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.machine.accelerator import find_accelerator
+from prejit.runtime.machine.environment import (
+    effective_environment,
+    effective_xla_flags,
+    read_xla_flags,
+)
+from prejit.runtime.machine.requirement import check_axes
+
+CPU_FEATURES = {
+    # LLVM's name (llvm/lib/Target/X86/X86.td) -> Linux's flag (arch/x86/include/asm/cpufeatures.h).
+    # CPU names are not compared: a virtual machine may show any name with any set of features.
+    "64bit": "lm",
+    "adx": "adx",
+    "aes": "aes",
+    "amx-bf16": "amx_bf16",
+    "amx-complex": "amx_complex",
+    "amx-fp16": "amx_fp16",
+    "amx-int8": "amx_int8",
+    "amx-tile": "amx_tile",
+    "avx": "avx",
+    "avx2": "avx2",
+    "avx512bf16": "avx512_bf16",
+    "avx512bitalg": "avx512_bitalg",
+    "avx512bw": "avx512bw",
+    "avx512cd": "avx512cd",
+    "avx512dq": "avx512dq",
+    "avx512f": "avx512f",
+    "avx512fp16": "avx512_fp16",
+    "avx512ifma": "avx512ifma",
+    "avx512vbmi": "avx512vbmi",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512vl": "avx512vl",
+    "avx512vnni": "avx512_vnni",
+    "avx512vp2intersect": "avx512_vp2intersect",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avxifma": "avx_ifma",
+    "avxneconvert": "avx_ne_convert",
+    "avxvnni": "avx_vnni",
+    "avxvnniint16": "avx_vnni_int16",
+    "avxvnniint8": "avx_vnni_int8",
+    "bmi": "bmi1",
+    "bmi2": "bmi2",
+    "clflushopt": "clflushopt",
+    "clwb": "clwb",
+    "clzero": "clzero",
+    "cmov": "cmov",
+    "cmpccxadd": "cmpccxadd",
+    "crc32": "sse4_2",
+    "cx16": "cx16",
+    "cx8": "cx8",
+    "f16c": "f16c",
+    "fma": "fma",
+    "fma4": "fma4",
+    "fsgsbase": "fsgsbase",
+    "fxsr": "fxsr",
+    "gfni": "gfni",
+    "invpcid": "invpcid",
+    "lzcnt": "abm",
+    "mmx": "mmx",
+    "movbe": "movbe",
+    "movdir64b": "movdir64b",
+    "movdiri": "movdiri",
+    "pclmul": "pclmulqdq",
+    "popcnt": "popcnt",
+    "prfchw": "3dnowprefetch",
+    "rdpid": "rdpid",
+    "rdrnd": "rdrand",
+    "rdseed": "rdseed",
+    "sahf": "lahf_lm",
+    "serialize": "serialize",
+    "sha": "sha_ni",
+    "sse": "sse",
+    "sse2": "sse2",
+    "sse3": "pni",
+    "sse4.1": "sse4_1",
+    "sse4.2": "sse4_2",
+    "sse4a": "sse4a",
+    "ssse3": "ssse3",
+    "tbm": "tbm",
+    "vaes": "vaes",
+    "vpclmulqdq": "vpclmulqdq",
+    "waitpkg": "waitpkg",
+    "xop": "xop",
+    "xsave": "xsave",
+    "xsavec": "xsavec",
+    "xsaveopt": "xsaveopt",
+    "xsaves": "xsaves",
+}
+"""Extensions that a compiler may use and that Linux tells of. Others (`shstk`, tuning) do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a machine is.
+
+    Attributes:
+        platform: the one that programs run on unless told otherwise: `cpu`, `cuda`, `tpu`.
+        architecture: `x86_64`, `aarch64`.
+        cpu_features: extensions that this machine has, in LLVM's names, sorted.
+        jaxlib: its version.
+        cpu_model: information only.
+        cpu_count: cores that this process may use; information only.
+        memory_bytes: of the machine; information only.
+        plugin: name and version of the PJRT plugin of the accelerator.
+        cuda: version of the CUDA runtime.
+        driver: version of the accelerator's driver.
+        device_kind: of the accelerators, as their driver names them.
+        compute_capability: of a GPU; of the least, where they differ.
+        device_count: accelerators that this process sees.
+        topology: of a TPU slice.
+        device_memory_bytes: of the smallest accelerator.
+        xla_flags, environment: those in force that change results or speed; sorted.
+        glibc: its version; None: another C library, or nobody looked.
+    """
+
+    platform: str
+    architecture: str
+    cpu_features: tuple[str, ...]
+    jaxlib: str
+    cpu_model: str
+    cpu_count: int
+    memory_bytes: int
+    plugin: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    device_kind: str | None = None
+    compute_capability: str | None = None
+    device_count: int | None = None
+    topology: str | None = None
+    device_memory_bytes: int | None = None
+    xla_flags: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    glibc: str | None = None
+
+    def __post_init__(self) -> None:
+        check_axes(self)
+
+    @classmethod
+    def current(cls) -> Fingerprint:
+        """This machine's. Costs about a millisecond; neither jax nor a device is touched.
+
+        Raises:
+            UsageError: an environment variable says something that cannot be.
+            StoreError: XLA_FLAGS names a file that cannot be read.
+        """
+        from jaxlib import version
+
+        flags, model = _linux_cpu()
+        found = find_accelerator(os.environ)
+        described = {} if found is None else found.described()
+        platform_name = described.pop("platform", "cpu")
+        try:
+            return cls(
+                platform=platform_name,
+                architecture=platform.machine(),
+                cpu_features=tuple(
+                    sorted(name for name, flag in CPU_FEATURES.items() if flag in flags)
+                ),
+                jaxlib=version.__version__,
+                cpu_model=model,
+                cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+                memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                xla_flags=effective_xla_flags(read_xla_flags(os.environ)),
+                environment=effective_environment(platform_name, os.environ),
+                glibc=_glibc(),
+                **described,
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"this machine is not told as any is: {error}",
+                hint="look at XLA_FLAGS and at the variables of the accelerator, such as TPU_TOPOLOGY",
+            ) from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Fingerprint:
+        """A fingerprint saved with `prejit fingerprint`.
+
+        Raises:
+            StoreError: the file cannot be read.
+            RejectError: it is not a fingerprint.
+        """
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise StoreError(
+                f"{os.fspath(path)}: cannot read a fingerprint: {error.strerror}",
+                hint="write one with `prejit fingerprint > FILE` on the machine that it is of",
+            ) from error
+        try:
+            # A person's file, unlike those of a bundle: editors and jq spell JSON as they like.
+            found = from_any_json(cls, content, os.fspath(path))
+        except RejectError as error:
+            error.hint = "write a fingerprint with `prejit fingerprint > FILE`"
+            raise
+        return replace(
+            found,
+            cpu_features=tuple(sorted(found.cpu_features)),
+            xla_flags=tuple(sorted(found.xla_flags)),
+            environment=tuple(sorted(found.environment)),
+        )
+
+
+def _linux_cpu() -> tuple[frozenset[str], str]:
+    """Flags and model name of the first processor; empty where there is no /proc/cpuinfo.
+
+    A machine with cores of two kinds shows the flags that all of them have (Linux clears the others).
+    """
+    flags, model = frozenset[str](), "unknown"
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                match key.strip():
+                    case "flags":
+                        flags = frozenset(value.split())
+                    case "model name":
+                        model = value.strip()
+                    case "" if flags:
+                        break
+    except OSError:
+        pass
+    return flags, model
+
+
+def _glibc() -> str | None:
+    try:
+        found = os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):  # another C library does not know the name
+        return None
+    return (found or "").removeprefix("glibc ") or None

@@ -1,0 +1,29 @@
+"""The weights layer as NumPy arrays: views of the mapped file, nothing copied."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.format.safetensors import check_weights
+
+if TYPE_CHECKING:
+    from prejit.runtime.format.blobs import Layer
+
+
+def tensors(layer: Layer) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor of a weights layer, by name.
+
+    Raises:
+        RejectError: the layer is no safetensors file, or its tensors are not aligned.
+    """
+    slices = check_weights(memoryview(layer.content), layer.path)
+    return {
+        name: np.frombuffer(
+            layer.content, dtype_of(tensor.dtype), (tensor.end - tensor.start) // item, tensor.start
+        ).reshape(tensor.shape)
+        for name, tensor in slices.items()
+        if (item := dtype_of(tensor.dtype).itemsize)
+    }

@@ -1,0 +1,352 @@
+"""`prejit gc`: what is used stays, whoever uses it and whenever; what nobody used goes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler import cli
+from prejit.compiler.build import garbage
+from prejit.compiler.build.garbage import DAY_SECONDS, Collection, collect
+from prejit.compiler.store.cache import ZIG, Cache
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets import environments
+
+OLD, NEW = Key("compile", "old", (("n", "1"),)), Key("compile", "new", (("n", "2"),))
+
+
+@pytest.fixture(autouse=True)
+def environments_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
+    return tmp_path / "environments" / "v1"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A cache that nobody has open, with a result and its two contents, all written just now."""
+    cache = Cache.open(tmp_path / "cache")
+    store(cache, OLD, b"shared", b"old")
+    return cache.root
+
+
+def store(cache: Cache, key: Key, *contents: bytes) -> None:
+    cache.store(key, {"key": key.name}, blobs=[cache.put_blob(content) for content in contents])
+
+
+@pytest.fixture
+def default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default cache, which nobody has written to."""
+    monkeypatch.setenv("PREJIT_CACHE", str(tmp_path / "none"))
+    return tmp_path / "none"
+
+
+def age(directory: Path, days: float) -> None:
+    """Makes everything in a directory so much older."""
+    for path in directory.rglob("*"):
+        if not path.is_symlink():
+            then = path.stat().st_mtime - days * DAY_SECONDS
+            os.utime(path, (then, then))
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def gone(collection: Collection) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for found in collection.found:
+        if found.reason:
+            counts[found.kind] = counts.get(found.kind, 0) + 1
+    return counts
+
+
+@contextmanager
+def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A process that has said "ready"; it ends with the block."""
+    setup = "import sys\nfrom pathlib import Path\nfrom prejit.compiler.store.cache import Cache\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", setup + code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_was_not_used_goes_and_what_a_used_result_needs_stays(root: Path) -> None:
+    age(root, 31)
+    cache = Cache.open(root)
+    store(cache, NEW, b"shared", b"new")
+    for path in (root / "v1" / "blobs").rglob("*"):
+        os.utime(path, (0, 0))  # contents that a result names go by the result
+    del cache
+    assert gone(collect(root, days=30)) == {"results": 1, "contents": 1, "reasons": 1}
+    cache = Cache.open(root)
+    assert cache.lookup(OLD) is None
+    assert cache.lookup(NEW, verify=True) == {"key": "new"}
+    assert gone(collect(root, days=30)) == {}
+
+
+def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
+    for _ in range(3):
+        age(root, 20)
+        assert Cache.open(root).lookup(OLD) is not None
+        assert gone(collect(root, days=30)) == {}
+    assert Cache.open(root).last_key("compile", "old") == OLD, "a miss could not be explained"
+
+
+def test_a_lookup_writes_nothing_while_the_last_is_recent(root: Path) -> None:
+    age(root, 0.02)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
+    assert Cache.open(root).lookup(OLD) is not None
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*.json")} == before
+
+
+def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) -> None:
+    for name in ("global/o/1.o", "local/h/2.txt"):
+        (root / ZIG / name).parent.mkdir(parents=True)
+        (root / ZIG / name).write_bytes(b"12345")
+    assert "compiler files" not in gone(collect(root, days=30))
+    age(root / ZIG, 40)
+    builder = Cache.open(root)
+    assert "compiler files" not in gone(collect(root, days=30))
+    assert (root / ZIG / "global/o/1.o").exists()
+    del builder
+    [found] = [each for each in collect(root, days=30).found if each.kind == "compiler files"]
+    assert (found.size, found.reason) == (10, "not used")
+    assert not (root / ZIG).exists()
+
+
+def test_a_dry_run_tells_the_same_and_removes_nothing(
+    root: Path, environments_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_CACHE", str(root))
+    age(root, 31)
+    (environments_root / "half").mkdir(parents=True)
+    (root / "v1" / "temp" / "leftover").touch()
+    before = files(root)
+    told = collect(days=30, dry_run=True)
+    assert files(root) == before
+    assert (environments_root / "half").is_dir()
+    assert gone(told) == gone(collect(days=30))
+    assert gone(told) == {
+        **{"results": 1, "contents": 2, "reasons": 1},
+        **{"environments": 1, "temporary files": 1},
+    }
+    assert files(root) == {"v1/in-use", "v1/names"}
+    assert files(environments_root) == set()
+
+
+def test_a_damaged_result_goes_at_once_with_what_only_it_named(root: Path) -> None:
+    (path,) = (root / "v1" / "actions").rglob("*.json")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert gone(collect(root, days=30)) == {"results": 1}
+    age(root, 31)
+    assert gone(collect(root, days=30)) == {"contents": 2, "reasons": 1}
+
+
+def test_a_running_build_keeps_what_was_used_in_the_last_day_whatever_is_asked(root: Path) -> None:
+    age(root, 3)
+    code = """
+from prejit.compiler.store.key import Key
+cache = Cache.open(Path(sys.argv[1]))
+assert cache.lookup(Key("compile", "old", (("n", "1"),))) is not None
+cache.put_blob(b"not stored yet")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with python(code, root):
+        beside = collect(root, days=0)
+        assert beside.builds_running
+        assert gone(beside) == {}
+    after = collect(root, days=0)
+    assert not after.builds_running
+    assert gone(after) == {"results": 1, "contents": 3, "reasons": 1}
+
+
+def test_nobody_opens_the_cache_while_all_of_it_is_collected(root: Path) -> None:
+    code = """
+print("ready", flush=True)
+Cache.open(Path(sys.argv[1]))
+print("opened", flush=True)
+"""
+    with Cache(root).alone() as alone:
+        assert alone
+        with python(code, root) as process:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=0.5)
+
+
+@pytest.mark.parametrize("what", ["used", "replaced", "deleted"])
+def test_a_file_that_is_used_between_the_look_and_the_deletion_stays(
+    tmp_path: Path, what: str
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    seen = path.stat()
+    if what == "used":
+        os.utime(path)
+    elif what == "replaced":
+        (tmp_path / "new").touch()
+        os.utime(tmp_path / "new", ns=(seen.st_mtime_ns, seen.st_mtime_ns))
+        os.replace(tmp_path / "new", path)
+    else:
+        path.unlink()
+    cache = Cache.open(tmp_path / "cache")
+    assert garbage._remove(cache, path, seen) == (what == "deleted")
+    assert path.exists() == (what != "deleted")
+
+
+def test_temporary_files_of_the_living_stay(root: Path) -> None:
+    code = """
+with Cache(Path(sys.argv[1])).blob_writer() as blob:
+    blob.write(b"half" * 10000)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+    with python(code, root):
+        assert gone(collect(root, days=30)) == {}
+    (left,) = (root / "v1" / "temp").iterdir()
+    assert gone(collect(root, days=30)) == {"temporary files": 1}
+    assert not left.exists()
+
+
+def environment(root: Path, name: str, *, python: str = sys.executable) -> Path:
+    path = root / name
+    (path / "bin").mkdir(parents=True)
+    (path / "bin" / "python").symlink_to(python)
+    (path / "big").write_bytes(b"x" * 1000)
+    marker = {"requirements": ["jax==0.12.0.1", "numpy>=2"], "versions": {"jax": "0.12.0.1"}}
+    (path / environments.MARKER).write_text(json.dumps(marker))
+    environments.lock_path(path).touch()
+    return path
+
+
+def test_environments_go_when_they_are_not_used_or_not_whole(
+    default: Path, environments_root: Path
+) -> None:
+    used, unused, half, _, running = (
+        environment(environments_root, name, python=python)
+        for name, python in {
+            **dict.fromkeys(("used", "unused", "half"), sys.executable),
+            **{"broken": "/gone", "running": sys.executable},
+        }.items()
+    )
+    (half / environments.MARKER).unlink()
+    age(unused, 31)
+    age(running, 31)
+    environments.lock_path(environments_root / "left").touch()
+    with environments.lock_path(running).open() as worker:
+        fcntl.flock(worker, fcntl.LOCK_SH)  # as `worker_command` does
+        collection = collect(days=30)
+    reasons = {found.reason for found in collection.found if found.kind == "environments"}
+    assert gone(collection) == {"environments": 3, "locks": 1}
+    assert reasons == {None, "not used", "half made", "broken"}
+    assert {path.name for path in environments_root.iterdir()} == {
+        *("used", "used.lock", "running", "running.lock"),
+    }
+    [told] = [found for found in collection.found if found.reason == "not used"]
+    assert (told.name, told.size > 1000) == ("jax==0.12.0.1", True)
+    assert used.is_dir()
+    assert gone(collect(days=30)) == {"environments": 1}, "it runs no more"
+
+
+def test_an_environment_that_is_being_made_stays(default: Path, environments_root: Path) -> None:
+    path = environment(environments_root, "made")
+    (path / environments.MARKER).unlink()
+    with environments.locked(path):
+        assert gone(collect(days=0)) == {}
+    assert path.is_dir()
+    assert gone(collect(days=0)) == {"environments": 1}
+
+
+def test_gc_of_a_cache_that_is_named_touches_nothing_outside_it(
+    root: Path, environments_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = environment(environments_root, "old")
+    environments.lock_path(environments_root / "left").touch()
+    age(environments_root, 40)
+    before = files(environments_root)
+    for arguments in ([], ["--dry-run"]):
+        assert cli.run(["gc", "--cache", str(root), *arguments]) == 0
+        assert cli.run(["gc", "--cache", str(root / "none"), *arguments]) == 0
+        assert files(environments_root) == before
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(root / "environments"))
+    inside = environment(environments.root(), "old")
+    age(environments.root(), 40)
+    assert cli.run(["gc", "--cache", str(root)]) == 0
+    assert (inside.exists(), outside.exists()) == (False, True)
+
+
+BUILDER = """
+import os, random
+from prejit.compiler.store.key import Key
+from prejit.runtime.errors import StoreError
+random.seed(sys.argv[2])
+print("ready", flush=True)
+for number in range(150):
+    cache = Cache.open(Path(sys.argv[1]))
+    number %= 10
+    content = f"{number}".encode() * 3000
+    key = Key("compile", f"{number}", (("number", f"{number}"),))
+    result = cache.lookup(key, verify=True)
+    assert result in (None, {"n": number}), "a wrong answer"
+    if result is None:
+        digest = cache.put_blob(content)
+        cache.store(key, {"n": number}, blobs=[digest])
+        assert cache.read_blob(digest) == content, "collected while it was used"
+    elif random.random() < 0.3:  # as if a month went by
+        for path in (cache._action(key), *cache._blobs.iterdir()):
+            try:
+                os.utime(path, (0, 0))
+            except FileNotFoundError:
+                pass
+print("done", flush=True)
+"""
+
+
+def test_collecting_beside_builders_costs_them_nothing_but_compiles(tmp_path: Path) -> None:
+    """One builder: it ages entries while gc collects them, and finds each whole or not at all."""
+    root = tmp_path / "cache"
+    Cache.open(root)
+    collected = 0
+    with python(BUILDER, root, 1) as builder:
+        while builder.poll() is None:
+            collected += sum(gone(collect(root, days=30)).values())
+        assert builder.returncode == 0
+    assert collected > 10
+
+
+def test_the_command_says_what_it_freed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(root, 31)
+    assert cli.run(["gc", "--cache", str(root), "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["dry_run"] is True
+    assert told["freed_bytes"] == sum(found["size"] for found in told["removed"]) > 0
+    assert cli.run(["gc", "--cache", str(root), "--days", "32"]) == 0
+    assert "freed 0 B" in capsys.readouterr().out
+    assert cli.run(["gc", "--cache", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split() == ["results", "1", *lines[3].split()[2:4], "0", "0", "B"]
+    assert lines[-1].startswith("freed ")
+    assert told["freed_bytes"] < 1000
+    assert lines[-1] == f"freed {told['freed_bytes']} B"
+
+
+def test_gc_where_nothing_was_ever_built(tmp_path: Path) -> None:
+    assert collect(tmp_path / "none", days=0).found == ()
+    assert not (tmp_path / "none").exists()

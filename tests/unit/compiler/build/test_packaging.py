@@ -1,0 +1,92 @@
+"""The weights layer and packs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from safetensors.numpy import load_file
+
+from prejit.compiler.build import packaging
+from prejit.compiler.build.packaging import Tensor, pack, write_weights
+from prejit.compiler.store.cache import Cache
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format import limits
+from prejit.runtime.format.names import TOKENIZER_MEDIA_TYPE
+from prejit.runtime.format.safetensors import GAP_PREFIX, check_weights
+from prejit.runtime.format.schema import Segment
+
+arrays = st_numpy.arrays(
+    st.sampled_from([np.float32, np.int8, np.uint16, np.bool_, np.float64]),
+    st_numpy.array_shapes(min_dims=0, max_dims=3, max_side=5),
+)
+
+
+def tensors(values: dict[str, np.ndarray]) -> list[Tensor]:
+    return [
+        Tensor(name, value.dtype.name, value.shape, lambda value=value: value)
+        for name, value in values.items()
+    ]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.dictionaries(st.text("abc.λ", min_size=1, max_size=6), arrays, max_size=6))
+def test_safetensors_reads_what_we_write_and_every_tensor_is_aligned(
+    tmp_path: Path, values: dict[str, np.ndarray]
+) -> None:
+    values = {name: v for name, v in values.items() if not name.startswith(GAP_PREFIX)}
+    cache = Cache.open(tmp_path)
+    with cache.blob_writer() as blob:
+        write_weights(tensors(values), blob)
+    path = cache.blob_path(blob.digest)
+    assert path is not None
+    read = {n: v for n, v in load_file(path).items() if not n.startswith(GAP_PREFIX)}
+    assert read.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(read[name], value)
+    slices = check_weights(memoryview(path.read_bytes()), str(path))
+    assert all(slices[name].start % 64 == 0 for name in values)
+
+
+def test_a_tensor_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> None:
+    cache = Cache.open(tmp_path)
+    wrong = Tensor("w", "float32", (2,), lambda: np.zeros(3, np.float32))
+    with pytest.raises(BuildError, match=r"w: expected float32\[2\], found float32\[3\]"):
+        with cache.blob_writer() as blob:
+            write_weights([wrong], blob)
+    assert not list((tmp_path / "v1" / "blobs" / "sha256").iterdir())
+
+
+def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path) -> None:
+    cache = Cache.open(tmp_path)
+    frames = {}
+    for name, content in (("a", b"one"), ("b", b"other"), ("c", b"one")):
+        digest = cache.put_blob(content)
+        frames[name] = Segment(0, len(content), digest, 0, "")
+    content, placed = pack(frames, cache)
+    assert content == b"oneother"
+    for name, frame in placed.items():
+        assert digest_of(content[frame.offset : frame.offset + frame.size]) == frames[name].digest
+
+
+def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
+    """Or the build would succeed, and each server say that the bundle is damaged."""
+    index, blobs = recipe.assemble()
+    packaging.check_readable(index, blobs)
+    forged = recipe.configured(lambda config: dataclasses.replace(config, weight_sets={}))
+    with pytest.raises(BuildError, match=r"no reader would take .*unknown weight set 'score'"):
+        packaging.check_readable(*forged.assemble())
+    large = dataclasses.replace(
+        recipe.targets[0].layers[0],
+        media_type=TOKENIZER_MEDIA_TYPE,
+        size=limits.MAX_TOKENIZER_BYTES + 1,
+    )
+    with pytest.raises(BuildError, match=f"expected at most {limits.MAX_TOKENIZER_BYTES} bytes"):
+        packaging.check_readable(*recipe.layered(lambda layers: (*layers, large)).assemble())

@@ -1,0 +1,544 @@
+"""Checkpoints as they are published, whole and damaged; where they come from; parameters of users."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import serialization, traverse_util
+from safetensors.numpy import save_file
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+from prejit.compiler.checkpoint.source import resolve_source
+from prejit.compiler.checkpoint.tensor_files import read_parameters
+from prejit.compiler.models import registry
+from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 11,
+    "n_positions": 8,
+    "n_embd": 6,
+    "n_head": 2,
+    "n_layer": 1,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 4,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "tie_word_embeddings": False,
+}
+
+
+def gpt2() -> Tensors:
+    """The parameters of GPT2 with random values, matrices (out, in)."""
+    random = np.random.default_rng(0)
+    width = 6
+    shapes = {
+        "transformer.wte.weight": (11, width),
+        "transformer.wpe.weight": (8, width),
+        "transformer.h.0.attn.c_attn.weight": (3 * width, width),
+        "transformer.h.0.attn.c_attn.bias": (3 * width,),
+        "transformer.h.0.attn.c_proj.weight": (width, width),
+        "transformer.h.0.attn.c_proj.bias": (width,),
+        "transformer.h.0.mlp.c_fc.weight": (4 * width, width),
+        "transformer.h.0.mlp.c_fc.bias": (4 * width,),
+        "transformer.h.0.mlp.c_proj.weight": (width, 4 * width),
+        "transformer.h.0.mlp.c_proj.bias": (width,),
+        **{f"transformer.{norm}.weight": (width,) for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f")},
+        **{f"transformer.{norm}.bias": (width,) for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f")},
+    }
+    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def llama() -> Tensors:
+    """The parameters of LLAMA with random values, matrices (out, in)."""
+    random = np.random.default_rng(1)
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (11, 4),
+        f"{layer}.self_attn.q_proj.weight": (12, 4),
+        f"{layer}.self_attn.k_proj.weight": (6, 4),
+        f"{layer}.self_attn.v_proj.weight": (6, 4),
+        f"{layer}.self_attn.o_proj.weight": (4, 12),
+        f"{layer}.mlp.gate_proj.weight": (10, 4),
+        f"{layer}.mlp.up_proj.weight": (10, 4),
+        f"{layer}.mlp.down_proj.weight": (4, 10),
+        f"{layer}.input_layernorm.weight": (4,),
+        f"{layer}.post_attention_layernorm.weight": (4,),
+        "model.norm.weight": (4,),
+        "lm_head.weight": (11, 4),
+    }
+    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def is_conv1d(name: str) -> bool:
+    return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+
+
+def as_torch(ours: Tensors) -> Tensors:
+    """As transformers' torch models publish it: Conv1D matrices (in, out)."""
+    return {n: np.ascontiguousarray(v.T) if is_conv1d(n) else v for n, v in ours.items()}
+
+
+def write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_flax(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    nested = traverse_util.unflatten_dict(tensors, sep=".")
+    (directory / "flax_model.msgpack").write_bytes(serialization.msgpack_serialize(nested))
+    return directory
+
+
+def assert_reads(directory: Path, ours: Tensors) -> None:
+    checkpoint = open_checkpoint(directory)
+    parameters = registry.parameters(registry.load_config(directory))
+    assert list(checkpoint.names) == list(parameters) == sorted(ours)
+    for name, parameter in parameters.items():
+        read = checkpoint.read(name)
+        assert (read.dtype, read.shape) == (np.float32, parameter.shape)
+        assert read.flags.c_contiguous
+        assert np.array_equal(read.T if parameter.in_out else read, ours[name]), name
+
+
+# --- As published ----------------------------------------------------------------------------------
+
+
+def test_torch_names_with_the_prefix(tmp_path: Path) -> None:
+    assert_reads(write(tmp_path, GPT2, as_torch(gpt2())), gpt2())
+    assert_reads(write(tmp_path, LLAMA, llama()), llama())
+
+
+def test_torch_names_without_the_prefix_and_with_buffers(tmp_path: Path) -> None:
+    """As openai-community/gpt2 has it."""
+    published = {n.removeprefix("transformer."): v for n, v in as_torch(gpt2()).items()}
+    published["h.0.attn.bias"] = np.tril(np.ones((1, 1, 8, 8), np.float32))
+    published["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
+    assert_reads(write(tmp_path, GPT2, published), gpt2())
+
+
+def test_a_tied_head_may_be_stored_beside_the_embedding_or_alone(tmp_path: Path) -> None:
+    both = as_torch(gpt2())
+    both["lm_head.weight"] = both["transformer.wte.weight"].copy()
+    assert_reads(write(tmp_path, GPT2, both), gpt2())
+    del both["transformer.wte.weight"]
+    assert_reads(write(tmp_path, GPT2, both), gpt2())
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
+    both = {**as_torch(gpt2()), "lm_head.weight": np.zeros((11, 6), np.float32)}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from transformer\.wte"):
+        _ = open_checkpoint(write(tmp_path, GPT2, both)).names
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, ml_dtypes.bfloat16])
+def test_other_float_types_are_cast(dtype: Any, tmp_path: Path) -> None:
+    stored = {name: values.astype(dtype) for name, values in llama().items()}
+    cast = {name: values.astype(np.float32) for name, values in stored.items()}
+    assert_reads(write(tmp_path, LLAMA, stored), cast)
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    names = sorted(llama())
+    where = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(names)}
+    for shard in set(where.values()):
+        save_file({n: v for n, v in llama().items() if where[n] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert_reads(tmp_path, llama())
+    files = [file.name for file in open_checkpoint(tmp_path).files]
+    assert files == ["config.json", "model.safetensors.index.json", *sorted(set(where.values()))]
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected 3 files .* missing model-00002-of-00003"):
+        open_checkpoint(tmp_path)
+
+
+def test_flax_gpt2_as_transformers_published_it(tmp_path: Path) -> None:
+    """FlaxConv1D kernels are (out, in)."""
+    ends = {".wte.weight": ".wte.embedding", ".wpe.weight": ".wpe.embedding"}
+    assert_reads(write_flax(tmp_path, GPT2, _flax_names(gpt2(), ends)), gpt2())
+
+
+def test_flax_gpt2_with_dense_layers(tmp_path: Path) -> None:
+    """nn.Dense kernels are (in, out), square ones too."""
+    ends = {".wte.weight": ".wte.embedding", ".wpe.weight": ".wpe.embedding"}
+    named = _flax_names(gpt2(), ends)
+    dense = {n: v.T if n.endswith(".kernel") else v for n, v in named.items()}
+    headless = {n.removeprefix("transformer."): v for n, v in dense.items()}
+    assert_reads(
+        write_flax(tmp_path, GPT2, {f"params.{n}": v for n, v in headless.items()}), gpt2()
+    )
+
+
+def test_flax_llama(tmp_path: Path) -> None:
+    """FlaxLlamaRMSNorm calls its scale `weight`."""
+    named = {
+        n.replace("embed_tokens.weight", "embed_tokens.embedding")
+        if "norm" in n or "embed" in n
+        else n.replace(".weight", ".kernel"): v.T if v.ndim == 2 and "embed" not in n else v
+        for n, v in llama().items()
+    }
+    assert_reads(write_flax(tmp_path, LLAMA, named), llama())
+
+
+def _flax_names(ours: Tensors, ends: dict[str, str]) -> Tensors:
+    named = {}
+    for name, values in ours.items():
+        end = next((e for e in ends if name.endswith(e)), ".weight")
+        new = ends.get(end) or (".kernel" if is_conv1d(name) else ".scale")
+        named[name.removesuffix(end) + new if name.endswith(end) else name] = values
+    return named
+
+
+# --- Not as it should be ---------------------------------------------------------------------------
+
+
+def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
+    tensors = as_torch(gpt2())
+    del tensors["transformer.ln_f.bias"]
+    tensors["transformer.h.1.ln_1.bias"] = np.zeros(6, np.float32)
+    tensors["transformer.h.0.mlp.c_fc.weight"] = np.zeros((6, 23), np.float32)
+    tensors["transformer.h.0.ln_2.bias"] = np.zeros(6, np.int32)
+    tensors["wpe.weight"] = np.zeros((8, 6), np.float32)
+    checkpoint = open_checkpoint(write(tmp_path, GPT2, tensors))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.read("transformer.wte.weight")
+    for said in (
+        "missing transformer.ln_f.bias",
+        "unexpected transformer.h.1.ln_1.bias",
+        "transformer.h.0.mlp.c_fc.weight in model.safetensors (expected [6, 24], found [6, 23])",
+        "transformer.h.0.ln_2.bias is I32, expected a float",
+        "both transformer.wpe.weight and wpe.weight are given",
+    ):
+        assert said in str(caught.value)
+
+
+def test_long_lists_are_shortened(tmp_path: Path) -> None:
+    tensors = {"transformer.wte.weight": gpt2()["transformer.wte.weight"]}
+    with pytest.raises(CheckpointError, match="and 7 more"):
+        _ = open_checkpoint(write(tmp_path, GPT2, tensors)).names
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+@pytest.mark.parametrize("file", ["model.safetensors", "flax_model.msgpack"])
+def test_a_truncated_file_is_named(file: str, kept: int, tmp_path: Path) -> None:
+    if file == "model.safetensors":
+        write(tmp_path, LLAMA, llama())
+    else:
+        write_flax(tmp_path, LLAMA, llama())
+    content = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(content[:kept])
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / file}: damaged or cut off")):
+        _ = open_checkpoint(tmp_path).names
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("[]", "weight_map: expected an object"),
+        ("{}", "weight_map: expected an object"),
+        ('{"weight_map": {}}', "weight_map: expected an object"),
+        ('{"weight_map": ["model.safetensors"]}', "weight_map: expected an object"),
+        ('{"weight_map": {"a": 1}}', 'weight_map: "a": expected the name of a .safetensors file'),
+        ('{"weight_map": {"a": "x.safetensors", "b": {}}}', 'weight_map: "b": expected the name'),
+        ('{"weight_map": {"a": null}}', "found null"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', 'found "../x.safetensors"'),
+        ('{"weight_map": {"a": "/x.safetensors"}}', 'found "/x.safetensors"'),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', 'found "pytorch_model.bin"'),
+        ('{"weight_map": {"a": "x.safetensors"}}', "missing x.safetensors"),
+        ('{"weight_map": {"a": "\\u0000.safetensors"}}', "missing"),
+        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "missing"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+        ('{"weight_map": {"a": 1' + "0" * 5000 + "}}", "cannot read"),
+        ('{"weight_map": {"a": NaN}}', "which has no NaN"),
+        ("\xff", "utf-8"),
+    ],
+)
+def test_an_index_of_another_form_is_refused(index: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_bytes(index.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+        open_checkpoint(tmp_path)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    tensors = as_torch(gpt2())
+    tensors["transformer.h.0.mlp.c_fc.weight"][2, 3] = value
+    checkpoint = open_checkpoint(write(tmp_path, GPT2, tensors))
+    with pytest.raises(CheckpointError, match="found 1 of 144 that are NaN or infinite") as caught:
+        checkpoint.read("transformer.h.0.mlp.c_fc.weight")
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert "transformer.h.0.mlp.c_fc.weight" in str(caught.value)
+
+
+def test_weights_beyond_float32_are_refused_and_those_near_its_end_are_not(tmp_path: Path) -> None:
+    tensors = as_torch(gpt2())
+    tensors["transformer.wte.weight"][:] = 3e38  # the sum is more than float32 holds
+    tensors["transformer.wpe.weight"] = np.full((8, 6), 1e39)
+    checkpoint = open_checkpoint(write(tmp_path, GPT2, tensors))
+    assert (checkpoint.read("transformer.wte.weight") == np.float32(3e38)).all()
+    with pytest.raises(CheckpointError, match="found 48 of 48 that are NaN or infinite"):
+        checkpoint.read("transformer.wpe.weight")
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a file, found none"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    with pytest.raises(CheckpointError, match=r"expected weights in one of .* found none"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin") as caught:
+        open_checkpoint(tmp_path)
+    assert "pickle" in str(caught.value.hint)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="weight_map: expected an object"):
+        open_checkpoint(tmp_path)
+
+
+def test_opening_reads_no_tensor_and_imports_neither_jax_nor_transformers(tmp_path: Path) -> None:
+    write(tmp_path, GPT2, as_torch(gpt2()))
+    code = (
+        "import sys; from pathlib import Path; from prejit.compiler.checkpoint import *;"
+        f"print([file.name for file in open_checkpoint(Path({str(tmp_path)!r})).files]);"
+        "print({'jax', 'flax', 'transformers', 'huggingface_hub', 'orbax'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['config.json', 'model.safetensors']", "set()"]
+
+
+# --- Where it comes from ---------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A server with as much of the Hub's interface as a snapshot takes, and one repository, org/model."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    files: dict[str, bytes] = {}  # noqa: RUF012
+    fetched: list[str] = []  # noqa: RUF012
+
+    def do_HEAD(self) -> None:
+        self.do_GET(body=False)
+
+    def do_GET(self, *, body: bool = True) -> None:
+        name = self.path.partition(f"/org/model/resolve/{self.commit}/")[2]
+        if self.path.startswith("/api/models/org/model/tree/"):
+            tree = [
+                {
+                    "type": "file",
+                    "path": file,
+                    "size": len(content),
+                    "oid": sha256(content).hexdigest(),
+                }
+                for file, content in self.files.items()
+            ]
+            self.answer(200, json.dumps(tree).encode(), body)
+        elif self.path.startswith("/api/models/org/model/"):
+            siblings = [{"rfilename": file} for file in self.files]
+            content = json.dumps({"id": "org/model", "sha": self.commit, "siblings": siblings})
+            self.answer(200, content.encode(), body)
+        elif self.path.startswith("/api/models/org/gated/"):
+            self.answer(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
+        elif name in self.files:
+            if body:
+                self.fetched.append(name)
+            tags = {
+                "ETag": f'"{sha256(self.files[name]).hexdigest()}"',
+                "X-Repo-Commit": self.commit,
+            }
+            self.answer(200, self.files[name], body, tags)
+        else:
+            self.answer(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, status: int, content: bytes, body: bool, headers: dict[str, str] = {}) -> None:  # noqa: B006
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    from huggingface_hub import constants
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Hub.files, Hub.fetched = {"config.json": b"{}", "README.md": b"", "model.safetensors": b"1"}, []
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_relative_directory_starts_from_the_manifest(tmp_path: Path) -> None:
+    (tmp_path / "demo-model").mkdir()
+    assert resolve_source("demo-model", tmp_path) == tmp_path / "demo-model"
+    assert resolve_source(str(tmp_path), Path("elsewhere")) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "source", ["nowhere", "hf://", "hf://name", "hf://a/b/c", "hf://org/name@"]
+)
+def test_a_source_that_cannot_be_is_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"model\.source: expected"):
+        resolve_source(source, tmp_path)
+
+
+def test_a_snapshot_holds_one_format_of_the_weights(hub: type[Hub], tmp_path: Path) -> None:
+    hub.files |= {"flax_model.msgpack": b"2", "pytorch_model.bin": b"3", "tokenizer.json": b"[]"}
+    directory = resolve_source("hf://org/model@main", tmp_path)
+    assert directory.name == hub.commit
+    assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_flax_weights_are_fetched_where_there_is_nothing_else(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    hub.files = {"config.json": b"{}", "flax_model.msgpack": b"2", "pytorch_model.bin": b"3"}
+    directory = resolve_source("hf://org/model", tmp_path)
+    assert sorted(file.name for file in directory.iterdir()) == [
+        "config.json",
+        "flax_model.msgpack",
+    ]
+
+
+def test_what_the_cache_holds_needs_no_network(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    online = resolve_source("hf://org/model", tmp_path)
+    hub.fetched.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_source("hf://org/model", tmp_path) == online
+    assert not hub.fetched
+    with pytest.raises(NetworkError, match=r"hf://org/other: .*HF_HUB_OFFLINE is set") as caught:
+        resolve_source("hf://org/other", tmp_path)
+    assert "hf download org/other --local-dir DIR" in str(caught.value.hint)
+
+
+def test_a_hub_that_does_not_answer_is_a_network_error(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(NetworkError, match=r"from http://127.0.0.1:9 \(no connection\)"):
+        resolve_source("hf://org/model@v1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("other", "has no such repository"), ("gated", "does not let this account")]
+)
+def test_a_repository_that_cannot_be_read_is_named(
+    hub: type[Hub], name: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"hf://org/{name}: .* {said}"):
+        resolve_source(f"hf://org/{name}", tmp_path)
+
+
+# --- Parameters of users ---------------------------------------------------------------------------
+
+
+NESTED: dict[str, Any] = {
+    "layer": {"w": np.ones((2, 3), np.float32), "steps": np.arange(3)},
+    "scale": np.float32(2),
+}
+FLAT = {
+    "layer.w": NESTED["layer"]["w"],
+    "layer.steps": NESTED["layer"]["steps"],
+    "scale": NESTED["scale"],
+}
+
+
+def assert_equal(read: Tensors, expected: dict[str, Any]) -> None:
+    assert sorted(read) == sorted(expected)
+    for name, values in expected.items():
+        assert isinstance(read[name], np.ndarray)
+        assert read[name].dtype == values.dtype
+        assert np.array_equal(read[name], values)
+
+
+def test_parameters_from_safetensors_keep_their_types(tmp_path: Path) -> None:
+    tensors = {"layer.w": np.ones((2, 3), ml_dtypes.bfloat16), "layer.steps": np.arange(3)}
+    save_file(tensors, tmp_path / "p.safetensors")
+    assert_equal(read_parameters(tmp_path / "p.safetensors"), tensors)
+
+
+def test_parameters_from_orbax(tmp_path: Path) -> None:
+    from flax import nnx
+    from orbax import checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as standard:
+        standard.save(tmp_path / "standard", NESTED)
+        linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        standard.save(tmp_path / "nnx", nnx.state(linear))
+    with ocp.PyTreeCheckpointer() as pytree:
+        pytree.save(tmp_path / "pytree", NESTED)
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        manager.save(7, args=ocp.args.StandardSave(NESTED))
+    for name in ("standard", "pytree", "manager/7"):
+        assert_equal(read_parameters(tmp_path / name), FLAT)
+    assert_equal(
+        read_parameters(tmp_path / "nnx"),
+        {"kernel": np.asarray(linear.kernel[...]), "bias": np.zeros(3, np.float32)},
+    )
+    with pytest.raises(CheckpointError, match="_METADATA") as caught:
+        read_parameters(tmp_path / "manager")
+    assert str(tmp_path / "manager" / "7") in str(caught.value.hint)
+
+
+def test_a_damaged_orbax_checkpoint_is_named(tmp_path: Path) -> None:
+    from orbax import checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as pytree:
+        pytree.save(tmp_path / "c", NESTED)
+    (tmp_path / "c" / "_METADATA").write_text("{")
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / 'c'}: orbax cannot restore")):
+        read_parameters(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["nothing", "params.npz"])
+def test_parameters_of_another_format_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "params.npz").touch()
+    with pytest.raises(CheckpointError, match=r"expected a \.safetensors file or an orbax"):
+        read_parameters(tmp_path / name)

@@ -1,0 +1,604 @@
+"""The compile pool: whatever happens to a worker is told, and costs no other program."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from prejit.compiler.build import measuring
+from prejit.compiler.compile import pool, worker_process
+from prejit.compiler.compile.compiling import compress
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, find_compiled
+from prejit.compiler.compile.pool import WORKER_BYTES, CompilePool, default_workers
+from prejit.compiler.progress import Plain
+from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets import cpu_count
+from prejit.compiler.targets.target_table import jaxlib_version, target
+from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
+from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.machine.target import Target
+
+VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
+HOST = target("cpu-host")
+V3 = target("cpu-x86-64-v3")
+
+# A worker whose compiler does what its portable program says. Everything but XLA is real.
+FAKE_WORKER = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from prejit.compiler.compile import compiling, worker
+from prejit.runtime.format.schema import Memory
+from prejit.runtime.errors import BuildError
+
+def compile_program(portable, machine):
+    action, _, argument = portable.decode().partition(":")
+    if action == "signal":
+        print("the last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), int(argument))
+    if action == "crash":
+        ctypes.string_at(0)
+    if action == "exit":
+        print("noise\\n\\nwhat went wrong", file=sys.stderr, flush=True)
+        os._exit(int(argument))
+    if action == "raise":
+        raise BuildError("XLA does not like it", hint="change it")
+    if action == "bug":
+        raise ZeroDivisionError("a bug")
+    if action == "kill-worker":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    if action == "noise":
+        os.write(1, b"{}\\nnot an answer")
+        print("nor this")
+    if action == "babble":
+        answers.write(b"not an answer\\n")
+        answers.flush()
+        time.sleep(60)
+    if action == "stop":  # neither it nor the process that waits for it ever does anything again
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if action == "count":
+        with open(argument, "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(0.2)
+    if action == "warn":
+        print("a warning of another program", file=sys.stderr)
+    if action == "sleep":
+        Path(argument).write_text(f"{os.getpid()} {os.getppid()}")
+        time.sleep(60)
+    if action == "once":
+        mark, count = argument.split(",")
+        if not Path(mark).exists():
+            Path(mark).touch()
+            time.sleep(60)
+        with open(count, "a") as file:
+            file.write("compiled\\n")
+    if action == "meet":  # returns only if another program is compiled at the same time
+        mine, other = argument.split(",")
+        Path(mine).touch()
+        for _ in range(2000):
+            if Path(other).exists():
+                break
+            time.sleep(0.01)
+        else:
+            sys.exit("nobody came")
+    if action == "break-cache":
+        Path(argument).rename(argument + ".gone")
+    return compiling.Output(
+        portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
+    )
+
+answers = open(os.dup(1), "wb")
+worker.main(compile_program)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache.open(tmp_path / "cache")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> tuple[str, str]:
+    """The command of the fake worker."""
+    path = tmp_path / "fake_worker.py"
+    path.write_text(FAKE_WORKER)
+    return (sys.executable, str(path))
+
+
+@pytest.fixture(autouse=True)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers find prejit where this process finds it."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+def job(
+    cache: Cache,
+    program: str,
+    portable: str | bytes,
+    on: Target = HOST,
+    command: tuple[str, ...] = (),
+) -> CompileJob:
+    """A job for a portable program, which is put into the cache."""
+    content = portable.encode() if isinstance(portable, str) else portable
+    digest = cache.put_blob(content)
+    key = Key("compile", f"{program}/{on.name}", (("portable", digest), ("target", on.name)))
+    toolchain = Toolchain(on, command, VERSIONS)
+    if not command:
+        toolchain = host_toolchain(on, {"jaxlib": jaxlib_version()})
+    return CompileJob(program, toolchain, Source(digest, ()), key)
+
+
+def run(
+    cache: Cache, command: tuple[str, ...], *jobs: CompileJob, workers: int = 2
+) -> dict[tuple[str, str], Compiled]:
+    """Compiles jobs."""
+    with CompilePool(cache, workers=workers) as pool:
+        for one in jobs:
+            pool.submit(replace(one, toolchain=replace(one.toolchain, command=command)))
+        return pool.results()
+
+
+def compiled(cache: Cache, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
+    """Compiles jobs with their own toolchains."""
+    with CompilePool(cache) as pool:
+        for one in jobs:
+            pool.submit(one)
+        return pool.results()
+
+
+def test_a_real_program_is_compiled_for_each_target_and_runs(cache: Cache) -> None:
+    import jax
+    from jax import export
+
+    from prejit.runtime.device.executable import Device, to_numpy
+
+    def f(x: jax.Array) -> jax.Array:
+        return x * 2 + 1
+
+    exported = export.export(jax.jit(f), platforms=["cpu"])(jax.ShapeDtypeStruct((8,), "float32"))
+    jobs = [job(cache, "f", exported.mlir_module_serialized, on) for on in (HOST, V3)]
+    results = compiled(cache, *jobs)
+    assert set(results) == {("f", "cpu-host"), ("f", "cpu-x86-64-v3")}
+    device = Device()
+    for result in results.values():
+        segment = result.executable
+        frame = cache.read_blob(segment.digest)
+        assert frame is not None
+        assert len(frame) == segment.size
+        serialized = zstandard.ZstdDecompressor().decompress(frame)
+        assert len(serialized) == segment.raw_size
+        (y,) = device.load(serialized, "f").run([device.put(np.arange(8, dtype=np.float32))])
+        np.testing.assert_array_equal(to_numpy(y), np.arange(8) * 2 + 1)
+        assert "sse2" in result.cpu_features or "avx" in result.cpu_features
+        assert result.memory.argument_bytes == 32
+    assert "avx512f" not in results["f", "cpu-x86-64-v3"].cpu_features
+    # A build that changes nothing compiles nothing: no worker could be started with this command.
+    assert run(cache, ("/nonexistent",), *jobs) == results
+
+
+def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> None:
+    """They decided into how many parts loops are split, and in which order kernels are in the file."""
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+
+    def program(x: jax.Array) -> tuple[jax.Array, ...]:
+        y = x
+        for _ in range(20):
+            y = y * y * 0.5 - x * y + 1.25  # enough for a part on every CPU
+        z = jax.nn.softmax(x @ x) + jnp.sin(x).T @ x[:, :1]
+        return y, jnp.tanh(x), jnp.sum(jnp.sin(x), axis=0), z
+
+    shape = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    portable = export.export(jax.jit(program), platforms=["cpu"])(shape).mlir_module_serialized
+    host = os.sched_getaffinity(0)
+    found = []
+    for cpus in ({min(host)}, host, host):
+        cache = Cache.open(tmp_path / f"cache-{len(found)}")
+        os.sched_setaffinity(0, cpus)
+        try:
+            one = compiled(cache, job(cache, "p", portable))["p", "cpu-host"]
+        finally:
+            os.sched_setaffinity(0, host)
+        found.append(one.executable.digest)
+    assert found[0] == found[1] == found[2]
+    assert cpu_count.seen_by_xla() == cpu_count.CPUS, "without this, cores are in the key"
+
+
+def test_programs_are_compiled_side_by_side(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    jobs = [job(cache, "a", f"meet:{a},{b}"), job(cache, "b", f"meet:{b},{a}")]
+    assert len(run(cache, fake, *jobs)) == 2
+
+
+def test_each_target_has_a_process_of_its_own_that_is_used_again(
+    cache: Cache, fake: tuple[str, str]
+) -> None:
+    jobs = [job(cache, f"p{n}", f"ok:{n}", on) for n in range(3) for on in (HOST, V3)]
+    results = run(cache, fake, *jobs, workers=1)
+    workers = {
+        name: {result.cpu_features for (_, on), result in results.items() if on == name}
+        for name in ("cpu-host", "cpu-x86-64-v3")
+    }
+    assert [len(found) for found in workers.values()] == [1, 1]
+    assert workers["cpu-host"] != workers["cpu-x86-64-v3"]
+    for on in (HOST, V3):
+        ((_, flags),) = workers[on.name]
+        assert flags == job(cache, "any", "", on).toolchain.xla_flags(os.environ)
+
+
+def test_what_xla_prints_is_no_answer(cache: Cache, fake: tuple[str, str]) -> None:
+    assert len(run(cache, fake, job(cache, "a", "noise:"))) == 1
+
+
+def failure(cache: Cache, command: tuple[str, ...], bad: CompileJob) -> BuildError:
+    """The error of a build with one bad job among good ones; the good ones must be cached."""
+    good = [job(cache, f"good{n}", f"ok:{n}", on) for n in range(2) for on in (HOST, V3)]
+    with pytest.raises(BuildError) as caught:
+        run(cache, command, good[0], bad, *good[1:])
+    for one in good:
+        assert cache.lookup(one.key, verify=True) is not None, one
+    assert cache.lookup(bad.key) is None
+    assert str(caught.value).startswith("1 of 5 programs did not compile\n")
+    assert caught.value.hint is not None
+    assert caught.value.hint.endswith("4 finished and stay cached")
+    return caught.value
+
+
+def test_an_out_of_memory_kill_is_told_with_program_target_and_last_lines(
+    cache: Cache, fake: tuple[str, str]
+) -> None:
+    error = failure(cache, fake, job(cache, "decode", "signal:9", V3))
+    assert str(error).splitlines()[1:] == [
+        "  decode for cpu-x86-64-v3: its worker was killed by SIGKILL",
+        "      | the last words",
+    ]
+    assert error.hint is not None
+    assert "--jobs 1" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("portable", "lines"),
+    [
+        ("crash:", ["  bad for cpu-host: its worker was killed by SIGSEGV"]),
+        (
+            "signal:6",
+            ["  bad for cpu-host: its worker was killed by SIGABRT", "      | the last words"],
+        ),
+        (
+            "exit:7",
+            [
+                "  bad for cpu-host: its worker ended with exit code 7",
+                "      | noise",
+                "      | what went wrong",
+            ],
+        ),
+        ("raise:", ["  bad for cpu-host: XLA does not like it"]),
+    ],
+)
+def test_a_crash_is_told_with_its_text(
+    cache: Cache, fake: tuple[str, str], portable: str, lines: list[str]
+) -> None:
+    assert str(failure(cache, fake, job(cache, "bad", portable))).splitlines()[1:] == lines
+
+
+def test_a_bug_of_ours_is_told_with_its_traceback(cache: Cache, fake: tuple[str, str]) -> None:
+    text = str(failure(cache, fake, job(cache, "bad", "bug:")))
+    assert "its worker ended with exit code 1" in text
+    assert "| ZeroDivisionError: a bug" in text
+
+
+def test_a_worker_process_that_is_killed_is_told_at_once(
+    cache: Cache, fake: tuple[str, str]
+) -> None:
+    start = time.monotonic()
+    text = str(failure(cache, fake, job(cache, "bad", "kill-worker:")))
+    assert "bad for cpu-host: its worker was killed by SIGKILL" in text
+    assert time.monotonic() - start < 30  # its fork, which sleeps for 60 s, died with it
+
+
+def test_a_worker_that_babbles_is_killed(
+    cache: Cache, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "_ANSWER_SECONDS", 0.1)
+    text = str(failure(cache, fake, job(cache, "bad", "babble:")))
+    assert "bad for cpu-host: its worker was killed by SIGKILL" in text
+
+
+def test_only_what_the_failed_program_wrote_is_told(cache: Cache, fake: tuple[str, str]) -> None:
+    jobs = [job(cache, "a", "warn:"), job(cache, "b", "exit:7")]
+    with pytest.raises(BuildError, match="what went wrong") as caught:
+        run(cache, fake, *jobs, workers=1)
+    assert "a warning of another program" not in str(caught.value)
+
+
+def test_real_xla_tells_of_a_flag_that_it_does_not_know(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
+        compiled(cache, job(cache, "f", b"whatever"))
+
+
+def test_a_portable_program_that_is_damaged_is_told(cache: Cache, fake: tuple[str, str]) -> None:
+    one = job(cache, "a", "ok:")
+    path = cache.blob_path(one.source.program)
+    assert path is not None
+    path.write_bytes(b"damaged")
+    with pytest.raises(BuildError, match="expected sha256:"):
+        run(cache, fake, one)
+
+
+def test_a_cache_that_cannot_be_written_is_a_store_error(
+    cache: Cache, fake: tuple[str, str]
+) -> None:
+    broken = cache.root / "v1" / "temp"
+    with pytest.raises(StoreError, match="cannot write the build cache"):
+        run(cache, fake, job(cache, "a", f"break-cache:{broken}"))
+
+
+def test_a_worker_that_cannot_be_started_is_told_for_every_program(cache: Cache) -> None:
+    jobs = [job(cache, f"p{n}", f"ok:{n}") for n in range(3)]
+    with pytest.raises(BuildError, match="3 of 3 programs") as caught:
+        run(cache, ("/nonexistent",), *jobs)
+    assert str(caught.value).count("cannot start a worker process, /nonexistent") == 3
+
+
+def test_a_result_of_another_form_is_compiled_again(cache: Cache, fake: tuple[str, str]) -> None:
+    one = job(cache, "a", "ok:")
+    cache.store(one.key, {"executable": "of an older prejit"})
+    assert find_compiled(cache, one.key) is None
+    assert run(cache, fake, one) == {("a", "cpu-host"): find_compiled(cache, one.key)}
+
+
+def test_jobs_are_taken_while_others_run(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    with CompilePool(cache, workers=2) as pool:
+        pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
+        wait_for(a.exists)
+        pool.submit(job(cache, "b", f"meet:{b},{a}", command=fake))
+        assert len(pool.results()) == 2
+        pool.submit(job(cache, "c", "ok:", command=fake))
+        assert len(pool.results()) == 3
+
+
+def test_a_long_compile_is_told_by_a_heartbeat(
+    cache: Cache, fake: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    with (
+        Plain(sys.stderr, heartbeat_seconds=0.05) as progress,
+        CompilePool(cache, workers=1, progress=progress) as pool,
+    ):
+        pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
+        wait_for(a.exists)
+        time.sleep(0.2)
+        b.touch()
+        pool.results()
+    captured = capsys.readouterr()
+    assert re.search(r"^still compiling a for cpu-host \(\d+ s\); 0/1$", captured.err, re.MULTILINE)
+    assert captured.err.splitlines()[-1].startswith("compiled a for cpu-host in ")
+    assert captured.out == ""
+
+
+# A build of its own, to be interrupted.
+BUILD = """
+import signal
+import sys
+from pathlib import Path
+from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.key import Key
+from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.pool import CompilePool
+from prejit.compiler.targets.target_table import jaxlib_version, target
+from prejit.compiler.targets.toolchain import Toolchain
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+root, command, *portables = sys.argv[1:]
+cache = Cache.open(Path(root))
+toolchain = Toolchain(target("cpu-host"), (sys.executable, command), (("jaxlib", "0.12.0"),))
+with CompilePool(cache, workers=len(portables)) as pool:
+    for number, portable in enumerate(portables):
+        digest = cache.put_blob(portable.encode())
+        key = Key("compile", f"{number}", (("portable", digest),))
+        pool.submit(CompileJob(f"{number}", toolchain, Source(digest, ()), key))
+    pool.results()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_a_build_that_is_interrupted(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    marks = [tmp_path / "a", tmp_path / "b"]
+    portables = [f"sleep:{mark}" for mark in marks]
+    build = subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(cache.root), fake[1], *portables],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: all(mark.exists() and mark.read_text() for mark in marks))
+    processes = [int(text) for mark in marks for text in mark.read_text().split()]
+    assert all(map(is_alive, processes))
+    build.send_signal(number)
+    _, errors = build.communicate(timeout=20)
+    if number == signal.SIGINT:
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+    wait_for(lambda: not any(map(is_alive, processes)))
+    assert list((Cache.open(cache.root).root / "v1" / "temp").iterdir()) == []
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie that nobody has waited for does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits until something is so; at most 20 s."""
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("waited for 20 s")
+
+
+@pytest.mark.parametrize("portable", ["sleep:{mark}", "stop:"])
+def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path, portable: str
+) -> None:
+    mark = tmp_path / "mark"
+    late = job(cache, "decode", portable.format(mark=mark), V3, command=fake)
+    with CompilePool(cache, workers=1, timeout_seconds=3.0) as pool:
+        pool.submit(late)
+        pool.submit(job(cache, "good", "ok:", V3, command=fake))
+        with pytest.raises(BuildError) as caught:
+            pool.results()
+    assert str(caught.value).splitlines()[:2] == [
+        "1 of 2 programs did not compile",
+        "  decode for cpu-x86-64-v3: its worker did not answer within 3 s and was killed",
+    ]
+    assert caught.value.hint is not None
+    assert "--timeout SECONDS" in caught.value.hint
+    if mark.exists():
+        wait_for(lambda: not any(is_alive(int(text)) for text in mark.read_text().split()))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(3)", "its worker ended with exit code 3"),
+        ("import sys; sys.stdin.readline(); sys.exit('no such thing')", "    | no such thing"),
+        ("import os; os.kill(os.getpid(), 9)", "its worker was killed by SIGKILL"),
+        ("import time; time.sleep(60)", "its worker did not answer within 1 s and was killed"),
+    ],
+)
+def test_a_worker_that_dies_while_it_measures_is_a_failed_measurement(
+    cache: Cache, code: str, reason: str
+) -> None:
+    toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
+    large = {"measure": {"programs": ["x" * (1 << 20)]}}  # more than a pipe holds
+    with measuring.worker(toolchain, cache, 1.0 if "sleep" in code else 60.0) as ask:
+        with pytest.raises(BuildError) as caught:
+            ask(large)
+        with pytest.raises(BuildError, match="cannot measure"):
+            ask(large)
+    assert str(caught.value).startswith(
+        "target cpu-host: cannot measure its programs on this machine: its worker "
+    )
+    assert reason in str(caught.value)
+    assert caught.value.hint
+
+
+class Closed(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_build_whose_stderr_is_closed_does_not_hang(cache: Cache, fake: tuple[str, str]) -> None:
+    jobs = [job(cache, f"p{n}", f"ok:{n}", command=fake) for n in range(3)]
+    bad = job(cache, "bad", "exit:7", command=fake)
+    with (
+        Plain(Closed(), heartbeat_seconds=0.05) as progress,
+        CompilePool(cache, workers=1, progress=progress) as pool,
+    ):
+        for one in jobs:
+            pool.submit(one)
+        assert len(pool.results()) == 3
+        pool.submit(bad)
+        with pytest.raises(BuildError, match="1 of 4 programs"):
+            pool.results()
+
+
+def test_equal_builds_at_once_compile_each_program_once(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    marks = [tmp_path / f"mark{n}" for n in range(3)]
+    portables = [f"count:{mark}" for mark in marks]
+    command = [sys.executable, "-c", BUILD, str(cache.root), fake[1], *portables]
+    builds = [subprocess.Popen(command) for _ in range(4)]
+    assert [build.wait(timeout=60) for build in builds] == [0] * 4
+    assert [mark.read_text().count("\n") for mark in marks] == [1, 1, 1]
+    assert list((cache.root / "v1" / "temp").iterdir()) == []
+
+
+def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(
+    cache: Cache, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    mark, count = tmp_path / "mark", tmp_path / "count"
+    count.touch()
+    # It sleeps the first time that it is compiled, and the mark says that it does.
+    text = f"once:{mark},{count}"
+    command = [sys.executable, "-c", BUILD, str(cache.root), fake[1], text]
+    first = subprocess.Popen(command)
+    wait_for(mark.exists)
+    second = subprocess.Popen(command)
+    time.sleep(0.5)
+    assert second.poll() is None, "it waits for the first"
+    first.kill()
+    first.wait()
+    assert second.wait(timeout=60) == 0
+    assert count.read_text() == "compiled\n"
+
+
+def test_closing_a_pool_ends_its_wait_for_another_build(
+    cache: Cache, fake: tuple[str, str]
+) -> None:
+    one = job(cache, "a", "ok:", command=fake)
+    with cache.making(one.key) as held:
+        assert held
+        pool = CompilePool(cache, workers=1)
+        pool.submit(one)
+        time.sleep(0.2)
+        pool.close()
+    with CompilePool(cache, workers=1) as pool:
+        pool.submit(one)
+        assert len(pool.results()) == 1
+        assert pool.compiled == 1
+
+
+def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for available, workers in ((0, 1), (3 * WORKER_BYTES, 3), (1 << 50, 16)):
+        monkeypatch.setattr(pool, "_available_bytes", lambda found=available: found)
+        assert default_workers() == workers
+
+
+def test_a_frame_says_its_size_and_notices_every_flipped_bit() -> None:
+    content = bytes(range(256)) * 8
+    frame = compress(content)
+    assert compress(content) == frame
+    parameters = zstandard.get_frame_parameters(frame)
+    assert (parameters.content_size, parameters.has_checksum) == (len(content), True)
+    for at in range(len(frame)):
+        damaged = bytearray(frame)
+        damaged[at] ^= 1
+        try:
+            found = zstandard.ZstdDecompressor().decompress(bytes(damaged))
+        except zstandard.ZstdError:
+            continue
+        assert found == content, at  # a bit that means nothing

@@ -1,0 +1,225 @@
+"""Lowering functions of the user's: what cannot be in a bundle is refused, with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.lowering.function import find_function, lower_function
+from prejit.compiler.lowering.program import LoweredProgram
+from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.manifest.manifest import Program
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.runtime.errors import BuildError
+from prejit.runtime.machine.catalogue import PLATFORMS
+
+HEAD = """\
+import collections
+import dataclasses
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+"""
+LINES = HEAD.count("\n")
+
+
+def lower(
+    directory: Path, module: str, platforms: tuple[str, ...] = ("cpu",), args: object = None
+) -> LoweredProgram:
+    """Lowers `f` of a module, whose first line is line `LINES + 1` of its file."""
+    (directory / "mymodel.py").write_text(HEAD + module)
+    at = directory / "m.toml"
+    program = Program("p", "mymodel:f", {"x": "float32[8, 128]"} if args is None else args)
+    user = find_function(program, at, None, UserModules(directory))
+    return lower_function(user, program, ProgramSpec("p", "call", {}, "p"), at, platforms)
+
+
+def results(program: LoweredProgram) -> list[str]:
+    return [str(array) for array in program.results]
+
+
+# Callbacks
+
+CALLBACKS = {
+    "jax.debug.print('{}', x)": "jax.debug.print",
+    "jax.debug.print('no value')": "jax.debug.print",
+    "jax.debug.callback(print, x)": "jax.debug.callback",
+    "jax.debug.breakpoint()": "jax.debug.callback",
+    "x = jax.pure_callback(np.sin, x, x)": "jax.pure_callback",
+    "x = io_callback(np.sin, x, x)": "jax.experimental.io_callback",
+    "x = io_callback(np.sin, x, x, ordered=True)": "jax.experimental.io_callback",
+}
+
+
+@pytest.mark.parametrize("line", CALLBACKS)
+@pytest.mark.parametrize(
+    "around",
+    [
+        "f = g",
+        "def f(x): return lax.fori_loop(0, 3, lambda i, x: g(x), x)",
+        "def f(x): return lax.cond(x[0, 0] > 0, g, lambda x: x, x)",
+        "f = jax.jit(jax.vmap(g))",
+        "f = jax.checkpoint(g)",
+    ],
+)
+def test_a_callback_is_refused_by_its_name_and_line(line: str, around: str, tmp_path: Path) -> None:
+    if "=" in line and "vmap" in around:
+        around = around.replace("jax.vmap(g)", "g")  # these ask for more under vmap
+    with pytest.raises(BuildError) as caught:
+        lower(tmp_path, f"def g(x):\n    {line}\n    return x\n{around}\n")
+    message = str(caught.value)
+    assert f"{CALLBACKS[line]} at {tmp_path / 'mymodel.py'}:{LINES + 2}" in message
+    assert message.startswith(f"{tmp_path / 'm.toml'}: program p: cannot lower mymodel:f: ")
+    assert "no Python" in str(caught.value.hint)
+
+
+def test_several_callbacks_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(BuildError) as caught:
+        lower(
+            tmp_path,
+            "def f(x):\n    jax.debug.print('{}', x)\n    return jax.pure_callback(np.sin, x, x)\n",
+        )
+    assert f"jax.debug.print at {tmp_path / 'mymodel.py'}:{LINES + 2}, " in str(caught.value)
+    assert f"jax.pure_callback at {tmp_path / 'mymodel.py'}:{LINES + 3}" in str(caught.value)
+
+
+# Platforms
+
+KERNEL = """
+def kernel(x, y):
+    y[...] = x[...] + 1
+def f(x):
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype){})(x)
+"""
+
+
+def test_a_pallas_function_is_lowered_for_the_platforms_that_have_it(tmp_path: Path) -> None:
+    assert lower(tmp_path, KERNEL.format(""), ("tpu",)).platforms == ("tpu",)
+
+
+def test_a_pallas_function_in_interpret_mode_is_lowered_for_all(tmp_path: Path) -> None:
+    assert lower(tmp_path, KERNEL.format(", interpret=True")).platforms == PLATFORMS
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "tpu")])
+def test_a_pallas_function_without_a_lowering_says_for_which_platform(
+    platforms: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(BuildError) as caught:
+        lower(tmp_path, KERNEL.format(""), platforms)
+    assert "program p: cannot lower mymodel:f for cpu: ValueError: Only interpret" in str(
+        caught.value
+    )
+    hint = str(caught.value.hint)
+    assert f"pallas_call at {tmp_path / 'mymodel.py'}:{LINES + 5} has no kernel for cpu" in hint
+    assert "interpret=True" in hint
+
+
+def test_a_function_that_some_platforms_lack_is_lowered_for_the_others(tmp_path: Path) -> None:
+    module = """
+def f(x):
+    return lax.platform_dependent(x, cpu=lambda x: x + 1, cuda=lambda x: x + 2)
+"""
+    assert lower(tmp_path, module, ("cpu",)).platforms == ("cpu",)
+    assert lower(tmp_path, module, ("cuda", "cpu")).platforms == ("cpu", "cuda")
+    with pytest.raises(BuildError, match="cannot lower mymodel:f for tpu: ") as caught:
+        lower(tmp_path, module, ("cpu", "tpu"))
+    assert "platform_dependent" in str(caught.value.hint)
+
+
+def test_a_function_is_traced_once(tmp_path: Path) -> None:
+    """Tracing runs its Python, which may take minutes."""
+    module = """
+def f(x):
+    with open({!r}, "a") as file:
+        file.write("traced ")
+    return {}
+"""
+    for place, returned in enumerate(
+        ("x + 1", "lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.cos)")
+    ):
+        log = tmp_path / f"log{place}"
+        lower(tmp_path, module.format(str(log), returned))
+        assert log.read_text() == "traced "
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    ("returned", "message", "hint"),
+    [
+        (
+            "jax.random.key(0)",
+            r"expected an array at result, found a typed key, key<fry>\[\]",
+            "jax.random.key_data",
+        ),
+        (
+            "{'rng': jax.random.split(jax.random.key(0)), 'x': x}",
+            r"at result\['rng'\], found a typed key, key<fry>\[2\]",
+            "wrap_key_data",
+        ),
+        ("{0: x, 1: x}", r"dicts with text as keys, found the key 0 at result\[0\]", "a list"),
+        ("[x, {'a': {5: x}}]", r"found the key 5 at result\[1\]\['a'\]\[5\]", "a list"),
+        ("{('a', 'b'): x}", r"found the key \('a', 'b'\)", "a list"),
+        ("{True: x}", "found the key True", "a list"),
+        ("{None: x}", "found the key None", "a list"),
+        ("None", "expected an array at result, found None", "arrays alone"),
+        ("(None, x)", r"expected an array at result\[0\], found None", "arrays alone"),
+        ("{'x': x, 'more': {}}", r"at result\['more'\], found an empty dict", "leave it out"),
+        ("(x, ())", r"at result\[1\], found an empty tuple", "leave it out"),
+        (
+            "(x, collections.namedtuple('EmptyState', '')())",
+            r"at result\[1\], found an empty EmptyState",
+            "jax.tree.leaves",
+        ),
+        ("(x, x.astype('int1'))", r"one of bool, .* at result\[1\], found int1", "astype"),
+        (
+            "jax.grad(lambda n: x[n, 0], allow_int=True)(0)",
+            r"expected one of bool, .* at result, found .*float0",
+            "astype",
+        ),
+    ],
+)
+def test_a_result_that_a_bundle_cannot_return_is_refused(
+    returned: str, message: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BuildError, match=message) as caught:
+        lower(tmp_path, f"def f(x):\n    return {returned}\n")
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'm.toml'}: program p: cannot lower mymodel:f: "
+    )
+    assert hint in str(caught.value.hint)
+
+
+def test_nodes_of_other_types_come_back_as_dicts_and_tuples(tmp_path: Path) -> None:
+    module = """
+Pair = collections.namedtuple("Pair", "left right")
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    inside: jax.Array
+
+class Bare:
+    def __init__(self, x): self.x = x
+
+jax.tree_util.register_pytree_node(Bare, lambda bare: ((bare.x,), None), lambda _, xs: Bare(*xs))
+
+def f(x):
+    y = x[0, 0]
+    ordered = collections.OrderedDict(b=y, a=y)
+    return [Pair(y, Data(y)), Bare(y), ordered, 1.0]
+"""
+    assert results(lower(tmp_path, module)) == [
+        '[0,"left"] float32[]',
+        '[0,"right","inside"] float32[]',
+        "[1,0] float32[]",
+        '[2,"b"] float32[]',
+        '[2,"a"] float32[]',
+        "[3] float32[]",
+    ]

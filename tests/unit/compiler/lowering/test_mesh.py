@@ -1,0 +1,178 @@
+"""How a decoder is split over a mesh: what is split, and what devices send each other in the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flax import nnx
+
+from prejit.compiler.lowering.decoder import lower_decoder
+from prejit.compiler.lowering.program import LoweredProgram, check_mesh
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.models import registry
+from prejit.compiler.models.layers import config
+from prejit.runtime.device.executable import Device
+from prejit.runtime.errors import ManifestError
+from prejit.runtime.format.arrays import Array, Mesh
+
+BATCH, COUNT, CONTEXT, WIDTH, VOCABULARY = 4, 8, 16, 64, 96
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCABULARY,
+    "n_positions": CONTEXT,
+    "n_embd": WIDTH,
+    "n_head": 8,
+    "n_layer": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+}
+PHI3 = {
+    "model_type": "phi3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": CONTEXT,
+    "sliding_window": 5,
+    "pad_token_id": 0,
+}
+GEMMA3 = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,
+    "mlp_bias": False,
+}
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "phi3": PHI3, "gemma3_text": GEMMA3}
+SPECS = {
+    "decode": ProgramSpec("decode", "decode", {"batch": BATCH, "context": CONTEXT}),
+    "prefill": ProgramSpec(
+        "prefill", "prefill", {"batch": BATCH, "context": CONTEXT, "prompt": COUNT}
+    ),
+}
+
+
+def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, config.DecoderConfig]:
+    (directory / "config.json").write_text(json.dumps(config))
+    loaded = registry.load_config(directory)
+    return registry.decoder(loaded), registry.describe(loaded)
+
+
+def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:
+    model, _ = model_of(LLAMA, tmp_path)
+    found = registry.shardings(model, Mesh(1, 2))
+    layer = "model.layers.1"
+    # Stored (in, out), as models.is_stored_in_out wants matrices that widen: q, gate, up and the head.
+    assert found[f"{layer}.self_attn.q_proj.weight"] == ("", "tensor")
+    assert found[f"{layer}.self_attn.k_proj.weight"] == ("tensor", "")
+    assert found[f"{layer}.self_attn.k_proj.bias"] == ("tensor",)
+    assert found[f"{layer}.self_attn.o_proj.weight"] == ("", "tensor")
+    assert found[f"{layer}.mlp.gate_proj.weight"] == ("", "tensor")
+    assert found[f"{layer}.mlp.down_proj.weight"] == ("", "tensor")
+    assert found["model.embed_tokens.weight"] == ("tensor", "")
+    assert found["lm_head.weight"] == ("", "tensor")
+    whole = registry.flat_parameters(nnx.state(model)).keys() - found.keys()
+    assert {name.removeprefix(f"{layer}.") for name in whole if "layers.0" not in name} == {
+        *("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"),
+        *("self_attn.o_proj.bias", "mlp.down_proj.bias"),
+    }
+
+
+def test_a_vocabulary_that_does_not_divide_is_on_every_device(tmp_path: Path) -> None:
+    model, _ = model_of({**GPT2, "vocab_size": 97}, tmp_path)
+    found = registry.shardings(model, Mesh(1, 2))
+    assert "transformer.wte.weight" not in found
+    assert found["transformer.h.0.attn.c_attn.weight"] == ("", "tensor")
+    assert found["transformer.h.0.mlp.c_proj.weight"] == ("", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "inner", "told"),
+    [
+        (3, 160, r"m\.toml: mesh\.tensor: expected a divisor of 8, the key/value heads .* found 3"),
+        (8, 36, r"expected a divisor of 36, the model\.layers\.0\.mlp\.\w+ .*c\.json.* found 8"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_what_fits(
+    tensor: int, inner: int, told: str, tmp_path: Path
+) -> None:
+    model, shape = model_of({**LLAMA, "intermediate_size": inner}, tmp_path)
+    with pytest.raises(ManifestError, match=told) as caught:
+        check_mesh(Mesh(1, tensor), model, shape, Path("m.toml"), Path("c.json"))
+    fitting = "1 or 2 or 4 or 8" if inner == 160 else "1 or 2 or 4"
+    assert caught.value.hint == f"{fitting} would fit"
+
+
+def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProgram:
+    model, shape = model_of(CONFIGS[family], directory)
+    return lower_decoder(model, shape, SPECS[kind], mesh)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("mesh", [Mesh(1, 4), Mesh(2, 2)], ids=str)
+def test_devices_send_activations_and_never_weights_or_the_cache(
+    family: str, kind: str, mesh: Mesh, tmp_path: Path
+) -> None:
+    lowered = _lowered(family, kind, mesh, tmp_path)
+    executable = Device("cpu", mesh).compile(lowered.portable, lowered.platforms, lowered.results)
+    text = "\n".join(module.to_string() for module in executable._loaded.hlo_modules())
+    sent = re.findall(
+        r"= \S+?\[([\d,]*)\]\S* (all-[a-z]+|collective-permute|reduce-scatter)\(", text
+    )
+    rows, count = BATCH // mesh.data, COUNT if kind == "prefill" else 1
+    hidden, last = f"{rows},{count},{WIDTH}", f"{rows},1,{WIDTH}"
+    sums = [hidden] * 4 + [last]  # after the table, and two for each block
+    if kind == "prefill":  # whose last block goes on with the last token of each row alone
+        sums = [hidden] * 3 + [last] * 2
+    gathered = [f"{rows},{VOCABULARY}"] + [f"{BATCH},{VOCABULARY}"] * (mesh.data > 1)
+    if family == "gpt2":
+        gathered += [f"{rows},{count},{3 * WIDTH}"] * 2
+    if (
+        family == "phi3"
+    ):  # queries, keys and values; gate and up, in the last block of wanted tokens
+        gathered += [f"{rows},{count},{2 * WIDTH}"] * 2
+        gathered += [f"{rows},{count},{2 * 160}", f"{rows},1,{2 * 160}"]
+    tokens = f"{BATCH}"  # and positions: each row of the mesh made its own
+    assert sorted(shape for shape, how in sent if how == "all-reduce") == sorted(sums)
+    others = [shape for shape, how in sent if how != "all-reduce" and shape != tokens]
+    assert sorted(others) == sorted(gathered)
+
+
+def test_the_program_table_says_what_is_split(tmp_path: Path) -> None:
+    lowered = _lowered("llama", "decode", Mesh(2, 2), tmp_path)
+    cache = [a for a in lowered.arguments if a.path[0] == "cache"]
+    assert {a.sharding for a in cache} == {("data", "tensor", "", "")}
+    assert {a.sharding for a in lowered.arguments if a not in cache} == {()}
+    assert [str(r) for r in lowered.results[:2]] == ['["token"] int32[4]', '["position"] int32[4]']
+    assert [Array.parse(str(r)) for r in lowered.results] == list(lowered.results)
+    assert {r.sharding for r in lowered.results[: -len(cache)]} == {()}
+    assert {r.sharding for r in lowered.results[-len(cache) :]} == {("data", "tensor", "", "")}
+
+
+def test_one_device_is_lowered_without_a_mesh(tmp_path: Path) -> None:
+    model, shape = model_of(LLAMA, tmp_path)
+    lowered = lower_decoder(model, shape, SPECS["decode"])
+    assert lowered.weight_shardings == {}
+    assert b"sharding" not in lowered.portable
+    assert all(a.sharding == () for a in (*lowered.arguments, *lowered.results))

@@ -1,0 +1,237 @@
+"""User code: whatever it raises is an error with its line, and each manifest has modules of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.build.plan import Inputs, Lowered
+from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.store.cache import Cache
+from prejit.runtime.errors import BuildError, ManifestError
+
+MANIFEST = """
+[bundle]
+name = "mine"
+[[program]]
+name = "p"
+function = "mymodel:f"
+args = { x = "float32[3]" }
+[[target]]
+name = "cpu-host"
+"""
+
+
+def inputs(directory: Path, module: str, **others: str) -> Inputs:
+    """The inputs of a manifest with a module beside it, and other files by name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "m.toml").write_text(MANIFEST)
+    (directory / "mymodel.py").write_text(module)
+    for name, content in others.items():
+        path = directory / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return Inputs(read_manifest(directory / "m.toml"), Cache.open(directory / "cache"))
+
+
+def lower(inputs: Inputs) -> Lowered:
+    [spec] = inputs.specs
+    return inputs.lower(spec)
+
+
+PANIC = """
+class PanicException(BaseException):  # as pyo3's
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+        ("exit(3)", "SystemExit: 3"),
+        ("raise ValueError('wrong')", "ValueError: wrong"),
+        ("raise PanicException('a panic')", "PanicException: a panic"),
+        ("def g(): g()\ng()", "RecursionError: maximum recursion depth exceeded"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_module_that_fails_is_an_error_with_its_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    with pytest.raises(ManifestError) as caught:
+        lower(inputs(tmp_path, f"{PANIC}\n\n{line}\n"))
+    text = str(caught.value)
+    assert f"m.toml: program 'p': function: cannot import 'mymodel': {message}" in text
+    assert text.endswith(f"({tmp_path / 'mymodel.py'}, line 6)")
+
+
+def test_a_module_that_is_no_python_is_an_error_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"SyntaxError: .*mymodel.py, line 2\)"):
+        lower(inputs(tmp_path, "import jax\nf = (\n"))
+
+
+def test_a_helper_module_that_fails_is_an_error_with_its_own_line(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"ZeroDivisionError.*helper.py, line 2\)"):
+        lower(inputs(tmp_path, "import helper\n", helper="\n1 / 0\n"))
+
+
+def test_an_attribute_that_raises_is_an_error_with_its_line(tmp_path: Path) -> None:
+    module = "def __getattr__(name):\n    raise SystemExit(4)\n"
+    with pytest.raises(ManifestError, match=r"'f' of 'mymodel': SystemExit: 4 .*line 2\)"):
+        lower(inputs(tmp_path, module))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sys.exit(3)", "SystemExit: 3"),
+        ("raise PanicException('a panic')", "PanicException: a panic"),
+        ("return f(x)", "RecursionError: "),
+        ("assert x.shape == (4,), 'not four'", "AssertionError: not four"),
+        ("return x + jax.numpy.ones(4)", "TypeError: "),
+    ],
+)
+def test_a_function_that_fails_while_it_is_traced_is_an_error_with_its_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    with pytest.raises(BuildError) as caught:
+        lower(inputs(tmp_path, f"import jax, sys{PANIC}\ndef f(x):\n    {line}\n"))
+    text = str(caught.value)
+    assert f"m.toml: program p: cannot lower mymodel:f: {message}" in text
+    assert f"({tmp_path / 'mymodel.py'}, line 6)" in text
+
+
+@pytest.mark.parametrize("where", ["import", "trace"])
+def test_ctrl_c_stays_what_it_is(tmp_path: Path, where: str) -> None:
+    raising = "raise KeyboardInterrupt\n"
+    module = raising if where == "import" else f"def f(x):\n    {raising}"
+    with pytest.raises(KeyboardInterrupt):
+        lower(inputs(tmp_path, module))
+
+
+SCALED = "import jax\nimport helper\n\ndef f(x):\n    return x * helper.FACTOR\n"
+
+
+def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path: Path) -> None:
+    path, modules = list(sys.path), set(sys.modules)
+    both = [inputs(tmp_path / f"{n}", SCALED, helper=f"FACTOR = {n}\n") for n in (2, 3, 3)]
+    first, second, again = (lower(each).portable.raw_digest for each in both)
+    assert first != second
+    assert second == again
+    assert lower(both[0]).portable.raw_digest == first, "used again after the other"
+    assert sys.path == path
+    assert not {"mymodel", "helper"} & (set(sys.modules) - modules)
+
+
+SETTING = """
+import os
+import jax
+import jax.numpy as jnp
+
+assert os.environ.get("SET_BY_A_MODULE") is None
+assert not jax.config.jax_enable_x64
+os.environ["SET_BY_A_MODULE"] = "1"
+del os.environ["PREJIT_TEST_VARIABLE"]
+jax.config.update("jax_enable_x64", {x64})
+os.chdir(os.path.dirname(__file__))
+
+
+def f(x):
+    assert os.environ["SET_BY_A_MODULE"] == "1"
+    assert "PREJIT_TEST_VARIABLE" not in os.environ
+    assert os.getcwd() == os.path.dirname(__file__)
+    return x + jnp.arange(3, dtype=float)
+"""
+
+
+def test_what_a_module_sets_in_the_process_holds_for_its_own_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_TEST_VARIABLE", "1")
+    environ, directory = dict(os.environ), os.getcwd()
+    both = [
+        inputs(tmp_path / f"{x64}", SETTING.replace("{x64}", f"{x64}")) for x64 in (True, False)
+    ]
+    for _ in range(2):
+        results = [lower(each).results for each in both]
+        assert results == [("[] float64[3]",), ("[] float32[3]",)]
+        assert (dict(os.environ), os.getcwd()) == (environ, directory)
+
+
+BY_NAME = """
+import dataclasses
+import pickle
+import sys
+
+import jax
+
+from lib import scales
+sys.path.append(__file__.rpartition("/")[0] + "/more")
+import added
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    a: jax.Array
+    b: jax.Array
+
+
+def f(x):
+    from lib.late import LATE  # while it is traced
+
+    assert sys.modules["mymodel"].Pair is Pair
+    assert pickle.loads(pickle.dumps(Pair)) is Pair
+    assert pickle.loads(pickle.dumps(scales.Scale(2))) == scales.Scale(2)
+    return Pair(x * scales.Scale(2).factor, x + LATE + added.ADDED)
+"""
+SCALES = """
+import dataclasses
+from . import late  # relative
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    factor: "int"
+"""
+
+
+def test_relative_imports_and_what_goes_by_names_of_modules_work_while_in_use(
+    tmp_path: Path,
+) -> None:
+    files = {"lib__scales": SCALES, "lib__late": "LATE = 1\n", "more__added": "ADDED = {}\n"}
+    lowered = []
+    for n in (1, 2):
+        others = {name: content.format(n) for name, content in files.items()}
+        lowered.append(lower(inputs(tmp_path / f"{n}", BY_NAME, **others)))
+    assert lowered[0].results == lowered[1].results
+    assert lowered[0].portable.raw_digest != lowered[1].portable.raw_digest
+    assert not {"mymodel", "lib", "lib.scales", "added"} & set(sys.modules)
+
+
+def test_what_a_module_prints_does_not_come_between_json(tmp_path: Path) -> None:
+    module = """
+import os, subprocess, sys
+print("printed on import")
+os.write(1, b"written on import\\n")
+subprocess.run(["echo", "of a child"], check=True)
+
+def f(x):
+    print("printed while traced")
+    return x * 2
+"""
+    inputs(tmp_path, module)
+    command = [sys.executable, "-m", "prejit.runtime", "plan", str(tmp_path / "m.toml"), "--json"]
+    command += ["--cache", str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 8, done.stderr
+    assert json.loads(done.stdout)["to_compile"] == 1
+    for text in ("printed on", "written on", "of a child", "printed while"):
+        assert text in done.stderr

@@ -1,0 +1,641 @@
+"""Manifests: what is right is read as it was meant, and what is wrong is told with its place."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler.manifest.manifest import Generate, Manifest, read_manifest
+from prejit.compiler.manifest.shape_string import parse_shape
+from prejit.compiler.manifest.toml_lines import key_lines
+from prejit.compiler.targets.target_table import names as target_names
+from prejit.compiler.targets.target_table import target
+from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.format.arrays import DTYPES
+
+GOOD = """\
+[bundle]
+name = "demo"
+
+[model]
+source = "demo-model"
+dtype = "float32"
+
+[generate]
+batch = [4, 1]
+prompt = [64, 16]
+context = [128]
+
+[[program]]
+name = "score"
+function = "my_package.model:score"
+args = { x = "float32[{batch}, 128]" }
+buckets = { batch = [8, 1] }
+params = "score.safetensors"
+
+[[target]]
+name = "cpu-x86-64-v3"
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as manifests expect it."""
+    path = tmp_path_factory.mktemp("manifests")
+    (path / "demo-model").mkdir()
+    (path / "checkpoint").mkdir()
+    (path / "score.safetensors").touch()
+    (path / "LICENSE").touch()
+    return path
+
+
+def read(directory: Path, text: str) -> Manifest:
+    """Reads text as a manifest."""
+    path = directory / "m.toml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return read_manifest(path)
+
+
+def read_or_refuse(directory: Path, text: str) -> None:
+    """Anything but a manifest or a ManifestError with a place and a hint is a failure."""
+    try:
+        read(directory, text)
+    except ManifestError as error:
+        refused = error
+    else:
+        return
+    assert all(line.startswith(f"{directory}/m.toml") for line in str(refused).split("\n"))
+    assert refused.hint
+
+
+def problems(directory: Path, text: str) -> list[str]:
+    """The lines of the error that text gives, without the directory."""
+    with pytest.raises(ManifestError) as caught:
+        read(directory, text)
+    return str(caught.value).replace(f"{directory}/", "").split("\n")
+
+
+def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
+    manifest = read(directory, GOOD)
+    assert manifest.bundle.name == "demo"
+    assert manifest.model is not None
+    assert manifest.resolve(manifest.model.source) == directory / "demo-model"
+    assert manifest.generate == Generate(batch=(1, 4), prompt=(16, 64), context=(128,))
+    (program,) = manifest.programs
+    assert program.args == {"x": "float32[{batch}, 128]"}
+    assert program.expand() == ({"batch": 1}, {"batch": 8})
+    assert manifest.targets == (target("cpu-x86-64-v3"),)
+
+
+def test_several_bucket_variables_are_multiplied(directory: Path) -> None:
+    text = GOOD.replace(", 128]", ", {length}]").replace("[8, 1] }", "[8, 1], length = [32, 64] }")
+    (program,) = read(directory, text).programs
+    assert [tuple(bucket.values()) for bucket in program.expand()] == [
+        (1, 32),
+        (1, 64),
+        (8, 32),
+        (8, 64),
+    ]
+
+
+def test_a_program_without_variables_has_one_bucket(directory: Path) -> None:
+    text = GOOD.replace("{batch}, ", "").replace("buckets = { batch = [8, 1] }\n", "")
+    assert read(directory, text).programs[0].expand() == ({},)
+
+
+MISTAKES = {
+    "misspelt key": (
+        ('name = "demo"', 'nmae = "demo"'),
+        "m.toml:1: bundle.name: missing; expected lowercase letters and digits with single . _ -"
+        " between them, at most 128",
+        'm.toml:2: bundle.nmae: unknown key (did you mean "name"?); allowed: name, license',
+    ),
+    "misspelt section": (
+        ("[generate]", "[genrate]"),
+        'm.toml:8: genrate: unknown key (did you mean "generate"?); allowed: bundle, model,'
+        " generate, encode, mesh, program, target",
+        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
+        "or an [encode] table with shapes",
+    ),
+    "name with capitals": (
+        ('"demo"', '"Demo"'),
+        "m.toml:2: bundle.name: expected lowercase letters and digits with single . _ - between"
+        ' them, at most 128; found "Demo"',
+    ),
+    "missing directory": (
+        ('"demo-model"', '"demo-modle"'),
+        'm.toml:5: model.source: expected a directory at "demo-modle", relative to the manifest;'
+        ' found none (did you mean "demo-model"?)',
+    ),
+    "hub reference without organisation": (
+        ('"demo-model"', '"hf://gpt2"'),
+        'm.toml:5: model.source: expected a directory, or "hf://org/name@revision";'
+        ' found "hf://gpt2"',
+    ),
+    "dtype that weights are not stored in": (
+        ('"float32"\n', '"float16"\n'),
+        'm.toml:6: model.dtype: expected "float32", "bfloat16" or "int8"; found "float16"'
+        ' (did you mean "bfloat16"?)',
+    ),
+    "dtype that a cache is not stored in": (
+        ("context = [128]", 'context = [128]\ncache_dtype = "int8"'),
+        'm.toml:12: generate.cache_dtype: expected "float32" or "bfloat16"; found "int8"',
+    ),
+    "missing text": (
+        ('"float32"\n', '"int8"\nevaluation = "LICENCE"\n'),
+        'm.toml:7: model.evaluation: expected a file at "LICENCE", relative to the manifest;'
+        ' found none (did you mean "LICENSE"?)',
+    ),
+    "size of zero": (
+        ("[4, 1]", "[4, 0]"),
+        "m.toml:9: generate.batch[1]: expected an integer from 1 to 2147483647; found 0",
+    ),
+    "true is no size": (
+        ("[4, 1]", "[4, true]"),
+        "m.toml:9: generate.batch[1]: expected an integer from 1 to 2147483647; found true",
+    ),
+    "size as text": (
+        ("[4, 1]", '[4,\n  "x"]'),
+        'm.toml:10: generate.batch[1]: expected an integer from 1 to 2147483647; found "x"',
+    ),
+    "size twice": (
+        ("[4, 1]", "[4, 1, 4]"),
+        "m.toml:9: generate.batch[2]: expected each size once; found 4 again",
+    ),
+    "no sizes": (
+        ("[128]", "[]"),
+        "m.toml:11: generate.context: expected a list of different positive integers such as"
+        " [1, 8]; found []",
+    ),
+    "a number where a list belongs": (
+        ("[128]", "128"),
+        "m.toml:11: generate.context: expected a list of different positive integers such as"
+        " [1, 8]; found 128",
+    ),
+    "prompt longer than every context": (
+        ("[64, 16]", "[64, 256]"),
+        "m.toml:10: generate.prompt[1]: expected at most 128, the longest context; found 256",
+    ),
+    "a draft longer than a context": (
+        ("context = [128]", "context = [128]\ndraft_tokens = 128"),
+        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 128",
+    ),
+    "a draft of a context": (
+        ("context = [128]", "context = [128, 16]\ndraft_tokens = 16"),
+        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found 16",
+    ),
+    "a context shorter than every prompt": (
+        ("context = [128]", "context = [128, 8]"),
+        "m.toml:10: generate.prompt: expected one of at most 8, the shortest context; found [64, 16]",
+    ),
+    "a draft that is no number": (
+        ("context = [128]", "context = [128]\ndraft_tokens = true"),
+        "m.toml:12: generate.draft_tokens: expected an integer of 0 to 64, below every context; found true",
+    ),
+    "model without generate": (
+        ("[generate]\nbatch = [4, 1]\nprompt = [64, 16]\ncontext = [128]\n", ""),
+        "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
+        "or an [encode] table with shapes",
+    ),
+    "generate without model": (
+        ('[model]\nsource = "demo-model"\ndtype = "float32"\n', ""),
+        "m.toml: model: missing; [generate] needs a [model] table with a source",
+    ),
+    "program with a name of ours": (
+        ('"score"', '"decode"'),
+        'm.toml:14: program[0].name: "decode" is the name of a program of [model]; expected another',
+    ),
+    "function without attribute": (
+        ("my_package.model:score", "my_package.model"),
+        'm.toml:15: program[0].function: expected "package.module:attribute";'
+        ' found "my_package.model"',
+    ),
+    "undefined variable": (
+        ("{batch}", "{bach}"),
+        'm.toml:16: program[0].args.x: undefined bucket variable "bach" (did you mean "batch"?);'
+        " defined: batch",
+        "m.toml:17: program[0].buckets.batch: expected a bucket variable that args use;"
+        " they use bach",
+    ),
+    "unknown dtype": (
+        ("float32[{", "flaot32[{"),
+        'm.toml:16: program[0].args.x: expected a dtype (did you mean "float32"?), one of'
+        f' {", ".join(DTYPES)}; found "flaot32"',
+    ),
+    "args are a shape": (
+        ('{ x = "float32[{batch}, 128]" }', '"float32[{batch}, 128]"'),
+        "m.toml:16: program[0].args: expected a table of keyword arguments or a list of positional"
+        ' ones; found "float32[{batch}, 128]"',
+    ),
+    "missing checkpoint": (
+        ('"score.safetensors"', '"score.safetensor"'),
+        'm.toml:18: program[0].params: expected a directory at "score.safetensor", relative to the manifest;'
+        ' found none (did you mean "score.safetensors"?)',
+    ),
+    "unknown target": (
+        ('"cpu-x86-64-v3"', '"cpu-x86-64-V3"'),
+        'm.toml:21: target[0].name: unknown target "cpu-x86-64-V3" (did you mean'
+        ' "cpu-x86-64-v3"?); expected one that `prejit targets` lists, or a `fingerprint` or `platform`'
+        " beside it",
+    ),
+    "target twice": (
+        ('name = "cpu-x86-64-v3"', 'name = "cpu-host"\n[[target]]\nname = "cpu-host"'),
+        'm.toml:23: target[1].name: expected each target once; found "cpu-host", which is target[0] too',
+    ),
+    "no target": (
+        ('[[target]]\nname = "cpu-x86-64-v3"\n', ""),
+        "m.toml: target: missing; expected at least one [[target]] table with a name",
+    ),
+    "a table for an array of tables": (
+        ("[[target]]", "[target]"),
+        "m.toml:20: target: expected at least one [[target]] table with a name;"
+        ' found {"name": "cpu-x86-64-v3"}',
+    ),
+    "programs without end": (
+        ("[4, 1]", f"{list(range(1, 2001))}"),
+        "m.toml:8: generate: expected at most 10,000 programs in a manifest; found 12000",
+    ),
+    "functions without end": (
+        ("[8, 1] }", f"[{', '.join(map(str, range(1, 10001)))}] }}"),
+        "m.toml:13: program[0]: expected at most 10,000 programs in a manifest; found 10012",
+    ),
+    "an argument that no machine holds": (
+        ("float32[{batch}, 128]", "float32[{batch}, 65536, 2147483647]"),
+        "m.toml:16: program[0].args.x: expected at most 2**40 elements;"
+        ' found "float32[{batch}, 65536, 2147483647]" of 1125899906318336',
+    ),
+    "a date where text belongs": (
+        ('name = "demo"', 'name = "demo"\nlicense = 2026-11-20'),
+        'm.toml:3: bundle.license: expected the path of a file; found "2026-11-20"',
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_with_its_place(directory: Path, mistake: str) -> None:
+    (old, new), *expected = MISTAKES[mistake]
+    assert GOOD.count(old) == 1, old
+    assert problems(directory, GOOD.replace(old, new)) == expected
+
+
+ENCODER = """\
+[bundle]
+name = "encoder"
+
+[model]
+source = "demo-model"
+
+[encode]
+shapes = [[8, 32], [1, 16], [1, 128]]
+
+[[target]]
+name = "cpu-x86-64-v3"
+"""
+
+
+def test_shapes_of_an_encoder_come_back_ascending(directory: Path) -> None:
+    found = read(directory, ENCODER)
+    assert found.encode is not None
+    assert found.encode.shapes == ((1, 16), (1, 128), (8, 32))
+    assert found.generate is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("[1, 16]", "[1, 0]", "m.toml:8: encode.shapes[1][1]: expected "),
+        (
+            "[1, 16]",
+            "[1, 128]",
+            "m.toml:8: encode.shapes[2]: expected each shape once; found [1, 128]",
+        ),
+        ("[1, 16]", "[1]", "m.toml:8: encode.shapes"),
+        ("[1, 16]", "[1, true]", "m.toml:8: encode.shapes"),
+        ("[[8, 32], [1, 16], [1, 128]]", "[]", "m.toml:8: encode.shapes: expected a list of"),
+        ("shapes =", "shape =", 'm.toml:8: encode.shape: unknown key (did you mean "shapes"?)'),
+        ("[encode]", "[mesh]\ntensor = 2\n[encode]", "m.toml:7: mesh: expected no [encode] beside"),
+        (
+            "[encode]",
+            "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [16]\n[encode]",
+            "m.toml:11: encode: expected no [generate] beside it",
+        ),
+        (
+            '[model]\nsource = "demo-model"\n',
+            "",
+            "m.toml: model: missing; [encode] needs a [model]",
+        ),
+    ],
+)
+def test_a_mistake_in_an_encoders_shapes_is_told(
+    directory: Path, old: str, new: str, told: str
+) -> None:
+    assert ENCODER.count(old) == 1
+    assert any(line.startswith(told) for line in problems(directory, ENCODER.replace(old, new)))
+
+
+def test_an_empty_manifest_is_told_what_it_lacks(directory: Path) -> None:
+    assert problems(directory, "") == [
+        "m.toml: bundle: missing; expected a [bundle] table with a name",
+        "m.toml: target: missing; expected at least one [[target]] table with a name",
+        "m.toml: nothing to build; expected a [model] with [generate] or [encode], or a [[program]]",
+    ]
+
+
+def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(directory: Path) -> None:
+    text = GOOD
+    for mistake in ("size of zero", "unknown target", "name with capitals", "unknown dtype"):
+        old, new = MISTAKES[mistake][0]
+        text = text.replace(old, new)
+    told = problems(directory, text)
+    assert [line.split(": ")[1] for line in told] == [
+        "bundle.name",
+        "generate.batch[1]",
+        "program[0].args.x",
+        "target[0].name",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[bundle]\nname "demo"\n', "m.toml:2:6: not TOML: "),
+        ("[bundle]\nname = ", "m.toml:2:8: not TOML: "),
+        ("[bundle]\nname = 'a'\nname = 'b'\n", "m.toml:3:11: not TOML: "),
+        ("x = " + "[" * 5000, "m.toml: not TOML: nested too deeply"),
+        ("x = " + "9" * 5000, "m.toml: not TOML: Exceeds the limit"),
+    ],
+)
+def test_bad_toml_is_told_with_line_and_column(directory: Path, text: str, place: str) -> None:
+    (line,) = problems(directory, text)
+    assert line.startswith(place)
+
+
+def test_bad_utf8_is_told_with_line_and_column(directory: Path) -> None:
+    path = directory / "latin1.toml"
+    path.write_bytes(b'[bundle]\nname = "caf\xe9"\n')
+    with pytest.raises(ManifestError, match=r"latin1.toml:2:12: expected UTF-8, found byte 0xe9"):
+        read_manifest(path)
+
+
+def test_a_missing_manifest_names_the_one_that_may_be_meant(directory: Path) -> None:
+    (directory / "demo.toml").touch()
+    with pytest.raises(StoreError, match="No such file") as caught:
+        read_manifest(directory / "dmeo.toml")
+    assert caught.value.hint == f"did you mean {directory / 'demo.toml'}?"
+
+
+def test_a_hexadecimal_number_without_end_is_no_crash(directory: Path) -> None:
+    told = problems(directory, GOOD.replace("[128]", f"[128, 0x{'f' * 5000}]"))
+    assert told == [
+        "m.toml:11: generate.context[1]: expected an integer from 1 to 2147483647;"
+        " found an integer of 20000 bits"
+    ]
+
+
+def test_shapes_are_parsed() -> None:
+    assert parse_shape("float32[{batch}, 128]", {"batch": 8}) == ("float32", (8, 128))
+    assert parse_shape("int32[]", {}) == ("int32", ())
+    assert parse_shape(" bfloat16 [ 2 ]", {}) == ("bfloat16", (2,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "float32", "float32[", "float32[2,]", "float32[-1]", "float32[0]", "f32[2]", "[2]"),
+        *("float32[2]x", "float32[{batch]", "float32[{b-c}]", "float32[99999999999]", "float32[٣]"),
+    ],
+)
+def test_bad_shapes_are_refused(text: str) -> None:
+    with pytest.raises(ManifestError, match="expected"):
+        parse_shape(text, {"batch": 1})
+
+
+def test_a_variable_without_a_size_is_refused() -> None:
+    with pytest.raises(ManifestError, match='undefined bucket variable "bach"'):
+        parse_shape("float32[{bach}]", {"batch": 1})
+
+
+def test_no_dtype_of_jax_is_missing_and_none_is_invented() -> None:
+    from jax._src import dtypes
+
+    # float0 stands for "no gradient" and strings are for constants: neither is an argument.
+    of_jax = {str(dtype) for dtype in dtypes._jax_dtype_set} - {
+        "StringDType()",
+        "[('float0', 'V')]",
+    }
+    refused = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}  # XLA:CPU does not take them
+    assert of_jax - refused == set(DTYPES)
+
+
+# Random manifests. A small TOML writer: JSON's text is TOML's but for tables.
+
+
+def toml_value(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, dict):
+        pairs = (f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return json.dumps(value)
+
+
+def toml_key(key: str) -> str:
+    """A key, quoted where it has to be."""
+    bare = key and not set(key) - set(string.ascii_letters + string.digits + "_-")
+    return key if bare else json.dumps(key)
+
+
+def toml(data: dict[str, Any]) -> str:
+    """A document; every section on a line of its own."""
+    return "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in data.items())
+
+
+SIZES = st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=4, unique=True)
+WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> dict[str, Any]:
+    """A [[program]] that uses every variable that it defines."""
+    # Three extents make an argument, and at most 2**40 elements.
+    sizes = st.lists(st.integers(1, 2**13), min_size=1, max_size=3, unique=True)
+    buckets = draw(st.dictionaries(WORDS, sizes, max_size=3))
+    extents = st.one_of(
+        st.integers(1, 4096).map(str),
+        *([st.sampled_from([f"{{{v}}}" for v in buckets])] if buckets else []),
+    )
+    leaves = st.builds(
+        lambda dtype, shape: f"{dtype}[{', '.join(shape)}]",
+        st.sampled_from(DTYPES),
+        st.lists(extents, max_size=3),
+    )
+    every_variable = "float32[" + ", ".join(f"{{{name}}}" for name in buckets) + "]"
+    tree = draw(
+        st.recursive(
+            leaves,
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.text(string.printable, max_size=5), inner, max_size=3)
+            ),
+            max_leaves=5,
+        )
+    )
+    program = {
+        "name": draw(WORDS.filter(lambda name: name not in ("prefill", "decode"))),
+        "function": "a.b:c",
+        "args": draw(st.sampled_from([{"t": tree, "all": every_variable}, [tree, every_variable]])),
+    }
+    if buckets or draw(st.booleans()):
+        program["buckets"] = buckets
+    if draw(st.booleans()):
+        program["params"] = draw(st.sampled_from(["score.safetensors", "checkpoint"]))
+    return program
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> dict[str, Any]:
+    """Data of a right manifest."""
+    data: dict[str, Any] = {
+        "bundle": {"name": draw(st.from_regex(r"[a-z0-9]{1,9}", fullmatch=True))}
+    }
+    if draw(st.booleans()):
+        data["bundle"]["license"] = "LICENSE"
+    unique = {"unique_by": lambda item: item["name"]}
+    found = draw(st.lists(programs(), max_size=2, **unique))
+    if not found or draw(st.booleans()):
+        source = st.sampled_from(["demo-model", "hf://org/name", "hf://org/name@v1.0"])
+        data["model"] = {"source": draw(source)}
+        generate = {name: draw(SIZES) for name in ("batch", "prompt", "context")}
+        shortest = min(generate["prompt"])
+        contexts = {size for size in generate["context"] if size >= shortest}
+        generate["context"] = sorted({*contexts, max(generate["prompt"])})
+        data["generate"] = generate
+    if found:
+        data["program"] = found
+    single = [name for name in target_names() if target(name).device_count == 1]
+    names = draw(st.lists(st.sampled_from(single), min_size=1, unique=True))
+    data["target"] = [{"name": name} for name in names]
+    return data
+
+
+@given(data=manifests())
+@settings(max_examples=60, deadline=None)
+def test_every_right_manifest_is_read_as_it_was_meant(
+    directory: Path, data: dict[str, Any]
+) -> None:
+    manifest = read(directory, toml(data))
+    assert manifest.bundle.name == data["bundle"]["name"]
+    assert [found.name for found in manifest.targets] == [e["name"] for e in data["target"]]
+    assert (manifest.model is None) == ("model" not in data)
+    for name in ("batch", "prompt", "context") if manifest.generate else ():
+        assert getattr(manifest.generate, name) == tuple(sorted(data["generate"][name]))
+    for program, expected in zip(manifest.programs, data.get("program", []), strict=True):
+        assert program.args == expected["args"]
+        assert program.params == expected.get("params")
+        buckets = {k: tuple(sorted(v)) for k, v in expected.get("buckets", {}).items()}
+        assert program.buckets == buckets
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.integers(-(2**70), 2**70),
+        st.booleans(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=8).filter(lambda text: text.isprintable()),
+        st.sampled_from(["", "\0", "/", "..", "cpu-host", "float32[{batch}]", "hf://a/b", "[0]"]),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every node below value."""
+    pairs: Any = ()
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value)
+    return [p for key, item in pairs for p in [(*path, key), *places(item, (*path, key))]]
+
+
+@given(data=manifests(), draw=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_manifest_with_one_thing_changed_is_read_or_refused(
+    directory: Path, data: dict[str, Any], draw: st.DataObject
+) -> None:
+    *parents, last = draw.draw(st.sampled_from(places(data)))
+    node: Any = data
+    for key in parents:
+        node = node[key]
+    match draw.draw(st.sampled_from(["replace", "delete", "add"])):
+        case "replace":
+            node[last] = draw.draw(VALUES)
+        case "delete":
+            del node[last]
+        case "add" if isinstance(node, dict):
+            node[draw.draw(WORDS)] = draw.draw(VALUES)
+        case _:
+            node.append(draw.draw(VALUES))
+    read_or_refuse(directory, toml(data))
+
+
+@given(
+    at=st.integers(0, len(GOOD)),
+    length=st.integers(0, 12),
+    inserted=st.text("[]{}\"'=.,#\n\\ab1-\0\N{EURO SIGN}", max_size=4),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_manifest_with_its_text_damaged_is_read_or_refused(
+    directory: Path, at: int, length: int, inserted: str
+) -> None:
+    read_or_refuse(directory, GOOD[:at] + inserted + GOOD[at + length :])
+
+
+def test_lines_of_keys_are_found_in_every_kind_of_toml() -> None:
+    text = '''\
+# a = 1
+a.b = """
+[no] "quoted" \\""" more"""   # the end
+"c d".'e' = [
+  1, # comment ]
+  { f = ']', g = [2] },
+]
+[t . u]
+when = 1979-05-27 07:32:00
+v = \'\'\'
+x = 1\'\'\'
+[[t.w]]
+[[t.w]]
+y = [[], [3,
+4]]
+[t.w.z]
+q = "[\\"]"
+'''
+    lines = key_lines(text)
+    assert {path: lines[path] for path in lines if path[-1] in ("b", "e", "f", "g", "v", "q")} == {
+        ("a", "b"): 2,
+        ("c d", "e"): 4,
+        ("c d", "e", 1, "f"): 6,
+        ("c d", "e", 1, "g"): 6,
+        ("t", "u", "v"): 10,
+        ("t", "w", 1, "z", "q"): 17,
+    }
+    assert lines["t", "w", 1] == 13
+    assert lines["t", "w", 1, "y", 1, 1] == 15
+
+
+@given(data=manifests())
+@settings(max_examples=40, deadline=None)
+def test_lines_are_found_for_every_key_of_a_manifest(data: dict[str, Any]) -> None:
+    lines = key_lines(toml(data))
+    assert set(places(data)) <= set(lines)
+    for number, key in enumerate(data, start=1):
+        assert {line for path, line in lines.items() if path[0] == key} == {number}

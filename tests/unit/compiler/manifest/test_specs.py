@@ -1,0 +1,60 @@
+"""Which programs a manifest asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prejit.compiler.manifest.manifest import Bundle, Generate, Manifest, Model, Program
+from prejit.compiler.manifest.specs import program_specs
+
+
+def manifest(generate: Generate | None, programs: tuple[Program, ...] = ()) -> Manifest:
+    model = Model("model") if generate else None
+    return Manifest(Path("m.toml"), Bundle("b"), model, generate, None, None, programs, ())
+
+
+def test_every_bucket_gets_a_program_and_no_name_twice() -> None:
+    specs = program_specs(manifest(Generate((1, 4), (16, 64), (32, 128))))
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len(names)
+    assert [n for n in names if n.startswith("decode")] == [
+        *("decode/b1-c32", "decode/b1-c128", "decode/b4-c32", "decode/b4-c128")
+    ]
+    assert "prefill/b4-t64-c128" in names
+
+
+def test_a_prompt_longer_than_a_context_is_left_out() -> None:
+    specs = program_specs(manifest(Generate((1,), (16, 64), (32,))))
+    names = [spec.name for spec in specs if spec.kind != "copy"]
+    assert names == ["decode/b1-c32", "prefill/b1-t16-c32"]
+
+
+def test_caches_can_be_copied_into_every_batch_and_grow_into_the_next_context() -> None:
+    specs = program_specs(manifest(Generate((2, 4), (16,), (32, 64, 128))))
+    copies = {
+        (*(spec.bucket[name] for name in ("source_batch", "source_context", "batch", "context")),)
+        for spec in specs
+        if spec.kind == "copy"
+    }
+    into_slots = {(2, context, batch, context) for batch in (2, 4) for context in (32, 64, 128)}
+    growth = {(batch, *pair, 0) for batch in (2, 4) for pair in ((32, 64), (64, 128))}
+    assert copies == into_slots | {(batch, short, batch, long) for batch, short, long, _ in growth}
+
+
+def test_drafts_are_verified_in_every_bucket_where_they_are_asked_for() -> None:
+    sizes = Generate((1, 4), (16,), (32, 64), draft_tokens=8)
+    found = [spec for spec in program_specs(manifest(sizes)) if spec.kind == "verify"]
+    assert [spec.name for spec in found] == [
+        *("verify/b1-k8-c32", "verify/b1-k8-c64", "verify/b4-k8-c32", "verify/b4-k8-c64")
+    ]
+    assert found[0].bucket == {"batch": 1, "context": 32, "draft": 8}
+
+
+def test_buckets_of_a_function_are_all_combinations() -> None:
+    program = Program("score", "m:f", {"x": "float32[{a}, {b}]"}, {"a": (1, 2), "b": (3, 4)})
+    specs = program_specs(manifest(None, (program, Program("step", "m:g", {}))))
+    assert [spec.name for spec in specs] == [
+        *("score/a1-b3", "score/a1-b4", "score/a2-b3", "score/a2-b4", "step")
+    ]
+    assert specs[1].bucket == {"a": 1, "b": 4}
+    assert all(spec.kind == "call" for spec in specs)

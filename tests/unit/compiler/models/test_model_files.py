@@ -1,0 +1,67 @@
+"""What is wrong with the files beside a model's weights is found before anything compiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.build.build import _check_generation, _special_ids
+from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.runtime.errors import CheckpointError
+
+
+def test_a_generation_config_that_the_server_would_refuse_fails_the_build(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    _check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
+    with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
+        _check_generation(path, b'{"top_p": "x"}')
+    with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
+        _check_generation(path, b" " * (1 << 20) + b"1")
+
+
+def special_ids(directory: Path, config: object, generation: object) -> Any:
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    return _special_ids(directory, 50)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, {}, ((), None)),
+        ({"eos_token_id": 3, "bos_token_id": 2}, {}, ((3,), 2)),
+        ({"eos_token_id": 3}, {"eos_token_id": [7, 5, 7]}, ((5, 7), None)),
+        ({"eos_token_id": 3, "bos_token_id": 1}, {"eos_token_id": None}, ((), 1)),
+        # Ids that no token has cannot end a text; -1 would be taken for "no token".
+        ({"eos_token_id": [-1, 3, 50, 2**70], "bos_token_id": -1}, {}, ((3,), None)),
+    ],
+)
+def test_tokens_that_begin_and_end_texts(
+    tmp_path: Path, config: object, generation: object, expected: object
+) -> None:
+    assert special_ids(tmp_path, config, generation) == expected
+
+
+@pytest.mark.parametrize("value", ["2", 1.0, True, [1, "2"], {"id": 2}, [[1]]])
+@pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
+def test_special_tokens_of_another_type_fail_the_build(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {name}: expected a token"):
+        special_ids(tmp_path, {}, {name: value})
+    with pytest.raises(CheckpointError, match=rf"/config.json: {name}: expected a token"):
+        special_ids(tmp_path, {name: value}, {})
+
+
+def test_json_that_is_nested_too_deeply_fails_the_build(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(deep)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: cannot read JSON"):
+        _special_ids(tmp_path, 50)
+    (tmp_path / "tokenizer_config.json").write_text(deep)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
+        read_chat(tmp_path)

@@ -1,0 +1,250 @@
+"""The layout of sentence-transformers: what is built is read as meant; what is not is told with its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
+from prejit.compiler.models import registry
+from prejit.compiler.models.encoders.sentence_layout import read_layout
+from prejit.runtime.errors import CheckpointError
+
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 12,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "type_vocab_size": 2,
+    "vocab_size": 9,
+}
+KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A model with all kinds of modules."""
+    modules = [
+        {"path": f"{n}_{kind}" if n else "", "type": f"sentence_transformers.models.{kind}"}
+        for n, kind in enumerate(KINDS)
+    ]
+    write(tmp_path / "modules.json", modules)
+    write(tmp_path / "config.json", BERT)
+    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 10, "do_lower_case": False})
+    pooling = {"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True}
+    write(tmp_path / "1_Pooling" / "config.json", pooling)
+    dense = {
+        "in_features": 4,
+        "out_features": 3,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    write(tmp_path / "2_Dense" / "config.json", dense)
+    tensors = {"linear.weight": np.ones((3, 4), np.float32), "linear.bias": np.ones(3, np.float32)}
+    save_file(tensors, tmp_path / "2_Dense" / "model.safetensors")
+    write_weights(tmp_path, lambda name: name)
+    return tmp_path
+
+
+def write(file: Path, content: Any) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    """Changes keys of a JSON object."""
+    write(file, {**json.loads(file.read_text()), **changes})
+
+
+def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
+    """Zeros of BERT's tensors, under other names."""
+    source = registry.load_encoder(directory)
+    tensors = {
+        rename(name.removeprefix("bert.")): np.zeros(
+            p.shape[::-1] if p.in_out else p.shape, np.float32
+        )
+        for name, p in registry.encoder_parameters(source).items()
+        if name.startswith("bert.")
+    }
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_all_modules_are_read(directory: Path) -> None:
+    layout = read_layout(directory)
+    assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
+    assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
+    described = registry.describe_encoder(registry.load_encoder(directory))
+    assert (described.width, described.max_tokens, described.pooling) == (3, 10, "mean")
+    names = open_encoder(directory).names
+    assert "sentence.2_Dense.linear.weight" in names
+    assert open_encoder(directory).read("sentence.2_Dense.linear.weight").shape == (4, 3)
+
+
+def test_a_plain_directory_is_mean_pooling_without_normalisation(directory: Path) -> None:
+    (directory / "modules.json").unlink()
+    layout = read_layout(directory)
+    assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
+    assert registry.describe_encoder(registry.load_encoder(directory)).max_tokens == 12
+
+
+def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
+    below = directory / "0_Transformer"
+    below.mkdir()
+    for name in ("config.json", "model.safetensors", "sentence_bert_config.json"):
+        (directory / name).rename(below / name)
+    modules = json.loads((directory / "modules.json").read_text())
+    modules[0] |= {"path": "0_Transformer", "type": "sentence_transformers.models.BERT"}
+    write(directory / "modules.json", modules)
+    assert read_layout(directory).max_tokens == 10
+    assert len(open_encoder(directory).names) > 10
+
+
+def test_a_longer_max_seq_length_than_positions_is_capped(directory: Path) -> None:
+    edit(directory / "sentence_bert_config.json", max_seq_length=512)
+    assert registry.describe_encoder(registry.load_encoder(directory)).max_tokens == 12
+
+
+def test_every_file_that_decides_is_named_for_keys(directory: Path) -> None:
+    names = {str(file.relative_to(directory)) for file in read_layout(directory).files}
+    assert names == {
+        *("modules.json", "config.json", "sentence_bert_config.json"),
+        *("1_Pooling/config.json", "2_Dense/config.json"),
+    }
+
+
+POOLING, DENSE = "1_Pooling/config.json", "2_Dense/config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "told"),
+    [
+        (POOLING, {"pooling_mode_mean_tokens": False}, "to be true, found none"),
+        (POOLING, {"pooling_mode_mean_tokens": 1}, "pooling_mode_mean_tokens: expected true or"),
+        (POOLING, {"pooling_mode_median": True}, "pooling_mode_median: expected one of"),
+        (POOLING, {"pooling_mode": "median"}, 'pooling_mode: expected "cls" or .* found "median"'),
+        (POOLING, {"word_embedding_dimension": 5}, "word_embedding_dimension: expected 4.*found 5"),
+        (DENSE, {"activation_function": "my.Swish"}, 'activation_function: .*found "my.Swish"'),
+        (DENSE, {"module_input_name": "token_embeddings"}, "module_input_name: expected"),
+        (DENSE, {"in_features": 5}, "in_features: expected 4, .*found 5"),
+        (
+            DENSE,
+            {"out_features": 0},
+            "out_features: expected an integer from 1 to 1048576, found 0",
+        ),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case: expected false"),
+        ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length: expected"),
+        ("sentence_bert_config.json", {"query_length": 3}, "query_length: expected one of"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "default_prompt_name"),
+        ("config.json", {"hidden_act": "mish"}, 'hidden_act: .*found "mish"'),
+        ("config.json", {"is_decoder": True}, "is_decoder: expected false, found true"),
+        ("config.json", {"model_type": "gpt2"}, 'for .encode., found "gpt2"'),
+    ],
+)
+def test_what_is_not_built_is_told_with_file_key_and_value(
+    directory: Path, file: str, changes: dict[str, Any], told: str
+) -> None:
+    if not (directory / file).exists():
+        write(directory / file, {})
+    edit(directory / file, **changes)
+    with pytest.raises(CheckpointError, match=told) as raised:
+        registry.describe_encoder(registry.load_encoder(directory))
+    assert file.rpartition("/")[2] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (("Transformer", "Pooling", "CNN"), r"\[2\].type: expected one of"),
+        (("Transformer", "Normalize", "Pooling"), "found Transformer, Normalize, Pooling"),
+        (("Pooling",), "found Pooling"),
+        ((), "found none"),
+    ],
+)
+def test_modules_in_another_order_are_told(
+    directory: Path, kinds: tuple[str, ...], told: str
+) -> None:
+    modules = [{"path": k, "type": f"sentence_transformers.models.{k}"} for k in kinds]
+    write(directory / "modules.json", modules)
+    with pytest.raises(CheckpointError, match=told):
+        read_layout(directory)
+
+
+def test_a_module_may_not_lead_out_of_the_directory(directory: Path) -> None:
+    modules = json.loads((directory / "modules.json").read_text())
+    modules[1]["path"] = "../elsewhere"
+    write(directory / "modules.json", modules)
+    with pytest.raises(CheckpointError, match=r"\[1\].path"):
+        read_layout(directory)
+
+
+def test_dense_weights_that_are_a_pickle_are_refused(directory: Path) -> None:
+    (directory / "2_Dense" / "model.safetensors").rename(
+        directory / "2_Dense" / "pytorch_model.bin"
+    )
+    with pytest.raises(CheckpointError, match=r"found pytorch_model.bin"):
+        open_encoder(directory)
+
+
+def test_tensors_of_tensorflows_names_and_heads_are_taken_as_published(directory: Path) -> None:
+    """bert-base-uncased: norms have gamma and beta, and two heads are in the file."""
+    ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+    def rename(name: str) -> str:
+        for end, published in ends.items():
+            name = name.replace(end, published)
+        return f"bert.{name}"
+
+    write_weights(directory, rename)
+    tensors = load_file(directory / "model.safetensors")
+    for head in ("cls.predictions.bias", "cls.seq_relationship.weight", "bert.pooler.dense.bias"):
+        tensors[head] = np.zeros(3, np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    assert "bert.embeddings.LayerNorm.weight" in open_encoder(directory).names
+
+
+def test_a_tensor_that_nobody_knows_is_told(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file(
+        {**tensors, "adapter.weight": tensors["embeddings.LayerNorm.bias"]},
+        directory / "model.safetensors",
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected adapter\.weight"):
+        _ = open_encoder(directory).names
+
+
+def test_an_encoder_is_no_decoder(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match=r'for \[generate\], found "bert"') as raised:
+        _ = open_checkpoint(directory).names
+    assert "[encode]" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff", "utf-8"),
+        (b"[" * 3000 + b"]" * 3000, "nested too deeply"),
+        (b"[1" + b"0" * 5000 + b"]", "cannot read"),
+        (b"[NaN]", "which has no NaN"),
+        (b"[" + b" " * (16 << 20) + b"]", "expected at most 16777216 bytes"),
+    ],
+)
+@pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "config.json"])
+def test_a_file_that_is_no_json_of_moderate_size_is_refused(
+    file: str, content: bytes, told: str, directory: Path
+) -> None:
+    (directory / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=told) as raised:
+        registry.load_encoder(directory)
+    assert str(directory / file) in str(raised.value)

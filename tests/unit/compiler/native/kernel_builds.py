@@ -1,0 +1,90 @@
+"""Kernels compiled for one level, for the tests of each kernel; a test is skipped where that cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import pytest
+from tests.kernel_bundles import built_kernels
+
+from prejit.compiler.native.library import SOURCES, level_features
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+TESTS = Path(__file__).resolve().parents[3] / "kernels"
+"""Drivers for sanitizers, and what only tests export."""
+LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
+
+_LIBRARY = (
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-shared",
+)
+# GCC 12 warns of its own AVX-512 headers; clang of a warning that it does not know.
+_WARNINGS = (
+    *("-Wall", "-Wextra", "-Werror"),
+    *("-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)
+
+
+def missing_features(level: str) -> set[str]:
+    """Extensions of a level that this machine lacks."""
+    return set(level_features(level)) - set(Fingerprint.current().cpu_features)
+
+
+def highest_level() -> str:
+    """The highest that this machine runs."""
+    return next(level for level in reversed(LEVELS) if not missing_features(level))
+
+
+def product_library(level: str, cache: Path) -> ctypes.CDLL:
+    """Load the library of all kernels as `prejit build` makes it, from a build cache."""
+    _need(level)
+    _, content = built_kernels(f"cpu-{level}", SOURCES, cache)
+    place = cache / f"{level}.so"
+    temporary = place.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.rename(place)  # another process of these tests may load it
+    return ctypes.CDLL(str(place))
+
+
+def load(level: str, out: Path, sources: Iterable[Path]) -> ctypes.CDLL:
+    """Compile sources to a library and load it."""
+    _compile(level, out, *_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}", *sources)
+    return ctypes.CDLL(str(out))
+
+
+def sanitized(driver: Path, names: Iterable[str], sanitizers: str, out: Path) -> Path:
+    """Compile a driver with some sources under sanitizers."""
+    flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
+    _compile(highest_level(), out, *flags, driver, *(SOURCES / name for name in names))
+    return out
+
+
+def assert_runs_clean(driver: Path, *arguments: str) -> None:
+    """Run a driver, in which its sanitizers must find nothing."""
+    done = subprocess.run([driver, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def _need(level: str) -> None:
+    if missing := missing_features(level):
+        pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
+
+
+def _compile(level: str, out: Path, *more: object) -> None:
+    _need(level)
+    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if found is None:
+        pytest.skip("no C++ compiler on this machine")
+    command = [found, "-std=c++17", *_WARNINGS, f"-march={level}", "-pthread", *map(str, more)]
+    done = subprocess.run([*command, "-o", str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

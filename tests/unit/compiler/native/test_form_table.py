@@ -1,0 +1,348 @@
+"""The table of measured forms: what it says of a product, and that its file loses and invents nothing."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler.native.form_table import (
+    LEAST_BYTES,
+    MARGIN,
+    RECORDED,
+    Conditions,
+    FormTable,
+    KnownForms,
+    Measured,
+    _sources_digest,
+    merge_into,
+    read_own,
+    read_recorded,
+    read_table,
+    to_text,
+)
+from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
+from prejit.runtime.errors import RejectError, StoreError
+
+HERE = Conditions("x86-64-v4", "AMD EPYC", 2, "0.10.2", "g++ 12.2.0", "sha256:" + "1" * 64)
+LARGE = Product("int8", 1, 2048, 8192, False)
+SMALL = Product("int8", 1, 64, 64, False)
+
+
+def measured(
+    product: Product = LARGE,
+    conditions: Conditions = HERE,
+    date: str = "2026-11-20",
+    **nanoseconds: int,
+) -> Measured:
+    times = {form.replace("_", " "): time for form, time in nanoseconds.items()}
+    return Measured(product, times or {KERNEL: 100, LOOP: 300}, conditions, date)
+
+
+def table(*entries: Measured) -> FormTable:
+    return FormTable(tuple(entries))
+
+
+products = st.builds(
+    Product,
+    st.sampled_from(["float32", "bfloat16", "int8"]),
+    st.integers(1, 10_000),
+    st.integers(1, 200_000),
+    st.integers(1, 200_000),
+    st.booleans(),
+)
+
+
+@st.composite
+def any_measured(draw: st.DrawFn) -> Measured:
+    product = draw(products)
+    forms = draw(st.sets(st.sampled_from(product.forms), min_size=1))
+    text = st.text(max_size=4)
+    conditions = Conditions(
+        draw(text), draw(text), draw(st.integers(1, 512)), draw(text), draw(text), draw(text)
+    )
+    times = {form: draw(st.integers(1, 10**12)) for form in forms}
+    return Measured(product, times, conditions, draw(st.dates()).isoformat())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(any_measured(), max_size=4, unique_by=lambda m: (m.conditions, m.product)))
+def test_a_written_table_is_read_as_it_was(entries: list[Measured]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "forms.json")
+        path.write_text(to_text(FormTable(tuple(entries))), encoding="ascii")
+        found = read_table(path)
+    assert found.by_conditions == FormTable(tuple(entries)).by_conditions
+    assert to_text(found.merged(FormTable())) == to_text(FormTable().merged(found))
+
+
+@settings(deadline=None)
+@given(products)
+def test_a_product_is_read_from_its_own_text(product: Product) -> None:
+    assert Product.parse(str(product)) == product
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "float16 1 x 2 x 3 (out,in)",
+        "int8 0 x 2 x 3 (out,in)",
+        "int8 1 x 2 (out,in)",
+        "int8 1 x 2 x 3",
+        "int8 1 x 2 x 3 (out,in) ",
+        "int8 01 x 2 x 3 (out,in)",
+    ],
+)
+def test_what_is_no_product_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a product such as"):
+        Product.parse(text)
+
+
+def test_the_fastest_form_is_taken_if_it_is_clearly_faster_than_the_kernel() -> None:
+    assert measured(kernel=1000, loop=1001).form(LARGE) == KERNEL
+    assert measured(kernel=1000, loop=999).form(LARGE) == KERNEL
+    assert measured(kernel=1000, loop=round(1000 / MARGIN) - 1).form(LARGE) == LOOP
+    assert measured(widened_dot=5, loop=9).form(LARGE) == WIDENED
+
+
+def test_a_form_that_a_product_has_not_is_never_taken() -> None:
+    many = replace(LARGE, rows=512)
+    assert LOOP not in many.forms
+    assert measured(kernel=10, loop=1).form(many) == KERNEL
+    assert measured(loop=1).form(many) is None
+    known = KnownForms(own=table(measured(loop=1)))
+    assert known.choice(many, HERE).form == KERNEL
+    assert known.choice(many, HERE).measured is None
+
+
+def test_what_the_user_gives_counts_before_what_was_measured_and_that_before_what_ships() -> None:
+    given = table(measured(loop=1, kernel=9))
+    own = table(measured(widened_dot=1, kernel=9))
+    recorded = table(measured(kernel=1, loop=9))
+    assert KnownForms(given, own, recorded).choice(LARGE, HERE).form == LOOP
+    assert KnownForms(FormTable(), own, recorded).choice(LARGE, HERE).form == WIDENED
+    assert KnownForms(FormTable(), FormTable(), recorded).choice(LARGE, HERE).form == KERNEL
+    assert KnownForms().choice(LARGE, HERE).form == KERNEL
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cpu", "Intel Xeon"),
+        ("cpus", 16),
+        ("jaxlib", "0.12.0.1"),
+        ("compiler", "zig 0.17.0"),
+        ("kernels", "sha256:2"),
+        ("level", "x86-64-v3"),
+    ],
+)
+def test_what_this_machine_measured_under_other_conditions_is_measured_again(
+    name: str, value: Any
+) -> None:
+    own = KnownForms(own=table(measured()))
+    assert own.missing([LARGE], HERE) == ()
+    there = replace(HERE, **{name: value})
+    assert own.missing([LARGE], there) == (LARGE,)
+    assert own.choice(LARGE, there).measured == measured()  # until it is
+
+
+def test_what_ships_is_not_measured_again_unless_asked() -> None:
+    recorded = KnownForms(recorded=table(measured(conditions=replace(HERE, cpu="Intel Xeon"))))
+    assert recorded.missing([LARGE], HERE) == ()
+    assert recorded.missing([LARGE], HERE, fresh=True) == (LARGE,)
+
+
+def test_small_matrices_are_measured_only_if_asked() -> None:
+    edge = Product("int8", 1, LEAST_BYTES // 64, 64, False)
+    smaller = Product("int8", 1, LEAST_BYTES // 64 - 1, 64, False)
+    assert KnownForms().missing([SMALL, LARGE, smaller, edge, LARGE], HERE) == (LARGE, edge)
+    assert KnownForms().missing([SMALL], HERE, fresh=True) == (SMALL,)
+
+
+def test_a_product_with_one_form_is_never_measured() -> None:
+    only_dot = Product("float32", 1, 4096, 4096, True)
+    assert KnownForms().missing([only_dot], HERE, fresh=True) == ()
+
+
+def test_measuring_for_one_manifest_changes_no_choice_of_another() -> None:
+    """What builds measure goes into one table, and products of two models may be nearly the same."""
+    recorded = table(measured(SMALL, kernel=100, loop=300))
+    alone = KnownForms(recorded=recorded)
+    beside = KnownForms(own=table(measured(LARGE, kernel=300, loop=100)), recorded=recorded)
+    other = replace(LARGE, outputs=LARGE.outputs + 64)
+    assert beside.choice(other, HERE) == alone.choice(other, HERE)
+    assert beside.choice(LARGE, HERE).form == LOOP
+
+
+def test_the_nearest_product_answers_for_one_that_was_not_measured() -> None:
+    near = measured(replace(LARGE, rows=4, inputs=1024), loop=1, kernel=9)
+    far = measured(replace(LARGE, rows=64), kernel=1, widened_dot=9)
+    other_dtype = measured(replace(LARGE, dtype="bfloat16"), kernel=1, loop=9)
+    other_level = measured(LARGE, replace(HERE, level="x86-64-v3"), kernel=1, loop=9)
+    other_order = measured(replace(LARGE, in_out=True), loop=9)
+    known = KnownForms(recorded=table(far, near, other_dtype, other_level, other_order))
+    choice = known.choice(replace(LARGE, rows=2), HERE)
+    assert (choice.form, choice.measured) == (LOOP, near)
+    # Sizes count by how many times they differ, not by how much: 64 is nearer to 32 than 4 is.
+    assert known.choice(replace(LARGE, rows=32), HERE).measured == far
+
+
+def test_another_level_answers_only_where_this_one_says_nothing() -> None:
+    there = replace(HERE, level="x86-64-v2")
+    own_level = measured(replace(LARGE, rows=512, inputs=16), kernel=1)
+    other_level = measured(LARGE, there, loop=1, kernel=9)
+    only_other = KnownForms(recorded=table(other_level))
+    assert only_other.choice(LARGE, HERE).measured == other_level
+    assert only_other.missing([LARGE], HERE) == (LARGE,)
+    both = KnownForms(recorded=table(other_level, own_level))
+    assert both.choice(LARGE, HERE).measured == own_level
+
+
+def test_the_later_of_two_measurements_counts(tmp_path: Path) -> None:
+    path = tmp_path / "forms.json"
+    merge_into(path, table(measured(kernel=1, loop=9), measured(SMALL)))
+    newer = measured(date="2026-12-01", kernel=9, loop=1)
+    merge_into(path, table(newer))
+    assert read_table(path).by_conditions == {(HERE, LARGE): newer, (HERE, SMALL): measured(SMALL)}
+    older = measured(conditions=replace(HERE, cpu="Zen 9"), date="2025-01-01", kernel=1, loop=9)
+    both = table(newer, older)
+    assert KnownForms(given=both).choice(LARGE, HERE).form == LOOP
+
+
+def test_builds_that_measure_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "forms.json"
+    sizes = range(1, 25)
+
+    def add(rows: int) -> None:
+        merge_into(path, table(measured(replace(LARGE, rows=rows), kernel=5, widened_dot=7)))
+
+    threads = [threading.Thread(target=add, args=(rows,)) for rows in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(m.product.rows for m in read_table(path).entries) == list(sizes)
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, f".{path.name}.lock"}
+
+
+def test_the_table_does_not_grow_with_every_version(tmp_path: Path) -> None:
+    path = tmp_path / "forms.json"
+    for day in range(1, 31):
+        conditions = replace(HERE, jaxlib=f"0.10.{day}")
+        merge_into(path, table(measured(conditions=conditions, date=f"2026-11-{day:02}")))
+    kept = {m.conditions.jaxlib for m in read_table(path).entries}
+    assert len(kept) < 30
+    assert {"0.10.30", "0.10.29"} <= kept
+
+
+def test_a_damaged_own_table_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "forms.json"
+    path.write_text(to_text(table(measured()))[:-9])
+    assert read_own(path) == FormTable()
+    merge_into(path, table(measured(SMALL)))
+    assert read_table(path) == table(measured(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d | {"version": 2}, "version: expected 1, found 2"),
+        (lambda d: d | {"extra": 1}, "the file: unknown key 'extra'"),
+        (lambda d: {"version": 1}, "the file: expected the key 'measured', found none"),
+        (lambda d: [], r"the file: expected an object, found \[\]"),
+        (lambda d: d | {"measured": {}}, "measured: expected a list, found {}"),
+        (
+            lambda d: _section(d, cpus="2"),
+            r'measured\[0\].cpus: expected a number, found "2"',
+        ),
+        (lambda d: _section(d, level=None), r"measured\[0\].level: expected a text, found null"),
+        (
+            lambda d: _section(d, nanosecond={}),
+            r"measured\[0\]: unknown key 'nanosecond' \(did you mean \"nanoseconds\"\?\)",
+        ),
+        (lambda d: _times(d, {"int9 1 x 2 x 3 (out,in)": {}}), "expected a product such as"),
+        (lambda d: _times(d, {str(LARGE): {}}), "expected a time for each form, found {}"),
+        (
+            lambda d: _times(d, {str(LARGE): {"dot": 1}}),
+            'expected loop or widened dot or kernel, found "dot"',
+        ),
+        (lambda d: _times(d, {str(LARGE): {"loop": 0}}), "loop: expected nanoseconds, 1 or more"),
+        (lambda d: _times(d, {str(LARGE): {"loop": True}}), "expected nanoseconds"),
+        (lambda d: _times(d, {str(LARGE): {"loop": 1.5}}), "expected nanoseconds"),
+    ],
+)
+def test_an_error_in_a_table_names_the_file_and_the_key(
+    change: Any, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "given.json"
+    data = json.loads(to_text(table(measured())))
+    path.write_text(json.dumps(change(data)))
+    with pytest.raises(RejectError, match=message) as raised:
+        read_table(path)
+    assert str(path) in str(raised.value)
+    assert raised.value.hint is not None
+
+
+def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    for content in (b"", b"\xff", b"[" * 100_000, b'{"version": 1,}'):
+        path.write_bytes(content)
+        with pytest.raises(RejectError, match="expected a table of forms"):
+            read_table(path)
+
+
+def test_a_table_that_is_not_there_is_an_error_where_the_user_named_it(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot read the table of forms: No such file"):
+        read_table(tmp_path / "none.json")
+    assert read_own(tmp_path / "none.json") == FormTable()
+
+
+def test_the_table_that_ships_is_as_it_is_written() -> None:
+    """Nobody edits it by hand: `make forms` writes it."""
+    shipped = read_recorded()
+    assert not RECORDED.is_file() or RECORDED.read_text() == to_text(shipped)
+
+
+def test_a_line_of_the_table_is_for_people() -> None:
+    line = next(x for x in to_text(table(measured())).splitlines() if "int8" in x)
+    assert line == '    "int8 1 x 2048 x 8192 (out,in)": {"kernel": 100, "loop": 300}'
+
+
+def _section(data: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return {**data, "measured": [{**data["measured"][0], **changed}]}
+
+
+def _times(data: dict[str, Any], times: dict[str, Any]) -> dict[str, Any]:
+    return _section(data, nanoseconds=times)
+
+
+def test_what_was_measured_outlives_changes_of_other_kernels_but_not_of_its_own(
+    tmp_path: Path,
+) -> None:
+    sources = {
+        "linear_ffi.cc": '#include <cstdint>\n#include "linear.h"\n#include "xla/ffi/api/ffi.h"\n',
+        "linear.h": "",
+        "linear.cc": '#include "linear.h"\n#include "threads.h"\n',
+        "threads.h": "",
+        "threads.cc": "",
+        "attention.cc": '#include "threads.h"\n',
+    }
+
+    def digest(name: str, **changed: str) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        for file, text in {**sources, **changed}.items():
+            (directory / file).write_text(text)
+        return _sources_digest(directory)
+
+    before = digest("before")
+    assert digest("attention", **{"attention.cc": "//"}) == before
+    others = [digest(name, **{name: sources[name] + "//"}) for name in sources if name[:3] != "att"]
+    assert len({before, *others}) == len(sources)

@@ -1,0 +1,481 @@
+"""Attention kernels against plain NumPy in float64, on every level that this machine runs."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler.models.encoders.sentence import attention as encoder_form
+from prejit.compiler.models.layers.attention import NewTokens
+from prejit.compiler.models.layers.attention import attention as decoder_form
+
+from . import kernel_builds, kernel_frames
+from .kernel_builds import LEVELS, TESTS
+from .kernel_frames import KernelError
+
+DRIVER = TESTS / "attention_driver.cc"
+TOLERANCE = 3e-6
+"""Of means of values between -3 and 3, where scores are exact: what errs is softmax and sums."""
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
+    """The library of a level, as bundles have it."""
+    return kernel_builds.product_library(request.param, build_cache)
+
+
+@pytest.fixture(scope="module")
+def in_xla(build_cache: Path) -> str:
+    """The name by which XLA knows the attention of the highest level that this machine runs."""
+    library = kernel_builds.product_library(kernel_builds.highest_level(), build_cache)
+    name = "test_kernel_attention"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.prejit_attention), platform="cpu")
+    return name
+
+
+@dataclass(frozen=True)
+class Case:
+    """What attention of a decoder is asked."""
+
+    query: Any
+    new_keys: Any
+    new_values: Any
+    start: Any
+    length: Any
+    query_start: Any
+    keys: Any
+    values: Any
+    scale: float = 0.25
+    softcap: float = 0.0
+    window: int = 0
+    packed: bool = False
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        before = (self.query, self.new_keys, self.new_values, self.start, self.length)
+        return (*before, self.query_start, self.keys, self.values)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether query, keys and values are parts of one array, as a fused projection gives them."""
+        return self.packed and self.query.shape[1] == self.new_keys.shape[1]
+
+    @property
+    def attributes(self) -> dict[str, np.generic]:
+        heads, kv_heads = self.query.shape[2], self.keys.shape[1]
+        return {
+            "scale": np.float32(self.scale),
+            "softcap": np.float32(self.softcap),
+            "window": np.int32(self.window),
+            "key_head": np.int32(heads if self.is_packed else 0),
+            "value_head": np.int32(heads + kv_heads if self.is_packed else 0),
+        }
+
+
+def run(case: Case, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The attention of a case, and its cache after it; the handler writes a copy of the cache."""
+    arrays = [np.ascontiguousarray(array) for array in case.arrays]
+    if case.is_packed:
+        whole = np.concatenate(arrays[:3], 2)
+        arrays[:3] = whole, whole, whole
+    out = np.full(case.query.shape, np.nan, np.float32)
+    keys, values = arrays[6].copy(), arrays[7].copy()
+    handler = kernel_frames.handler_of(library, "attention")
+    results = (out, keys, values)
+    kernel_frames.call(handler, [*arrays[:6], keys, values], results, **case.attributes)
+    return results
+
+
+def kernel_in_xla(case: Case, name: str) -> Callable[..., list[jax.Array]]:
+    """Attention as a program calls it, of arrays as those of a case."""
+
+    def call(*arrays: jax.Array) -> Any:
+        shapes = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in (0, 6, 7)]
+        native = jax.ffi.ffi_call(name, shapes, input_output_aliases={6: 1, 7: 2})
+        return native(*arrays, **case.attributes)
+
+    return call
+
+
+def reference(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By the definition, one query after the other."""
+    batch, queries, heads, _ = case.query.shape
+    kv_heads, slots = case.keys.shape[1:3]
+    keys, values = case.keys.copy(), case.values.copy()
+    out = np.zeros(case.query.shape)
+    for b in range(batch):
+        for t in range(case.length[b]):
+            if case.start[b] + t < slots:
+                keys[b, :, case.start[b] + t] = case.new_keys[b, t].astype(keys.dtype)
+                values[b, :, case.start[b] + t] = case.new_values[b, t].astype(values.dtype)
+        for t in range(queries):
+            position = case.query_start[b] + t
+            if position >= case.start[b] + case.length[b]:
+                continue
+            last = min(position, slots - 1)
+            first = max(0, last - case.window + 1) if case.window else 0
+            for n in range(heads):
+                head = (b, n // (heads // kv_heads), slice(first, last + 1))
+                out[b, t, n] = weighted(
+                    case.query[b, t, n], keys[head], values[head], case.scale, case.softcap
+                )
+    return out, keys, values
+
+
+def weighted(query: Any, keys: Any, values: Any, scale: float, softcap: float = 0.0) -> Any:
+    scores = keys.astype(np.float64) @ (query.astype(np.float64) * scale)
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    weights = np.exp(scores - scores.max())
+    return weights @ values.astype(np.float64) / weights.sum()
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def drawn(
+    seed: int,
+    *,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    size: int,
+    slots: int,
+    tokens: int,
+    queries: int | None = None,
+    dtype: Any = np.float32,
+    **more: Any,
+) -> Case:
+    """A case whose scores are exact in float32; behind what is valid there is garbage as large as can be.
+
+    Queries are those of all new tokens, or the last valid one's alone.
+    """
+    rng = np.random.default_rng(seed)
+
+    def wholes(*shape: int) -> np.ndarray:
+        return rng.integers(-3, 4, shape).astype(np.float32)
+
+    def reals(*shape: int) -> np.ndarray:
+        return rng.uniform(-3, 3, shape).astype(np.float32)
+
+    start = more.pop("start", rng.integers(0, slots + 2, batch)).astype(np.int32)
+    length = more.pop("length", rng.integers(0, tokens + 1, batch)).astype(np.int32)
+    alone = queries == 1
+    keys = wholes(batch, kv_heads, slots, size).astype(dtype)
+    values = reals(batch, kv_heads, slots, size).astype(dtype)
+    for b in range(batch):
+        end = start[b] + length[b]
+        keys[b, :, end:] = ml_dtypes.finfo(dtype).max
+        values[b, :, end:] = -ml_dtypes.finfo(dtype).max
+    return Case(
+        query=wholes(batch, 1 if alone else tokens, kv_heads * group, size),
+        new_keys=wholes(batch, tokens, kv_heads, size),
+        new_values=reals(batch, tokens, kv_heads, size),
+        start=start,
+        length=length,
+        query_start=(start + np.maximum(length - 1, 0)).astype(np.int32) if alone else start,
+        keys=keys,
+        values=values,
+        **more,
+    )
+
+
+cases = st.builds(
+    drawn,
+    st.integers(0, 2**32 - 1),
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 1, 2, 3, 4, 8]),
+    size=st.sampled_from([1, 3, 8, 16, 17, 32, 33, 64, 80, 128]),
+    slots=st.one_of(st.integers(1, 40), st.integers(60, 70), st.integers(250, 700)),
+    tokens=st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 70)),
+    queries=st.sampled_from([None, None, 1]),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+    scale=st.sampled_from([0.0625, 0.125, 0.25]),
+    softcap=st.sampled_from([0.0, 0.0, 0.5, 4.0]),
+    window=st.sampled_from([0, 0, 1, 7, 64, 300]),
+    packed=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
+    out, keys, values = run(case, kernels)
+    expected, expected_keys, expected_values = reference(case)
+    assert_close(out, expected)
+    np.testing.assert_array_equal(keys, expected_keys)
+    np.testing.assert_array_equal(values, expected_values)
+
+
+def test_attention_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) -> None:
+    case = drawn(
+        0,
+        batch=2,
+        kv_heads=2,
+        group=2,
+        size=64,
+        slots=128,
+        tokens=32,
+        start=np.array([0, 90]),
+        length=np.array([32, 32]),
+        window=50,
+        softcap=4.0,
+    )
+
+    def form(query: Any, keys: Any, values: Any, start: Any, length: Any, cache: Any) -> Any:
+        new = NewTokens(start, length, 32)
+        layer = new.write(cache, keys, values)
+        return decoder_form(query, layer, new.positions, case.scale, window=50, cap=4.0)
+
+    # XLA's form multiplies what nobody sees by 0, and 3e38 * 64 is infinite.
+    keys, values = (np.where(np.abs(x) > 3, 0, x) for x in (case.keys, case.values))
+    new = (case.new_keys, case.new_values, case.start, case.length)
+    expected = jax.jit(form)(case.query, *new, (keys, values))
+    out, _, _ = run(case, kernels)
+    assert_close(out, np.asarray(expected).reshape(out.shape))
+
+
+def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
+    case = drawn(1, batch=1, kv_heads=2, group=1, size=16, slots=64, tokens=1)
+    arrays = [jnp.asarray(array) for array in case.arrays]
+    before = [array.unsafe_buffer_pointer() for array in arrays[6:]]
+    call = jax.jit(kernel_in_xla(case, in_xla), donate_argnums=(6, 7))
+    _, keys, values = call(*arrays)
+    assert [keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()] == before
+    np.testing.assert_array_equal(keys, reference(case)[1])
+
+
+def test_a_cache_that_is_not_donated_stays_as_it_is(in_xla: str) -> None:
+    case = drawn(2, batch=1, kv_heads=2, group=1, size=16, slots=64, tokens=3)
+    case = replace(case, start=np.array([5], np.int32), length=np.array([3], np.int32))
+    case = replace(case, query_start=case.start)
+    keys = jnp.asarray(case.keys)
+    call = jax.jit(kernel_in_xla(case, in_xla))
+    _, written, _ = call(*case.arrays[:6], keys, jnp.asarray(case.values))
+    np.testing.assert_array_equal(keys, case.keys)
+    np.testing.assert_array_equal(written, reference(case)[1])
+
+
+def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> None:
+    case = drawn(2, batch=2, kv_heads=2, group=1, size=16, slots=64, tokens=3)
+    _, *expected = reference(case)
+    before = [array.copy() for array in case.arrays[6:]]
+    found = [np.zeros_like(array) for array in before]
+    handler = kernel_frames.handler_of(kernels, "attention")
+    out = np.empty_like(case.query)
+    kernel_frames.call(handler, case.arrays, (out, *found), **case.attributes)
+    for array, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+    for array, wanted in zip(case.arrays[6:], before, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 60])
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tokens: int) -> None:
+    # Alone, 1000 positions of 2 heads are split over threads; in the batch they are not.
+    start = np.array([1000, 3, 640, 77, 500, 901])
+    sizes = {"kv_heads": 2, "group": 2, "size": 64, "slots": 1100, "tokens": tokens}
+    case = drawn(3, batch=6, **sizes, start=start, length=np.full(6, tokens))
+    together, _, _ = run(case, kernels)
+    for b in range(6):
+        row = replace(
+            case,
+            **{
+                field: getattr(case, field)[b : b + 1]
+                for field in Case.__dataclass_fields__
+                if isinstance(getattr(case, field), np.ndarray)
+            },
+        )
+        np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
+
+
+def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
+    kernels: ctypes.CDLL,
+) -> None:
+    for tokens in (1, 5, 40):
+        case = drawn(
+            4,
+            batch=2,
+            kv_heads=2,
+            group=2,
+            size=32,
+            slots=300,
+            tokens=tokens,
+            start=np.array([258, 7]),
+            length=np.full(2, tokens),
+        )
+        case.query[0, tokens - 1, 2, 3] = np.nan
+        out, _, _ = run(case, kernels)
+        assert np.isnan(out[0, tokens - 1, 2]).all()
+        case.query[0, tokens - 1, 2] = 0
+        expected = reference(case)[0]
+        out[0, tokens - 1, 2] = expected[0, tokens - 1, 2] = 0
+        assert_close(out, expected)
+
+
+def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
+    case = drawn(
+        5,
+        batch=1,
+        kv_heads=1,
+        group=1,
+        size=16,
+        slots=400,
+        tokens=1,
+        length=np.ones(1),
+        start=np.array([299]),
+    )
+    case.values[0, 0, 200] = np.nan
+    assert np.isnan(run(case, kernels)[0]).all()
+    assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
+
+
+def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(
+    kernels: ctypes.CDLL,
+) -> None:
+    case = drawn(
+        6,
+        batch=1,
+        kv_heads=1,
+        group=1,
+        size=8,
+        slots=4,
+        tokens=1,
+        dtype=ml_dtypes.bfloat16,
+        start=np.array([2]),
+        length=np.ones(1),
+    )
+    # Two ties, to even up and down; what overflows; the least of all; a NaN whose upper half is infinite.
+    bits = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 1, 0x7F800001, 0xFFFFFFFF, 0x80000000, 0x3F808001]
+    case.new_keys[:] = np.array(bits, np.uint32).view(np.float32)
+    _, keys, _ = run(case, kernels)
+    found = keys[0, 0, 2].view(np.uint16)
+    assert [hex(x) for x in found[[0, 1, 2, 3, 6, 7]]] == [
+        "0x3f80",
+        "0x3f82",
+        "0x7f80",
+        "0x0",
+        "0x8000",
+        "0x3f81",
+    ]
+    assert np.isnan(keys[0, 0, 2, 4:6].astype(np.float32)).all()
+
+
+def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: ctypes.CDLL) -> None:
+    # A server must not crash of a position that its host got wrong.
+    case = drawn(7, batch=4, kv_heads=1, group=1, size=8, slots=16, tokens=4, length=np.full(4, 4))
+    most = np.iinfo(np.int32).max
+    start = np.array([-2, -100, most, 15], np.int32)
+    length = np.array([4, most, 4, most], np.int32)
+    out, _, _ = run(replace(case, start=start, query_start=start, length=length), kernels)
+    assert out.shape == case.query.shape
+
+
+def test_calls_from_many_threads_get_each_its_own_result(kernels: ctypes.CDLL) -> None:
+    sizes = {"batch": 2, "kv_heads": 3, "group": 2, "size": 64, "slots": 300}
+    works = [drawn(i, tokens=(1, 4, 64)[i % 3], **sizes) for i in range(6)]
+    expected = [reference(case)[0] for case in works]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            out = run(works[i], kernels)[0]
+            if np.abs(out - expected[i]).max() > TOLERANCE:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: ctypes.CDLL) -> None:
+    case = drawn(8, batch=2, kv_heads=2, group=1, size=8, slots=16, tokens=1)
+    for wrong in (
+        replace(case, new_keys=case.new_keys[:, :, :, :4]),
+        replace(case, new_values=case.new_values[:, :, :1]),
+        replace(case, length=case.length[:1]),
+        replace(case, query=np.ones((2, 1, 3, 8), np.float32)),
+        replace(case, keys=case.keys[:, :, :8]),
+    ):
+        with pytest.raises(KernelError, match="prejit_attention: expected out"):
+            run(wrong, kernels)
+    with pytest.raises(KernelError, match="one dtype"):
+        run(replace(case, keys=case.keys.astype(ml_dtypes.bfloat16)), kernels)
+    zeros = np.zeros(case.keys.shape, np.float16)
+    half = replace(case, keys=zeros, values=zeros)
+    with pytest.raises(KernelError, match="float32 or bfloat16"):
+        run(half, kernels)
+
+
+def encode(
+    library: ctypes.CDLL, query: Any, keys: Any, values: Any, length: Any, scale: float
+) -> np.ndarray:
+    out = np.full(query.shape, np.nan, np.float32)
+    arguments = [np.ascontiguousarray(x) for x in (query, keys, values, length.astype(np.int32))]
+    handler = kernel_frames.handler_of(library, "encoder_attention")
+    kernel_frames.call(handler, arguments, [out], scale=np.float32(scale))
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
+    st.one_of(st.integers(1, 20), st.integers(45, 70), st.integers(250, 600)),
+    st.integers(1, 4),
+    st.sampled_from([1, 3, 16, 32, 33, 64, 100]),
+)
+def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
+    kernels: ctypes.CDLL, seed: int, batch: int, tokens: int, heads: int, size: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (batch, tokens, heads, size)
+    query, keys = rng.integers(-3, 4, (2, *shape)).astype(np.float32)
+    values = rng.uniform(-3, 3, shape).astype(np.float32)
+    length = rng.integers(0, tokens + 1, batch)
+    expected = np.zeros(shape)
+    for b, valid in enumerate(length):
+        for array in (query, keys, values):
+            array[b, valid:] = np.finfo(np.float32).max
+        for t in range(valid):
+            for n in range(heads):
+                expected[b, t, n] = weighted(
+                    query[b, t, n], keys[b, :valid, n], values[b, :valid, n], 0.25
+                )
+    assert_close(encode(kernels, query, keys, values, length, 0.25), expected)
+
+
+def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(9)
+    query, keys, values = rng.normal(size=(3, 2, 128, 12, 32)).astype(np.float32)
+    length = np.array([128, 77], np.int32)
+    form = jax.jit(encoder_form, static_argnums=4)
+    flat = (x.reshape(2, 128, 384) for x in (query, keys, values))
+    expected = np.asarray(form(*flat, length, 12)).reshape(query.shape)
+    found = encode(kernels, query, keys, values, length, 32**-0.5)
+    assert_close(found[0], expected[0])
+    assert_close(found[1, :77], expected[1, :77])
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
+    names = ("attention.cc", "encoder_attention.cc", "threads.cc")
+    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
+    kernel_builds.assert_runs_clean(driver)

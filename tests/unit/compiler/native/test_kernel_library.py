@@ -1,0 +1,323 @@
+"""The library of native kernels: what makes it, what it is cached under, what it asks of a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import stat
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.native import library
+from prejit.compiler.native.library import (
+    KernelLibrary,
+    NoKernels,
+    build_kernels,
+    ffi_headers,
+    find_kernels,
+    level_of,
+)
+from prejit.compiler.store.cache import Cache
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
+from prejit.runtime.errors import BuildError, UsageError
+from prejit.runtime.format.elf import read_shared_library
+from prejit.runtime.format.kernels import kernel_target
+from prejit.runtime.machine import catalogue
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+TOY = Path(__file__).parents[3] / "toy_kernels"
+VERSIONS = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+
+
+def toolchain(name: str = "cpu-x86-64-v2", **changes: Any) -> Toolchain:
+    return host_toolchain(dataclasses.replace(target(name), **changes), VERSIONS)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache.open(tmp_path / "cache")
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any) -> Path:
+    """A g++ alone on PATH that copies the toy library, and notes what it was told."""
+    content = tmp_path / "made.so"
+    content.write_bytes(toy_library[1])
+    return write_compiler(tmp_path, monkeypatch, f"cp {content} $out")
+
+
+def write_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: str) -> Path:
+    directory = tmp_path / "bin"
+    directory.mkdir(exist_ok=True)
+    for tool in ("cp", "cat"):
+        if not (directory / tool).exists():
+            (directory / tool).symlink_to(shutil.which(tool) or tool)
+    path = directory / "g++"
+    path.write_text(
+        '#!/bin/sh\ncase "$*" in *--version) echo "g++ (Fake 1-2) 1.2.3"; exit;; esac\n'
+        f'echo "$@" >> {tmp_path}/told\n'
+        f'for word; do [ "$last" = -o ] && out=$word; last=$word; done\n{makes}\n'
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(directory))
+    monkeypatch.delenv("CXX", raising=False)
+    without_zig(monkeypatch)
+    return tmp_path / "told"
+
+
+def without_zig(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ziglang" else find(name)
+    )
+
+
+def test_a_library_is_compiled_once(fake_compiler: Path, cache: Cache) -> None:
+    first = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(first, KernelLibrary)
+    compiled = fake_compiler.read_text()
+    assert compiled.count("\n") == 2, "one source, one link"
+    assert build_kernels(toolchain(), cache, sources=TOY) == first
+    assert find_kernels(toolchain(), cache, sources=TOY) == first
+    assert fake_compiler.read_text() == compiled
+    assert (first.compiler, first.level) == ("g++ 1.2.3", "x86-64-v2")
+    assert kernel_target("scale", first.digest) == f"prejit_scale.{first.digest[7:23]}"
+
+
+def test_what_decides_the_library_is_in_its_key(
+    fake_compiler: Path, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level, sources, flags, headers, the compiler's version and arguments; not the place of the sources."""
+    sources = tmp_path / "elsewhere"
+    shutil.copytree(TOY, sources)
+
+    def compiles(chain: Toolchain, at: Path) -> bool:
+        before = fake_compiler.read_text() if fake_compiler.exists() else ""
+        assert isinstance(build_kernels(chain, cache, sources=at), KernelLibrary)
+        return fake_compiler.read_text() != before
+
+    assert compiles(toolchain(), TOY)
+    assert not compiles(toolchain(), sources)
+    assert not compiles(toolchain(name="cpu-x86-64-v2", driver="1"), sources)
+    assert compiles(toolchain("cpu-x86-64-v3"), sources)
+    (sources / "other.h").write_text("// included")
+    assert compiles(toolchain(), sources)
+    (sources / "toy.cc").write_text("// changed")
+    assert compiles(toolchain(), sources)
+    headers = tmp_path / "jaxlib" / "include"
+    shutil.copytree(ffi_headers(toolchain()) or TOY, headers)
+    (headers / "xla/ffi/api/c_api.h").write_text("// of another jaxlib")
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "ffi_headers", lambda _: headers)
+        assert compiles(toolchain(), sources)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_COMPILE_FLAGS", ("-O0",))
+        assert compiles(toolchain(), sources)
+    monkeypatch.setenv("CXX", "g++ -O0 -ffast-math")
+    assert compiles(toolchain(), sources)
+    monkeypatch.delenv("CXX")
+    compiler = Path(os.environ["PATH"]) / "g++"
+    compiler.write_text(compiler.read_text().replace("1.2.3", "1.2.4"))
+    assert compiles(toolchain(), sources)
+
+
+def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: Cache) -> None:
+    built = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(built, KernelLibrary)
+    path = cache.blob_path(built.digest)
+    assert path is not None
+    path.write_bytes(b"x" * built.size)
+    assert find_kernels(toolchain(), cache, sources=TOY) is None
+    assert build_kernels(toolchain(), cache, sources=TOY) == built
+    assert cache.read_blob(built.digest) is not None
+
+
+def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    without_zig(monkeypatch)
+    found = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(found, NoKernels)
+    assert found.worth_telling
+    assert found.reason.startswith("no C++ compiler: kernels are left out, int8 and bfloat16 will")
+    assert "pip install 'prejit[kernels]'" in found.reason
+    assert find_kernels(toolchain(), cache, sources=TOY) == found
+
+
+@pytest.mark.parametrize("cxx", ["g++ -DNAME='a", 'g++ "', "g++ \\"])
+def test_cxx_with_an_unbalanced_quote_is_a_usage_error(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, cxx: str
+) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(UsageError, match="CXX: expected a command as a shell reads it") as caught:
+        build_kernels(toolchain(), cache, sources=TOY)
+    assert repr(cxx) in str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
+) -> None:
+    told = write_compiler(tmp_path, monkeypatch, "echo 'toy.cc:1: no such level' >&2; exit 1")
+    found = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(found, NoKernels)
+    assert found.worth_telling
+    assert "g++ 1.2.3: toy.cc:1: no such level" in found.reason
+    assert told.read_text().count("\n") == 1
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    other = tmp_path / "bin" / "my-c++"
+    other.write_text((tmp_path / "bin" / "g++").read_text().replace("1.2.3", "9.9.9"))
+    other.write_text(other.read_text().replace("exit 1", f"cp {tmp_path}/made.so $out"))
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", "my-c++ -m64")
+    found = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(found, KernelLibrary)
+    assert found.compiler == "g++ 9.9.9"
+    assert told.read_text().splitlines()[-1].startswith("-m64 ")
+
+
+def test_a_compiler_under_two_names_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
+    told = write_compiler(tmp_path, monkeypatch, "exit 1")
+    (tmp_path / "bin" / "c++").symlink_to("g++")
+    monkeypatch.setenv("CXX", "g++")
+    assert isinstance(build_kernels(toolchain(), cache, sources=TOY), NoKernels)
+    assert told.read_text().count("\n") == 1
+
+
+def test_cxx_zig_leaves_the_compilers_of_the_machine_alone(
+    fake_compiler: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "zig")
+    assert isinstance(build_kernels(toolchain(), cache, sources=TOY), NoKernels)
+    assert not fake_compiler.exists()
+
+
+def test_what_is_no_library_of_kernels_is_an_error(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
+) -> None:
+    write_compiler(tmp_path, monkeypatch, "echo nothing > $out")
+    with pytest.raises(BuildError, match="expected a shared library: not an ELF"):
+        build_kernels(toolchain(), cache, sources=TOY)
+    (tmp_path / "made.so").write_bytes(toy_library[1].replace(b"prejit_", b"perjit_"))
+    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
+    with pytest.raises(BuildError, match=r"exports prejit_\* and nothing else, found perjit_root"):
+        build_kernels(toolchain(), cache, sources=TOY)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("cpu-x86-64-v2", {}, "x86-64-v2"),
+        ("cpu-x86-64-v3", {}, "x86-64-v3"),
+        ("cpu-x86-64-v4", {}, "x86-64-v4"),
+        ("cpu-x86-64-v2", {"cpu_features": ("sse2",)}, "kernels need x86-64-v2, which"),
+        ("cpu-x86-64-v2", {"architecture": "aarch64"}, "for CPUs of x86-64, and .* is aarch64"),
+        ("gpu-l4", {}, "for CPUs of x86-64, and gpu-l4 is cuda"),
+    ],
+)
+def test_a_target_gets_the_highest_level_that_it_has(
+    name: str, changes: dict[str, Any], expected: str
+) -> None:
+    names = {"gpu-l4": next(n for n in catalogue.catalogue() if "l4" in n)}
+    chain = toolchain(names.get(name, name), **changes)
+    found = level_of(chain.target)
+    if isinstance(found, NoKernels):
+        assert re.search(expected.replace("gpu-l4", chain.target.name), found.reason)
+        assert not found.worth_telling
+    else:
+        assert found == expected
+
+
+def test_the_build_host_has_the_level_of_its_own_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(
+        Fingerprint.current(), cpu_features=library.level_features("x86-64-v3")
+    )
+    monkeypatch.setattr(Fingerprint, "current", classmethod(lambda cls: here))
+    assert level_of(target("cpu-host")) == "x86-64-v3"
+
+
+def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> None:
+    own = ffi_headers(toolchain())
+    assert own is not None
+    assert (own / "xla/ffi/api/ffi.h").is_file()
+    elsewhere = tmp_path / "lib/python3.12/site-packages/jaxlib/include/xla/ffi/api"
+    elsewhere.mkdir(parents=True)
+    command = (str(tmp_path / "bin" / "python"), "-c", "")
+    pinned = dataclasses.replace(toolchain(), command=command, isolated=True)
+    assert ffi_headers(pinned) == elsewhere.parents[2]
+    shutil.rmtree(tmp_path / "lib")
+    assert ffi_headers(pinned) is None
+
+
+def test_the_same_compiler_makes_the_same_bytes_at_another_place(
+    toy_library: Any, cache: Cache, tmp_path: Path
+) -> None:
+    sources = tmp_path / "a longer name" / "sources"
+    shutil.copytree(TOY, sources)
+    again = build_kernels(toolchain(), cache, sources=sources)
+    assert again == toy_library[0]
+
+
+def test_a_library_needs_nothing_but_glibc(toy_library: Any) -> None:
+    """Not libstdc++ or libgcc, which a server may lack; and glibc no later than that it was built on."""
+    told = read_shared_library(toy_library[1])
+    assert set(told.needed) <= {
+        *("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2"),
+    }
+    assert all(version.startswith("GLIBC_") for version in told.versions)
+    assert told.glibc == toy_library[0].glibc
+    here = Fingerprint.current().glibc or "0"
+    assert library._numbers(told.glibc or "0") <= library._numbers(here)
+
+
+@pytest.mark.parametrize(
+    ("glibc", "needed"), [("2.35", "2.35"), ("2.28", "2.28"), ("2.27", None), ("2.9", None)]
+)
+def test_a_glibc_that_jaxlib_wants_anyway_is_not_asked_for(
+    glibc: str, needed: str | None, toy_library: Any
+) -> None:
+    assert dataclasses.replace(toy_library[0], glibc=glibc).needed_glibc == needed
+
+
+def test_zig_makes_a_library_for_an_old_glibc(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a compiler of the machine beside it."""
+    pytest.importorskip("ziglang", reason="the wheel ziglang has 100 MB: pip install ziglang")
+    monkeypatch.setenv("CXX", "zig")
+    built = build_kernels(toolchain(), cache, sources=TOY)
+    assert isinstance(built, KernelLibrary)
+    assert built.compiler.startswith("zig ")
+    assert built.needed_glibc is None
+    assert built.handlers == ("root", "scale")
+    assert (cache.root / "zig").is_dir(), "or it would fill the user's own cache"
+
+
+@pytest.mark.parametrize("damage", range(6))
+def test_a_damaged_elf_is_an_error_and_nothing_else(damage: int, toy_library: Any) -> None:
+    content = bytearray(toy_library[1])
+    if damage == 0:
+        content[4] = 1  # of 32 bits
+    elif damage == 1:
+        content[40:48] = (1 << 62).to_bytes(8, "little")  # section headers, far behind the end
+    elif damage == 2:
+        content[60:62] = b"\xff\xff"  # as many of them
+    elif damage == 3:
+        del content[1000:]
+    elif damage == 4:
+        content[58:60] = b"\0\0"  # of no size: every one is the first
+    else:
+        content[58:60] = b"\1\0"
+    with pytest.raises(ValueError, match="ELF"):
+        read_shared_library(bytes(content))

@@ -1,0 +1,365 @@
+"""Products of linear layers against plain NumPy in float64, on every level that this machine runs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.compiler.native.library import SOURCES
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+from . import kernel_builds, kernel_frames
+from .kernel_builds import LEVELS, TESTS
+from .kernel_frames import KernelError
+
+DRIVER, CHOICE = TESTS / "linear_driver.cc", TESTS / "linear_choice.cc"
+MULTIPLIERS = ("float32", "avx512bf16", "amx-bf16")
+"""Of kernels/linear_bf16.h, in its order; the others by the feature that they need."""
+NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
+DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """Compiles the kernel of a level, once, with what chooses its multiplier."""
+
+    @functools.cache
+    def library_of(level: str) -> ctypes.CDLL:
+        sources = (*SOURCES.glob("linear*.cc"), SOURCES / "threads.cc", CHOICE)
+        out = tmp_path_factory.mktemp(level) / "kernels.so"
+        return kernel_builds.load(level, out, sources)
+
+    return library_of
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((level, "float32") for level in LEVELS),
+        *((LEVELS[-1], multiplier) for multiplier in MULTIPLIERS[1:]),
+    ],
+    ids=" ".join,
+)
+def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A level and one of the multipliers that it can have."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def multiplier(chosen: tuple[str, str]) -> str:
+    """What multiplies many rows."""
+    return chosen[1]
+
+
+@pytest.fixture(scope="module")
+def kernels(chosen: tuple[str, str], libraries: Callable[[str], ctypes.CDLL]) -> ctypes.CDLL:
+    """The library of a level, once with each multiplier that it can have."""
+    level, multiplier = chosen
+    has_it = libraries(level).use_multiplier(MULTIPLIERS.index(multiplier))
+    if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
+        assert bool(has_it) == (multiplier in Fingerprint.current().cpu_features)
+    if not has_it:
+        pytest.skip(f"this machine has no {multiplier}")
+    return libraries(level)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias."""
+
+    x: Any
+    weights: tuple[Any, ...]
+    scales: tuple[Any, ...] = ()
+    biases: tuple[Any, ...] = ()
+    residual: Any = None
+    activation: int = NONE
+
+    @property
+    def arrays(self) -> list[Any]:
+        found = [self.x]
+        for i, weight in enumerate(self.weights):
+            found += [weight, *self.scales[i : i + 1], *self.biases[i : i + 1]]
+        return found if self.residual is None else [*found, self.residual]
+
+
+def run(case: Case, library: ctypes.CDLL) -> np.ndarray:
+    out = np.full((*case.x.shape[:-1], case.weights[0].shape[0]), np.nan, np.float32)
+    flags = {
+        "bias": bool(case.biases),
+        "gated": len(case.weights) == 2,
+        "residual": case.residual is not None,
+        "activation": case.activation,
+    }
+    kernel_frames.call(
+        kernel_frames.handler_of(library, "linear"),
+        [np.ascontiguousarray(array) for array in case.arrays],
+        [out],
+        **{name: np.int32(is_so) for name, is_so in flags.items()},
+    )
+    return out
+
+
+def activated(activation: int, v: Any) -> Any:
+    if activation == GELU_ERF:
+        return v * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(v / math.sqrt(2)))
+    if activation == GELU_TANH:
+        return v * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+    if activation == RELU:
+        return np.where(v < 0, 0, v)
+    if activation == SILU:
+        return v / (1 + np.exp(-np.maximum(v, -700)))
+    return v
+
+
+def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What is right, and how large the terms are of which it is the sum."""
+    is_wide = case.weights[0].dtype == np.float32
+    x = (case.x if is_wide else case.x.astype(ml_dtypes.bfloat16)).astype(np.float64)
+    values, sizes = [], []
+    for i, weight in enumerate(case.weights):
+        scale = case.scales[i].astype(np.float64) if case.scales else 1.0
+        bias = case.biases[i].astype(np.float64) if case.biases else 0.0
+        wide = weight.astype(np.float64)
+        values.append(x @ wide.T * scale + bias)
+        sizes.append(np.abs(x) @ np.abs(wide).T * scale + np.abs(bias))
+    y, size = activated(case.activation, values[0]), sizes[0]
+    if len(values) == 2:
+        size = size * np.abs(values[1]) + np.abs(y) * sizes[1]
+        y = y * values[1]
+    if case.residual is not None:
+        y, size = y + case.residual, size + np.abs(case.residual)
+    return y, size
+
+
+def assert_right(case: Case, library: ctypes.CDLL) -> None:
+    found = run(case, library)
+    expected, size = reference(case)
+    assert found.shape == expected.shape
+    assert found.dtype == np.float32
+    # Rounding of float32 sums, each term to one part in 2^24.
+    error = np.abs(found - expected) / (size + 1e-30)
+    assert error.max(initial=0) < 2e-6
+
+
+def drawn(
+    seed: int,
+    shape: tuple[int, int, int],
+    dtype: np.dtype[Any],
+    *,
+    bias: bool = False,
+    gated: bool = False,
+    residual: bool = False,
+    activation: int = NONE,
+) -> Case:
+    rows, inputs, outputs = shape
+    rng = np.random.default_rng(seed)
+
+    def normal(*of: int) -> np.ndarray:
+        return rng.standard_normal(of).astype(np.float32)
+
+    def weight() -> np.ndarray:
+        if dtype == np.int8:
+            return rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
+        return normal(outputs, inputs).astype(dtype)
+
+    products = 1 + gated
+    factors = tuple(rng.uniform(0.001, 0.02, outputs).astype(np.float32) for _ in range(products))
+    return Case(
+        x=normal(rows, inputs),
+        weights=tuple(weight() for _ in range(products)),
+        scales=factors if dtype == np.int8 else (),
+        biases=tuple(normal(outputs) for _ in range(products)) if bias else (),
+        residual=normal(rows, outputs) if residual else None,
+        activation=activation,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_odd_sizes_and_flags_give_what_numpy_gives(
+    kernels: ctypes.CDLL, data: st.DataObject
+) -> None:
+    few, many = st.integers(0, 40), st.integers(120, 200)
+    rows = data.draw(st.one_of(few, many), label="rows")
+    inputs = data.draw(st.one_of(st.integers(0, 100), st.integers(370, 420)), label="inputs")
+    outputs = data.draw(st.integers(0, 150), label="outputs")
+    flags = {name: data.draw(st.booleans(), label=name) for name in ("bias", "gated", "residual")}
+    case = drawn(
+        data.draw(st.integers(0, 1000), label="seed"),
+        (rows, inputs, outputs),
+        data.draw(st.sampled_from(DTYPES), label="dtype"),
+        activation=data.draw(st.sampled_from(range(5)), label="activation"),
+        **flags,
+    )
+    assert_right(case, kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 33, 128, 300])
+def test_sizes_of_models_give_what_numpy_gives(
+    kernels: ctypes.CDLL, rows: int, dtype: np.dtype[Any]
+) -> None:
+    assert_right(drawn(rows, (rows, 768, 1100), dtype, bias=True, activation=GELU_TANH), kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_sums_lose_no_more_than_short_ones(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
+    assert_right(drawn(0, (1, 8192, 70), dtype), kernels)
+    assert_right(drawn(0, (130, 8200, 70), dtype), kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rows_beyond_what_is_packed_at_once(kernels: ctypes.CDLL, dtype: np.dtype[Any]) -> None:
+    assert_right(drawn(8, (1100, 33, 31), dtype, bias=True, residual=True), kernels)
+
+
+def test_x_is_rounded_to_even(kernels: ctypes.CDLL) -> None:
+    """Halfway between two bfloat16 numbers, 1/128 apart here, a bit more and a bit less."""
+    x = np.array(
+        [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
+    )
+    expected = np.array([1, 1 + 1 / 64, 1 + 1 / 128, 1 + 1 / 128, -1])
+    for rows in (1, 30, 130):
+        many = np.tile(x.astype(np.float32), rows)[:, None]
+        found = run(Case(many, (np.ones((1, 1), ml_dtypes.bfloat16),)), kernels)
+        np.testing.assert_array_equal(found[:, 0], np.tile(expected, rows))
+
+
+def test_leading_dimensions_are_rows(kernels: ctypes.CDLL) -> None:
+    case = drawn(3, (30, 17, 23), DTYPES[0], residual=True)
+    deep = Case(
+        x=case.x.reshape(5, 6, 17), weights=case.weights, residual=case.residual.reshape(5, 6, 23)
+    )
+    np.testing.assert_array_equal(run(deep, kernels).reshape(30, 23), run(case, kernels))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_another_beside_others(
+    kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
+) -> None:
+    """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
+    edge = many_rows(multiplier, dtype)
+    few = {rows for rows in (1, 2, 3, 4, 5, 8, 9, 23, 24, 33) if rows < edge}
+    many = (edge, edge + 1, 2 * edge + 1, 1100)
+    for all_rows, fewer in ((edge - 1, sorted(few)), (1111, many)):
+        case = drawn(4, (all_rows, 1069, 77), dtype, bias=True, activation=SILU)
+        together = run(case, kernels)
+        for rows in fewer:
+            found = run(replace(case, x=case.x[:rows]), kernels)
+            np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
+            # Not only the first ones: a row's place must not count either.
+            last = run(replace(case, x=case.x[-rows:]), kernels)
+            np.testing.assert_array_equal(last, together[-rows:], err_msg=f"last {rows} rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_x_is_rounded_at_some_numbers_of_rows_only(
+    kernels: ctypes.CDLL, dtype: np.dtype[Any]
+) -> None:
+    """Halves between bfloat16 numbers and whole weights, whose sums are exact in every order."""
+    random = np.random.default_rng(9)
+    halves = [1 + 1 / 256, 1 + 3 / 256, 1 + 1 / 256 + 2**-20, 1 + 3 / 256 - 2**-20, -1 - 1 / 256]
+    x = random.choice(np.array(halves, np.float32), (300, 70))
+    weight = random.integers(-3, 4, (45, 70)).astype(dtype)
+    scales = (np.ones(45, np.float32),) if dtype == np.int8 else ()
+    expected, _ = reference(Case(x, (weight,), scales))
+    for edge in (2, 4, 8, 16, 24, 32, 33, 96, 128, 256):
+        for rows in (edge - 1, edge, edge + 1):
+            flat = run(Case(x[:rows], (weight,), scales), kernels)
+            np.testing.assert_array_equal(flat, expected[:rows], err_msg=f"{rows} rows")
+            sequence = run(Case(x[None, :rows], (weight,), scales), kernels)
+            np.testing.assert_array_equal(sequence[0], expected[:rows], err_msg=f"{rows} positions")
+
+
+def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int:
+    """From so many rows on a product is summed in another order: kernels/linear.cc, linear_bf16.cc."""
+    by_pairs = {"amx-bf16": 8, "avx512bf16": 24}
+    return 128 if dtype == np.float32 else by_pairs.get(multiplier, 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("positions", [32, 61])
+def test_a_sequence_is_the_same_beside_others(
+    kernels: ctypes.CDLL, positions: int, dtype: np.dtype[Any]
+) -> None:
+    """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
+    flat = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
+
+    def of(sequences: int) -> Case:
+        x = flat.x[: sequences * positions].reshape(sequences, positions, -1)
+        return replace(flat, x=x)
+
+    together = run(of(5), kernels)
+    for sequences in (1, 2):
+        assert_right(of(sequences), kernels)
+        np.testing.assert_array_equal(run(of(sequences), kernels), together[:sequences])
+
+
+@pytest.mark.parametrize("activation", [GELU_ERF, GELU_TANH, SILU, RELU])
+def test_activations_are_right_everywhere(kernels: ctypes.CDLL, activation: int) -> None:
+    v = np.concatenate([np.linspace(-30, 30, 20011), [-1e30, -200, -88, 0, 88, 200, 1e30]])
+    v = v.astype(np.float32)
+    found = run(Case(v[:, None], (np.ones((1, 1), np.float32),), activation=activation), kernels)
+    with np.errstate(over="ignore"):
+        expected = activated(activation, v.astype(np.float64))
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 150])
+@pytest.mark.parametrize("activation", range(5))
+def test_nan_is_not_hidden(
+    kernels: ctypes.CDLL, activation: int, rows: int, dtype: np.dtype[Any]
+) -> None:
+    case = drawn(5, (rows, 40, 50), dtype, gated=True, activation=activation)
+    x = case.x.copy()
+    x[rows // 2, 7] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # Adding 1 bit overflows.
+    found = run(Case(x, case.weights, case.scales, activation=activation), kernels)
+    is_nan = np.isnan(found).all(axis=1)
+    assert is_nan.tolist() == [row == rows // 2 for row in range(rows)]
+    assert not np.isnan(np.delete(found, rows // 2, axis=0)).any()
+
+
+@pytest.mark.parametrize("rows", [1, 150])
+def test_infinity_is_not_hidden(kernels: ctypes.CDLL, rows: int) -> None:
+    case = drawn(6, (rows, 40, 50), DTYPES[2])
+    x = case.x.copy()
+    x[0, 3] = np.inf
+    assert not np.isfinite(run(Case(x, case.weights, case.scales), kernels)[0]).any()
+
+
+def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None:
+    case = drawn(7, (2, 8, 6), DTYPES[0])
+    with pytest.raises(KernelError, match=r"\[outputs, inputs\]"):
+        run(Case(case.x[:, :7], case.weights), kernels)
+    with pytest.raises(KernelError, match="factor for each output"):
+        run(Case(case.x, (np.ones((6, 8), np.int8),)), kernels)
+    with pytest.raises(KernelError, match="fewer arguments"):
+        run(Case(case.x, case.weights, scales=(np.ones(6, np.float32),)), kernels)
+    with pytest.raises(KernelError, match="two weights of one dtype"):
+        run(Case(case.x, (*case.weights, np.ones((6, 8), ml_dtypes.bfloat16))), kernels)
+    with pytest.raises(KernelError, match="found another dtype"):
+        run(Case(case.x, (np.ones((6, 8), np.int16),)), kernels)
+
+
+@pytest.mark.parametrize(
+    ("sanitizers", "ways"),
+    [("address,undefined", [[], ["fork"]]), ("thread", [[]])],  # which does not follow a fork
+    ids=["address", "thread"],
+)
+def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], tmp_path: Path) -> None:
+    names = ("linear.cc", "linear_bf16.cc", "threads.cc")
+    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
+    for arguments in ways:
+        kernel_builds.assert_runs_clean(driver, *arguments)

@@ -1,0 +1,187 @@
+"""Helper threads of native kernels: one set a process, and no more of them than it may use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.native.library import SOURCES, KernelLibrary, build_kernels
+from prejit.compiler.store.cache import Cache
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import host_toolchain
+from prejit.runtime.format.elf import find_note, read_shared_library
+
+from .kernel_builds import TESTS
+
+OWNER, VERSION = b"prejit\0", 1
+CPUS = len(os.sched_getaffinity(0))
+several_cpus = pytest.mark.skipif(CPUS < 2, reason="one CPU has no helpers")
+
+SCRIPT = """
+import ctypes, os, sys
+from prejit.runtime.device import kernels
+
+def helpers():
+    return len(os.listdir("/proc/self/task")) - alone
+
+def function(library, name):
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    (capsule,) = (each for at, each in library.handlers.items() if at.startswith(name))
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    return kind(get(capsule, None))
+
+def load(path):
+    library = kernels.load(open(path, "rb").read())
+    return function(library, "prejit_sum"), function(library, "prejit_threads")
+
+alone = len(os.listdir("/proc/self/task"))
+"""
+COUNT = f"""{SCRIPT}
+for path in sys.argv[1:]:
+    add, threads = load(path)
+    assert add(100, 3) == 3 * sum(range(100))
+    print(threads(0, 0) & 0xffff, helpers())
+"""
+
+
+@pytest.fixture(scope="module", params=["g++", "zig"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """threads.cc and a probe, made as kernels are."""
+    directory = tmp_path_factory.mktemp("threads")
+    for path in (SOURCES / "threads.cc", SOURCES / "threads.h", TESTS / "threads_probe.cc"):
+        shutil.copy(path, directory)
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    cache = Cache.open(directory / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", request.param)
+        toolchain = host_toolchain(target("cpu-x86-64-v2"), versions)
+        built = build_kernels(toolchain, cache, sources=directory)
+    if not isinstance(built, KernelLibrary) or not built.compiler.startswith(request.param):
+        pytest.skip(f"no {request.param} on this machine")
+    content = cache.read_blob(built.digest)
+    assert content is not None
+    return content
+
+
+@pytest.fixture
+def counted(tmp_path: Path, run_python: Any) -> Callable[..., list[tuple[int, int]]]:
+    """Loads libraries in a fresh process, one after another, and calls each.
+
+    Gives the threads that each says it uses and the helpers in the process after its call.
+    """
+
+    def count(*contents: bytes, **env: str) -> list[tuple[int, int]]:
+        paths = [tmp_path / f"{place}.so" for place in range(len(contents))]
+        for path, content in zip(paths, contents, strict=True):
+            path.write_bytes(content)
+        lines = run_python(COUNT, *paths, env=env).stdout.splitlines()
+        return [(int(threads), int(helpers)) for threads, helpers in map(str.split, lines)]
+
+    return count
+
+
+def another(library: bytes) -> bytes:
+    """The same with another digest: a bundle's of another build."""
+    return library + b"\0"
+
+
+def test_what_shares_threads_is_exported_as_a_kernel(library: bytes) -> None:
+    assert read_shared_library(library).exported == ("prejit_sum", "prejit_threads")
+
+
+@several_cpus
+def test_two_bundles_double_the_helpers(
+    library: bytes, counted: Callable[..., list[tuple[int, int]]]
+) -> None:
+    assert counted(library, another(library)) == [(CPUS, CPUS - 1)] * 2
+
+
+@several_cpus
+@pytest.mark.parametrize("what", ["version", "owner"])
+def test_a_library_of_other_helpers_is_given_those_of_the_first(
+    what: str, library: bytes, counted: Callable[..., list[tuple[int, int]]]
+) -> None:
+    """Of a later release, which shares them in another way, or an older one, which has no note."""
+    at = library.index(OWNER) + 8
+    assert library[at : at + 4] == VERSION.to_bytes(4, "little")
+    changed = bytearray(library)
+    changed[at - 8 : at + 1] = b"prejit\0\0\2" if what == "version" else b"nobody\0\0\1"
+    assert counted(library, bytes(changed), another(library)) == [
+        (CPUS, CPUS - 1),
+        (CPUS, 2 * (CPUS - 1)),
+        (CPUS, 2 * (CPUS - 1)),
+    ]
+
+
+def test_the_setting_is_ignored(
+    library: bytes, counted: Callable[..., list[tuple[int, int]]]
+) -> None:
+    once = [(1, 0)] * 2
+    assert counted(library, another(library), PREJIT_THREADS="1") == once
+    assert counted(library, PREJIT_THREADS=str(CPUS + 7)) == [(CPUS, CPUS - 1)]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_a_setting_that_is_no_number_of_threads_is_taken(
+    value: str, library: bytes, tmp_path: Path, run_python: Any
+) -> None:
+    (tmp_path / "kernels.so").write_bytes(library)
+    done = run_python(
+        f"{SCRIPT}\nload(sys.argv[1])",
+        tmp_path / "kernels.so",
+        env={"PREJIT_THREADS": value},
+        status=1,
+    )
+    expected = f"UsageError: PREJIT_THREADS: expected an integer of at least 1, found '{value}'"
+    assert expected in done.stderr
+
+
+AT_ONCE = f"""{SCRIPT}
+import threading
+libraries = [load(path) for path in sys.argv[1:]]
+wrong = []
+def work(add):
+    if add(64, 2000) != 2000 * sum(range(64)):
+        wrong.append(add)
+def all_at_once():
+    threads = [threading.Thread(target=work, args=(add,)) for add, _ in libraries * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+all_at_once()
+child = os.fork()
+if child == 0:
+    all_at_once()
+    os._exit(len(wrong))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert not wrong
+print(helpers())
+"""
+
+
+def test_calls_of_two_libraries_at_once_or_after_a_fork_lose_blocks(
+    library: bytes, tmp_path: Path, run_python: Any
+) -> None:
+    for name, content in (("one", library), ("other", another(library))):
+        (tmp_path / name).write_bytes(content)
+    options = {"env": {"PYTHONWARNINGS": "ignore"}}  # that threads and fork do not go together
+    done = run_python(AT_ONCE, tmp_path / "one", tmp_path / "other", **options)
+    assert done.stdout == f"{CPUS - 1}\n"
+
+
+def test_a_note_beyond_the_end_of_a_library_is_read(library: bytes) -> None:
+    found = find_note(library, b"prejit")
+    assert found is not None
+    assert found[1][:4] == VERSION.to_bytes(4, "little")
+    assert find_note(library, b"nobody") is None
+    for end in (0, 30, 61, 200):
+        with pytest.raises(ValueError, match="not a whole ELF file"):
+            find_note(library[:end], b"prejit")

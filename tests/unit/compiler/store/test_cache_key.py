@@ -1,0 +1,68 @@
+"""Keys: each ingredient changes the key and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.compiler.store.key import Key, why
+
+TEXT = st.text(max_size=8)
+INGREDIENTS = st.lists(st.tuples(TEXT, TEXT), max_size=5, unique_by=lambda pair: pair[0]).map(tuple)
+
+OLD = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("portable", f"sha256:{'a' * 64}")))
+
+
+def test_the_digest_never_changes_for_the_same_ingredients() -> None:
+    # Written down: another value means that every cache in use is lost.
+    assert OLD.digest == "sha256:29fe1dd2fd3ade03de6094095877e4e18870a78874db2a0b34e71cb13e13a633"
+
+
+@given(first=INGREDIENTS, second=INGREDIENTS)
+def test_different_ingredients_have_different_digests(
+    first: tuple[tuple[str, str], ...], second: tuple[tuple[str, str], ...]
+) -> None:
+    same = Key("compile", "a", first).digest == Key("compile", "a", second).digest
+    assert same == (first == second)
+
+
+@given(ingredients=INGREDIENTS, names=st.tuples(TEXT, TEXT))
+def test_the_name_does_not_change_the_digest(
+    ingredients: tuple[tuple[str, str], ...], names: tuple[str, str]
+) -> None:
+    digests = {Key("compile", name, ingredients).digest for name in names}
+    assert len(digests) == 1
+
+
+def test_the_kind_changes_the_digest() -> None:
+    assert Key("lower", OLD.name, OLD.ingredients).digest != OLD.digest
+
+
+def test_the_order_of_ingredients_changes_the_digest() -> None:
+    assert Key("compile", OLD.name, OLD.ingredients[::-1]).digest != OLD.digest
+
+
+def test_text_does_not_move_between_ingredients() -> None:
+    first = Key("compile", "a", (("a", "b"), ("c", "d")))
+    second = Key("compile", "a", (("a", 'b"],["c'), ("", "d")))
+    third = Key("compile", "a", (("ab", ""), ("c", "d")))
+    assert len({first.digest, second.digest, third.digest}) == 3
+
+
+def test_an_ingredient_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected each ingredient once, found a again"):
+        Key("compile", "a", (("a", "1"), ("b", "2"), ("a", "3")))
+
+
+def test_why_tells_each_ingredient_that_differs() -> None:
+    new = Key("compile", OLD.name, (("jaxlib", "0.12.0.1"), ("xla_flags", ""), ("portable", "x")))
+    assert why(OLD, new) == (
+        f"jaxlib: 0.10.2 -> 0.12.0.1; xla_flags: absent -> ''; portable: sha256:{'a' * 12} -> x"
+    )
+    assert why(new, OLD).endswith("xla_flags: '' -> absent")
+
+
+def test_why_tells_a_first_build_and_a_lost_result() -> None:
+    assert why(None, OLD) == "first build of this program"
+    assert why(OLD, OLD) == "its last result is gone from the cache, or was damaged"

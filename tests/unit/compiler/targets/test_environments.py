@@ -1,0 +1,286 @@
+"""Environments of workers, without making one: what is wanted, what is found, which interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import MARKER, Environment, Wanted
+from prejit.runtime.errors import BuildError, StoreError
+from prejit.runtime.machine.target import Target
+
+HOST = Target("cpu-host", "cpu")
+GPU = Target("cuda-h200", "cuda")
+TPU = Target("tpu-v5e", "tpu")
+WANTED = Wanted("cpu-host", "0.12.0.1", ("jax==0.12.0.1", "jaxlib==0.12.0.1"), ("numpy<2.4",))
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
+    return tmp_path / "environments" / "v1"
+
+
+def fake(wanted: Wanted, python: str = sys.executable) -> Path:
+    """The files that `find` looks at."""
+    path = environments.root() / wanted.key
+    (path / "bin").mkdir(parents=True)
+    (path / "bin" / "python").symlink_to(python)
+    marker = {"requirements": wanted.requirements, "versions": {"jax": wanted.jax}}
+    (path / MARKER).write_text(json.dumps(marker))
+    return path
+
+
+def test_a_target_that_the_build_host_can_compile_for_gets_no_environment() -> None:
+    assert environments.wanted(HOST, "0.10.2") is None
+    assert environments.wanted(replace(HOST, jax="0.10.2"), "0.10.2") is None
+
+
+@pytest.mark.parametrize(
+    ("target", "pinned"),
+    [
+        (replace(HOST, jax="0.12.0.1"), ["jax==0.12.0.1", "jaxlib==0.12.0.1"]),
+        (replace(HOST, constraints=("numpy<2.4",)), ["jax==0.10.2", "jaxlib==0.10.2"]),
+        (TPU, ["jax[tpu]==0.10.2", "jaxlib==0.10.2"]),
+        (
+            replace(GPU, jax="0.12.0.1"),
+            [
+                *("jax==0.12.0.1", "jaxlib==0.12.0.1"),
+                *("jax-cuda13-plugin==0.12.0.1", "jax-cuda13-pjrt==0.12.0.1"),
+            ],
+        ),
+    ],
+)
+def test_a_pin_a_constraint_or_an_accelerator_gets_one_of_its_own(
+    target: Target, pinned: list[str]
+) -> None:
+    wanted = environments.wanted(target, "0.10.2")
+    assert wanted is not None
+    assert [text for text in wanted.requirements if "==" in text] == pinned
+    assert wanted.constraints == target.constraints
+
+
+def test_all_that_is_installed_decides_the_key_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = [
+        replace(WANTED, requirements=("jax==0.12.0.1", "jaxlib==0.12.0")),
+        replace(WANTED, constraints=()),
+        replace(WANTED, requirements=WANTED.requirements + WANTED.constraints, constraints=()),
+    ]
+    keys = {WANTED.key, *(other.key for other in others)}
+    assert len(keys) == 4
+    assert replace(WANTED, target="another").key == WANTED.key
+    assert replace(WANTED, requirements=WANTED.requirements[::-1]).key == WANTED.key
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert WANTED.key not in keys
+
+
+def test_an_environment_that_is_there_is_used_without_a_process_or_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*arguments: object, **options: object) -> None:
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    path = fake(WANTED)
+    expected = Environment(path, path / "bin" / "python", {"jax": "0.12.0.1"})
+    assert environments.find(WANTED) == environments.make(WANTED) == expected
+    assert environments.find(replace(WANTED, constraints=())) is None
+
+
+def test_a_use_is_noted_or_gc_would_collect_it() -> None:
+    marker = fake(WANTED) / MARKER
+    os.utime(marker, (0, 0))
+    environments.find(WANTED)
+    assert time.time() - marker.stat().st_mtime < 60
+
+
+@pytest.mark.parametrize("damage", ["no marker", "half a marker", "another marker", "no python"])
+def test_half_an_environment_is_none(damage: str) -> None:
+    path = fake(WANTED, python="/gone/python3.13" if damage == "no python" else sys.executable)
+    if damage == "no marker":
+        (path / MARKER).unlink()
+    elif damage == "half a marker":
+        (path / MARKER).write_bytes((path / MARKER).read_bytes()[:20])
+    elif damage == "another marker":
+        (path / MARKER).write_text("[]")
+    assert environments.find(WANTED) is None
+
+
+def test_a_kill_while_one_is_deleted_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fake(WANTED)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed here
+    environments.remove(path)
+    assert (path / "bin").is_dir()
+    assert environments.find(WANTED) is None
+
+
+def test_a_directory_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "file"))
+    monkeypatch.setattr(environments, "interpreter", lambda wanted: sys.executable)
+    with pytest.raises(StoreError, match="cannot write an environment") as caught:
+        environments.make(WANTED)
+    assert "PREJIT_ENVIRONMENTS" in str(caught.value.hint)
+
+
+def test_who_waited_for_a_lock_that_was_collected_locks_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    code = """
+import sys
+from pathlib import Path
+from prejit.compiler.targets import environments
+print("started", flush=True)
+with environments.locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    with environments.locked(path):
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "started\n"
+        time.sleep(0.2)
+        environments.lock_path(path).unlink()
+    with waiting:
+        assert waiting.stdout.readline() == "locked\n"
+        with pytest.raises(BlockingIOError), environments.locked(path, wait=False):
+            pass
+
+
+def test_environments_are_in_the_build_cache_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREJIT_ENVIRONMENTS")
+    monkeypatch.setenv("PREJIT_CACHE", "/mine")
+    assert environments.root() == Path("/mine/environments/v1")
+
+
+@pytest.mark.parametrize(
+    ("jax", "lowest", "known"),
+    [
+        *(("0.10.2", (3, 11), True), ("0.12.0.1", (3, 12), True)),
+        *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
+    ],
+)
+def test_a_jax_that_we_do_not_know_wants_what_its_neighbour_wants(
+    jax: str, lowest: tuple[int, int], known: bool
+) -> None:
+    found = environments.pythons(jax)
+    assert found[0] == lowest
+    assert (found[1] < (4, 0)) == known
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing but this interpreter, which no jax runs on: 3.97 to 3.99 are wanted."""
+    monkeypatch.setattr(environments, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    return tmp_path
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_where_no_interpreter_fits_the_error_says_what_there_is_and_how_to_get_one(
+    machine: Path,
+) -> None:
+    here = "{}.{}".format(*sys.version_info)
+    with pytest.raises(BuildError) as caught:
+        environments.interpreter(WANTED)
+    assert str(caught.value) == (
+        f"target cpu-host: jax 0.12.0.1 needs Python 3.97 or newer, found only {here} "
+        f"({os.path.realpath(sys.executable)})"
+    )
+    assert str(caught.value.hint).startswith("`uv python install 3.97`")
+
+
+def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
+    bare = script(machine / "bin" / "python3.98", "exit 3")
+    with pytest.raises(BuildError) as caught:
+        environments.interpreter(WANTED)
+    assert f"3.98 without venv ({bare})" in str(caught.value)
+    assert "`apt install python3.98-venv`" in str(caught.value.hint)
+    script(machine / "pyenv" / "versions" / "3.97.1" / "bin" / "python", f"echo 3 97 {bare}x")
+    assert environments.interpreter(WANTED) == f"{bare}x"
+
+
+def test_one_that_is_too_new_is_told_from_one_that_is_too_old(machine: Path) -> None:
+    script(machine / "bin" / "python3.100", "exit 9")
+    with pytest.raises(BuildError, match=r"needs Python 3\.97 to 3\.99, found only 3\.100 \("):
+        environments.interpreter(WANTED)
+
+
+def test_the_newest_on_path_comes_first_and_shims_and_broken_ones_do_not(machine: Path) -> None:
+    for version in ("3.97", "3.98"):
+        script(machine / "bin" / f"python{version}", f"echo {version.replace('.', ' ')} $0")
+    script(machine / "bin" / "python3.99", "exit 1")
+    script(machine / "shims" / "python3.99", "echo 3 99 $0")
+    os.environ["PATH"] = f"{machine / 'shims'}:{machine / 'bin'}"  # as `machine` set it
+    script(machine / "pyenv" / "versions" / "3.99.0" / "bin" / "python", "echo 3 99 $0")
+    assert environments.interpreter(WANTED) == str(machine / "bin" / "python3.98")
+    for version in ("3.97", "3.98"):
+        (machine / "bin" / f"python{version}").unlink()
+    found = environments.interpreter(WANTED)
+    assert found == str(machine / "pyenv" / "versions" / "3.99.0" / "bin" / "python")
+
+
+def test_uv_is_asked_last_and_may_download_nothing(machine: Path) -> None:
+    python = script(machine / "uv-python", 'test "$1" = -V && echo Python 3.98.1 || echo 3 98 $0')
+    script(
+        machine / "bin" / "uv",
+        f'test "$UV_PYTHON_DOWNLOADS" = never && test "$4" = ">=3.97,<3.100" && echo {python}',
+    )
+    assert environments.interpreter(WANTED) == str(python)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment without any package."""
+    path = tmp_path_factory.mktemp("environments") / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
+    return Environment(path, path / "bin" / "python", {})
+
+
+def start_worker(environment: Environment) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*environments.worker_command(environment), "cache", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+
+
+def test_the_worker_sees_prejit_and_nothing_else_of_the_build_host(bare: Environment) -> None:
+    """It finds its own code, and stops at the first package that is missing."""
+    _, errors = (worker := start_worker(bare)).communicate()
+    assert worker.returncode == 1
+    assert "worker.py" in errors
+    assert "ModuleNotFoundError: No module named 'numpy'" in errors
+
+
+def test_a_worker_holds_its_environment_so_that_gc_leaves_it(bare: Environment) -> None:
+    with environments.locked(bare.path), start_worker(bare) as worker:
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(timeout=0.5)
+        worker.kill()

@@ -1,0 +1,259 @@
+"""Targets: what the tables of a manifest mean, and what this machine can build."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.targets import target_table as target_module
+from prejit.compiler.targets.target_table import (
+    GpuTable,
+    TableError,
+    TargetTable,
+    can_build,
+    chosen,
+    names,
+    resolve,
+    target,
+)
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.machine.catalogue import capabilities, catalogue, chips
+from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+
+L4 = Fingerprint(
+    platform="cuda",
+    architecture="x86_64",
+    cpu_features=("avx2", "sse2"),
+    jaxlib="0.11.2",
+    cpu_model="Some CPU",
+    cpu_count=8,
+    memory_bytes=1 << 36,
+    plugin="jax-cuda13-pjrt 0.11.2",
+    cuda="13.0",
+    driver="580.95.05",
+    device_kind="NVIDIA L4",
+    compute_capability="8.9",
+    device_count=1,
+    device_memory_bytes=24_000_000_000,
+)
+
+
+def table(**said: Any) -> TargetTable:
+    return TargetTable(**{"name": "mine", **said})
+
+
+def wrong(said: TargetTable, at: Path, mesh: Mesh | None = None) -> tuple[str, str]:
+    """The key and the problem that a table is refused with."""
+    with pytest.raises(TableError) as caught:
+        resolve(said, at, mesh)
+    return caught.value.key, str(caught.value)
+
+
+def test_every_name_is_a_target() -> None:
+    assert [target(name).name for name in names()] == list(names())
+
+
+def test_the_catalogue_has_what_it_promises() -> None:
+    asked = {
+        *("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4"),
+        *("cuda-t4", "cuda-a10g", "cuda-l4", "cuda-a100", "cuda-h100", "cuda-h200", "cuda-b200"),
+        *("tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v5e-2x2", "tpu-v5p-2x2x1", "tpu-v6e-2x2"),
+    }
+    assert asked <= catalogue().keys()
+
+
+@pytest.mark.parametrize("name", list(catalogue()))
+def test_an_entry_of_the_catalogue_says_all_that_its_platform_needs(name: str) -> None:
+    found = catalogue()[name]
+    assert found.name.startswith(f"{found.platform}-")
+    if found.platform == "cuda":
+        assert found.gpu is not None
+        assert found.compute_capability in capabilities()
+        assert found.driver
+        assert found.memory_bytes
+    if found.platform == "tpu":
+        assert found.topology is not None
+        assert found.device_count == chips(found.topology)
+        assert found.generation
+        assert found.memory_bytes
+    # Its requirement must be one that a bundle can hold.
+    needs = found.requirement("0.12.0", plugin="libtpu 0.0.51", device_memory_bytes=1)
+    assert from_json(Requirement, to_json(needs), "here") == needs
+
+
+def test_each_level_contains_the_one_below() -> None:
+    v2, v3, v4 = (set(target(f"cpu-x86-64-v{level}").cpu_features or ()) for level in (2, 3, 4))
+    assert v2 < v3 < v4
+    assert v4 - v3 == {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_features_are_ones_that_a_fingerprint_can_show(name: str) -> None:
+    # One that it cannot would make every machine a mismatch.
+    features = target(name).cpu_features or ()
+    assert set(features) <= set(CPU_FEATURES)
+    assert list(features) == sorted(features)
+
+
+def test_the_host_target_has_no_limits() -> None:
+    host = target("cpu-host")
+    assert (host.cpu, host.cpu_features, host.xla_max_isa) == (None, None, None)
+    assert host.architecture == platform.machine()
+    assert can_build(host) is None
+
+
+def test_an_unknown_target_is_told_with_the_nearest_and_all() -> None:
+    with pytest.raises(UsageError) as caught:
+        target("cpu-x86-v3")
+    assert "expected a target, one of cpu-host, cpu-x86-64-v2," in str(caught.value)
+    assert caught.value.hint == "did you mean 'cpu-x86-64-v3'?"
+
+
+def test_a_pinned_version_is_part_of_the_name(tmp_path: Path) -> None:
+    """Or a bundle could not carry a target for two versions."""
+    pinned = resolve(table(name="cpu-x86-64-v3", jax="0.12.0.1"), tmp_path, None)
+    assert pinned.name == "cpu-x86-64-v3-jax0.12.0.1"
+    assert pinned.jax == "0.12.0.1"
+    both = (target("cpu-x86-64-v3"), pinned)
+    assert chosen(both, ["cpu-x86-64-v3"], "m.toml") == both
+    assert chosen(both, ["cpu-x86-64-v3-jax0.12.0.1"], "m.toml") == (pinned,)
+    with pytest.raises(
+        UsageError, match=r"--target: expected one of m\.toml, cpu-x86-64-v3, cpu-x86"
+    ):
+        chosen(both, ["cpu-x86-64-v4"], "m.toml")
+
+
+def test_a_table_goes_before_the_catalogue(tmp_path: Path) -> None:
+    said = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
+    found = resolve(said, tmp_path, None)
+    assert found.memory_bytes == 20_000_000_000
+    assert found.xla_flags == ("--xla_a=1",)
+    assert found.gpu == target("cuda-l4").gpu
+
+
+def test_a_fingerprint_of_a_gpu_is_a_target(tmp_path: Path) -> None:
+    (tmp_path / "web.json").write_bytes(to_json(L4))
+    found = resolve(table(name="web", fingerprint="web.json"), tmp_path, None)
+    assert found.name == "web-jax0.11.2"
+    assert found.gpu == target("cuda-l4").gpu
+    assert found.memory_bytes == 24_000_000_000
+    assert found.compute_capability == "8.9"
+
+
+def test_a_fingerprint_of_a_cpu_is_a_target(tmp_path: Path) -> None:
+    here = Fingerprint.current()
+    (tmp_path / "here.json").write_bytes(to_json(here))
+    found = resolve(table(name="here", fingerprint="here.json"), tmp_path, None)
+    assert found.cpu_features == here.cpu_features
+    assert found.jax == here.jaxlib
+    assert found.cpu is not None
+
+
+def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> None:
+    said = {
+        "platform": "cuda",
+        "device_kind": "NVIDIA GeForce RTX 4090",
+        "compute_capability": "8.9",
+        "memory_bytes": 25_000_000_000,
+        "gpu": GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
+    }
+    found = resolve(table(**said), tmp_path, None)
+    assert found.gpu is not None
+    assert found.gpu.core_count == 128
+    for missing in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
+        key, problem = wrong(table(**{**said, missing: None}), tmp_path)
+        assert key == missing
+        assert problem.startswith("missing; ")
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "problem"),
+    [
+        ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
+        ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
+        ({"platform": "gpu"}, "platform", "expected one of cpu, cuda, tpu"),
+        (
+            {"name": "cuda-l4", "platform": "cpu"},
+            "platform",
+            'expected "cuda", which cuda-l4 is of',
+        ),
+        ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
+        (
+            {"name": "cpu-host", "constraints": ("x @ https://host",)},
+            "constraints",
+            "without a URL",
+        ),
+        ({"name": "cpu-host", "tuning": "none.json"}, "tuning", 'no such file "none.json"'),
+        ({"fingerprint": "none.json"}, "fingerprint", "cannot read a fingerprint"),
+        ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
+        ({"platform": "tpu"}, "device_kind", "missing; "),
+        ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected such as "2x2"'),
+    ],
+)
+def test_a_table_that_is_no_target_is_refused_at_its_key(
+    said: dict[str, Any], key: str, problem: str, tmp_path: Path
+) -> None:
+    found_key, found = wrong(table(**said), tmp_path)
+    assert found_key == key
+    assert problem in found
+
+
+def test_a_fingerprint_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "web.json").write_text(json.dumps({"platform": "cpu"}))
+    key, problem = wrong(table(fingerprint="web.json"), tmp_path)
+    assert key == "fingerprint"
+    assert "web.json" in problem
+
+
+def test_a_slice_must_have_as_many_chips_as_the_mesh(tmp_path: Path) -> None:
+    assert resolve(table(name="tpu-v5e-2x2"), tmp_path, Mesh(1, 4)).device_count == 4
+    key, problem = wrong(table(name="tpu-v5e-2x2"), tmp_path)
+    assert key == "name"
+    assert "tpu-v5e-2x2 has 4 chips, and [mesh] is of 1" in problem
+    assert resolve(table(name="cuda-h100"), tmp_path, Mesh(2, 4)).device_count == 8
+
+
+def test_another_architecture_cannot_be_built() -> None:
+    other = replace(target("cpu-x86-64-v3"), architecture="s390x")
+    assert can_build(other) == f"it needs a build host with s390x, this is {platform.machine()}"
+
+
+@pytest.mark.parametrize(("jaxlib", "pinned"), [("0.10.2", None), ("0.12.0", "0.10.2")])
+def test_an_old_jaxlib_does_not_build_what_the_host_lacks(
+    jaxlib: str, pinned: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = replace(
+        target("cpu-x86-64-v2"),
+        architecture=platform.machine(),
+        cpu_features=("sse2", "warp"),
+        jax=pinned,
+    )
+    have = replace(Fingerprint.current(), cpu_features=("sse2",))
+    monkeypatch.setattr(target_module, "jaxlib_version", lambda: jaxlib)
+    monkeypatch.setattr(Fingerprint, "current", lambda: have)
+    assert can_build(wanted) == (
+        "it needs jaxlib 0.11 or later on this machine: 0.10.2 compiles only for what the build"
+        " host has, and that lacks warp"
+    )
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "pinned"),
+    [("0.11.0", None), ("0.12.0.1", None), ("1.0.0", None), ("0.10.2", "0.11.2")],
+)
+def test_a_new_jaxlib_builds_what_the_host_lacks(
+    jaxlib: str, pinned: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = replace(
+        target("cpu-x86-64-v2"), architecture=platform.machine(), cpu_features=("warp",), jax=pinned
+    )
+    monkeypatch.setattr(target_module, "jaxlib_version", lambda: jaxlib)
+    assert can_build(wanted) is None

@@ -1,0 +1,385 @@
+"""Whatever is passed to the public API gives a result or an error of prejit that names the argument."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import (
+    Bundle,
+    Options,
+    PrejitError,
+    PrejitWarning,
+    Request,
+    Sampling,
+    UsageError,
+    load,
+)
+from prejit.runtime.base.arguments import described
+from prejit.runtime.generation.request import OPTIONS, resolve
+
+VOCAB = 48
+GOLDEN = Path(__file__).parents[3] / "format"
+
+
+@pytest.fixture(scope="module")
+def bundle(decoder_dir: Path) -> Bundle:
+    return load(decoder_dir, on_mismatch="error")
+
+
+@pytest.fixture(scope="module")
+def bundles(settled_dir: Path) -> dict[str, Bundle]:
+    """By method: an encoder, functions, and a decoder with a tokenizer and chat templates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrejitWarning)  # golden bundles fit no machine of today
+        decoder, encoder = load(GOLDEN / "v3" / "decoder"), load(GOLDEN / "v3" / "encoder")
+    functions = load(settled_dir, on_mismatch="error")
+    return {"generate": decoder, "encode": encoder, "call": functions, "call_leaves": functions}
+
+
+class Hostile:
+    """An object whose every method fails."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+    def __index__(self) -> int:
+        raise ZeroDivisionError
+
+    def __float__(self) -> float:
+        raise ZeroDivisionError
+
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError
+
+    def __len__(self) -> int:
+        raise ZeroDivisionError
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+JUNK = (
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2,
+        1.5,
+        -0.0,
+        math.nan,
+        math.inf,
+        -math.inf,
+        10**6000,
+        -(10**30),
+    ),
+    *(2**31, 2**63, 2**64, 1e-300, 1e300, 1j, b"", b"ab", "", "a", "\ud800", "\0", "\x1b[31m"),
+    *(Hostile(), print, object(), [], (), {}, set(), frozenset((1,)), [1.0, 2.0], [True]),
+    *([-1], [10**30], ["a", 1], [[1, 2], [3]], [None], {1: 2}, {1: "x"}, {"a": 1.0}, nested(3)),
+    *(nested(5000), range(3), range(-3, 0), deque([1, 2]), iter([1, 2]), slice(3), ...),
+    *(
+        np.int64(1),
+        np.float32(0.5),
+        np.bool_(True),
+        np.array([1, 2]),
+        np.array([1.0, 2.0]),
+        np.array(3),
+    ),
+    *(np.array([[1, 2], [3, 4]]), np.array([], np.int32), np.array(["a"]), np.array([None])),
+    *(np.array([2**63], np.uint64), np.datetime64("2020-01-01"), np.ma.masked_array([1], [True])),
+    *(Sampling(), Request([1]), Path("x"), NotImplemented, memoryview(b"abc"), bytearray(b"a")),
+)
+
+
+@dataclasses.dataclass(repr=False)
+class Held:
+    """A value that Hypothesis may print."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return described(self.value)
+
+
+_VALUES: st.SearchStrategy[Any] = st.one_of(
+    st.sampled_from(JUNK),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.one_of(st.sampled_from(JUNK), st.integers(-1, VOCAB)), max_size=3),
+    st.dictionaries(
+        st.one_of(st.integers(-1, VOCAB), st.text(max_size=2)), st.floats(), max_size=2
+    ),
+)
+VALUES: st.SearchStrategy[Held] = st.builds(Held, _VALUES)
+METHODS: dict[str, tuple[str, ...]] = {
+    "generate": OPTIONS,
+    "generate_n": ("n", *OPTIONS),
+    "generate_batch": ("sampling", *OPTIONS),
+    "stream": OPTIONS,
+    "request": OPTIONS,
+    "prefix": (),
+    "batch": (),
+    "encode": ("on_too_long",),
+    "call": ("x",),
+    "call_leaves": ("given",),
+    "apply_chat_template": (
+        *("template", "add_generation_prompt", "continue_final_message", "tools", "documents"),
+        "other",
+    ),
+}
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, Held, dict[str, Held]]:
+    method = draw(st.sampled_from(list(METHODS)))
+    names = METHODS[method]
+    chosen = draw(st.lists(st.sampled_from(names), max_size=3)) if names else []
+    options = {name: draw(VALUES) for name in chosen}
+    if "max_new_tokens" in names:
+        options.setdefault("max_new_tokens", Held(1))
+    for name, value in {"n": 2, "given": {}}.items():
+        if name in names:
+            options.setdefault(name, Held(value))
+    right = st.just(Held([[1], [2]] if method == "generate_batch" else [1, 2]))
+    return method, draw(st.one_of(VALUES, right)), options
+
+
+class Checked(Exception):  # noqa: N818 (no error)
+    """Raised in place of running a program: all arguments were found right."""
+
+
+@pytest.fixture
+def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs: a call whose arguments are right ends where a program would."""
+    from prejit.runtime import bundle
+    from prejit.runtime.encoding.encoder import EncoderPrograms
+    from prejit.runtime.generation import batch as engine
+
+    def stop(*_: Any, **__: Any) -> Any:
+        raise Checked
+
+    monkeypatch.setattr(engine.Batch, "_insert", stop)
+    monkeypatch.setattr(bundle, "compute_prefix", stop)
+    monkeypatch.setattr(EncoderPrograms, "encode", stop)
+
+
+def attempt(bundles: dict[str, Bundle], method: str, first: Any, options: dict[str, Any]) -> None:
+    """Call a method. It returns, or raises an error of prejit."""
+    function = getattr(bundles.get(method, bundles["generate"]), method)
+    with contextlib.suppress(PrejitError, Checked):
+        result = function(first, **options)
+        if method == "stream":
+            list(result)
+
+
+@pytest.mark.usefixtures("calls_alone")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_argument_may_be_any_of_these_values(bundles: dict[str, Bundle], method: str) -> None:
+    right: Any = [[1], [2]] if method == "generate_batch" else "score" if method == "call" else [1]
+    required = {
+        name: {"n": 2, "given": {}}[name] for name in ("n", "given") if name in METHODS[method]
+    }
+    for place, junk in enumerate(JUNK):
+        try:
+            attempt(bundles, method, junk, required)
+            for name in METHODS[method]:
+                attempt(bundles, method, right, {**required, name: junk})
+                attempt(bundles, method, junk, {**required, name: junk})
+        except Exception as error:
+            error.add_note(f"with value {place} of JUNK: {described(junk)}")
+            raise
+
+
+@pytest.mark.usefixtures("calls_alone")
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls())
+def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
+    bundles: dict[str, Bundle], call: tuple[str, Held, dict[str, Held]]
+) -> None:
+    method, first, held = call
+    attempt(bundles, method, first.value, {name: option.value for name, option in held.items()})
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(VALUES)
+def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
+    bundle: Bundle, held: Held
+) -> None:
+    batch, value = bundle.batch(1), held.value
+    functions: tuple[Callable[[], object], ...] = (
+        lambda: batch.evict(value),
+        lambda: batch.insert(value) if not isinstance(value, Request) else None,
+        lambda: bundle.session().generate([], seed=value),
+        lambda: load(value) if not isinstance(value, str | Path) else None,
+        lambda: load("no such", on_mismatch=value),
+        lambda: load("no such", while_compiling=value),
+        lambda: load("no such", fingerprint=value),
+        lambda: load("no such", on_fallback=value),
+        lambda: Request(value, prefix=value, token_mask=value),
+        lambda: Sampling(**dict.fromkeys(("temperature", "top_k", "logit_bias"), value)),
+    )
+    for function in functions:
+        with contextlib.suppress(PrejitError):
+            function()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 1.5}, "max_new_tokens: expected an integer, found 1.5"),
+        ({"max_new_tokens": math.nan}, "max_new_tokens: expected an integer, found nan"),
+        ({"max_new_tokens": True}, "max_new_tokens: expected an integer, found True"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids: expected a list of integers, found 'ab'"),
+        ({"stop_token_ids": [1.0]}, r"stop_token_ids\[0\]: expected an integer, found 1.0"),
+        ({"stop_token_ids": 3}, "stop_token_ids: expected a list of integers, found 3"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids: expected token ids of 0 to 47, found 48"),
+        ({"stop": [""]}, "stop: expected strings of at least one character, found ''"),
+        ({"stop": 5}, "stop: expected text or a list of texts, found 5"),
+        ({"token_mask": 5}, "token_mask: expected a function or None, found 5"),
+        ({"prompt_lookup": "yes"}, "prompt_lookup: expected True or False, found 'yes'"),
+        ({"prefix": [1]}, r"prefix: expected a Prefix, found \[1\]"),
+        ({"logprobs": "5"}, "logprobs: expected an integer, found '5'"),
+        ({"top_p": 0}, "top_p: expected more than 0 and at most 1, found 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected more than 0, found 0"),
+    ],
+)
+def test_a_wrong_option_is_named_with_both_sides(
+    bundle: Bundle, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        bundle.generate([1], **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1.0, 2.0], r"prompt\[0\]: expected an integer, found 1.0"),
+        (np.array([1.0]), r"prompt: expected text or a list of token ids, found float64\[1\]"),
+        (np.array([[1]]), r"prompt: expected text or a list of token ids, found int64\[1, 1\]"),
+        ([True], r"prompt\[0\]: expected an integer, found True"),
+        (b"ab", "prompt: expected text or a list of token ids, found b'ab'"),
+        ({1: 2}, "prompt: expected text or a list of token ids, found {1: 2}"),
+        ({1, 2}, "prompt: expected text or a list of token ids, found {1, 2}"),
+        (5, "prompt: expected text or a list of token ids, found 5"),
+        (None, "prompt: expected text or a list of token ids, found None"),
+        ([10**30], f"prompt: expected token ids of 0 to 47, found {10**30}"),
+        ([-1], "prompt: expected token ids of 0 to 47, found -1"),
+    ],
+)
+def test_a_wrong_prompt_is_named_with_both_sides(bundle: Bundle, prompt: Any, message: str) -> None:
+    for use in (bundle.generate, bundle.request, bundle.prefix, bundle.session().generate):
+        with pytest.raises(UsageError, match=f"^{message}$"):
+            use(prompt)
+
+
+def test_integers_of_every_library_are_token_ids(bundle: Bundle) -> None:
+    expected = bundle.generate([1, 2, 3], max_new_tokens=np.int32(3), seed=np.uint64(7))
+    for prompt in (
+        *((1, 2, 3), range(1, 4), deque([1, 2, 3]), [np.int8(1), np.uint64(2), 3]),
+        *(np.array([1, 2, 3], np.uint16), jnp.array([1, 2, 3]), [jnp.int32(1), 2, 3]),
+    ):
+        result = bundle.generate(prompt, max_new_tokens=3, seed=7)
+        assert result.token_ids == expected.token_ids
+
+
+def test_a_seed_of_numpy_goes_round_at_its_end_as_one_of_python(bundle: Bundle) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 3}
+    last = 2**64 - 1
+    numpy = bundle.generate_n([1], 2, seed=np.uint64(last), **options)
+    python = bundle.generate_n([1], 2, seed=last, **options)
+    assert [r.token_ids for r in numpy] == [r.token_ids for r in python]
+
+
+def test_token_ids_are_checked_before_a_tokenizer_decodes_them(bundles: dict[str, Bundle]) -> None:
+    """It takes unsigned integers of 32 bits, and raises OverflowError for others."""
+    bundle = bundles["generate"]
+    assert bundle.has_tokenizer
+    for prompt in ([-1], [2**32], [2**64]):
+        for use in (bundle.generate, bundle.prefix, lambda ids: list(bundle.stream(ids))):
+            with pytest.raises(UsageError, match="prompt: expected token ids of 0 to"):
+                use(prompt)
+
+
+def test_too_many_sequences_are_refused_before_any_is_made(bundle: Bundle) -> None:
+    for n in (0, -1, 1.0, "3", 16_385, 10**30):
+        with pytest.raises(UsageError, match=r"^n: expected"):
+            bundle.generate_n([1], n)  # type: ignore[arg-type]
+
+
+def test_none_alone_stands_for_an_option_that_is_not_given(bundle: Bundle) -> None:
+    assert resolve(dict.fromkeys(OPTIONS)) == resolve({})
+    for name in OPTIONS:
+        bundle.generate([1], **{"max_new_tokens": 1, name: None})
+    wanted = resolve({"logprobs": 0, "prompt_lookup": False, "seed": 0, "temperature": 0})
+    assert wanted.common == {"logprobs": 0, "prompt_lookup": False}
+
+
+def test_options_are_what_the_type_says() -> None:
+    assert set(OPTIONS) == set(Options.__annotations__)
+
+
+def test_one_text_is_no_list_of_prompts(bundle: Bundle) -> None:
+    with pytest.raises(UsageError, match="prompts: expected a list of prompts, found 'abc'"):
+        bundle.generate_batch("abc")
+
+
+def test_options_of_sampling_beside_a_list_of_them_are_refused(bundle: Bundle) -> None:
+    with pytest.raises(UsageError, match=r"sampling: expected it without .* temperature"):
+        bundle.generate_batch([[1]], sampling=[Sampling(seed=1)], temperature=0.5)
+
+
+@pytest.mark.parametrize("given", [5, "ab", [[True], [1, 2]], Hostile(), np.zeros((48,), np.int8)])
+def test_a_token_mask_that_gives_something_else_is_an_error(bundle: Bundle, given: Any) -> None:
+    with pytest.raises(UsageError, match=r"token_mask: expected bool\[48\] or None, found"):
+        bundle.generate([1], max_new_tokens=2, token_mask=lambda ids: given)
+
+
+def test_a_deleted_array_is_an_error_of_usage(settled_dir: Path) -> None:
+    functions = load(settled_dir, on_mismatch="error")
+    array = jax.numpy.ones((2, 16))
+    array.delete()
+    with pytest.raises(UsageError, match="x: expected an array that NumPy or DLPack reads"):
+        functions.call("score", x=array)
+    with pytest.raises(UsageError, match="nested less deeply"):
+        functions.call("score", x=nested(5000))
+    for name in (5, nested(5000), Hostile(), 10**6000):
+        with pytest.raises(UsageError, match="name: expected text, found"):
+            functions.call(name, x=nested(5000))
+
+
+def test_every_value_has_a_short_description_of_one_line() -> None:
+    for text in map(described, JUNK):
+        assert 0 < len(text) <= 80
+        assert text.isprintable(), ascii(text)
+
+
+def test_a_request_is_plain_python_whatever_it_was_made_from() -> None:
+    made = Request(np.array([1, 2]), max_new_tokens=np.int64(3), stop_token_ids={4})  # type: ignore[arg-type]
+    assert dataclasses.astuple(made)[0] == [1, 2]
+    assert type(made.max_new_tokens) is int
+    assert made.stop_token_ids == frozenset((4,))

@@ -1,0 +1,567 @@
+"""The command line of the server side: what scripts parse, exit codes, and errors that help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from prejit.runtime import __main__
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.format.names import TITLE
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+COMMANDS = ["inspect", "verify", "fingerprint", "explain", "generate", "encode", "call", "bench"]
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+@pytest.fixture
+def x_file(tmp_path: Path) -> Path:
+    np.save(tmp_path / "x.npy", X)
+    return tmp_path / "x.npy"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A saved fingerprint of a machine that is none of the targets."""
+    path = tmp_path / "foreign.json"
+    path.write_bytes(to_json(dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")))
+    return path
+
+
+def run(*argv: object) -> int:
+    """In this process: for what needs none of its own."""
+    return __main__.main([str(argument) for argument in argv])
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(command, "--help")
+    said = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert f"usage: prejit {command}" in said
+    examples = said.partition("examples:\n")[2].splitlines()
+    assert examples
+    for example in examples:
+        assert example.startswith(f"  prejit {command}"), example
+        words = example.partition(">")[0].split()
+        # The examples are commands that the parser takes.
+        __main__.parser().parse_args([word.strip("'") for word in _shell_words(words)][1:])
+
+
+def _shell_words(words: list[str]) -> list[str]:
+    import shlex
+
+    return shlex.split(" ".join(words))
+
+
+def test_help_lists_the_build_side_although_it_is_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    said = capsys.readouterr().out
+    for command in (*COMMANDS, "plan", "build"):
+        assert f"\n  {command}" in said or f"    {command}" in said
+    assert "pip install 'prejit[compiler]'" in said
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *([], ["unknown"], ["inspect"], ["call"], ["generate", "b"], ["call", "b", "p"]),
+        ["inspect", "b", "--nonsense"],
+        ["generate", "b", "--prompt", "x", "--prompt-ids", "1"],
+        ["generate", "b", "--prompt", "x", "--max-new-tokens", "many"],
+    ],
+)
+def test_wrong_usage_ends_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*argv)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage: prejit" in captured.err
+
+
+# Reading
+
+
+def test_inspect_says_what_a_bundle_holds(
+    settled_dir: Path, recipe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("inspect", settled_dir) == 0
+    said = capsys.readouterr().out
+    for part in (
+        *("example", "cpu-host: fits this machine", "cpu-x86-64-v3", "score/b8", "nest", "jaxlib"),
+        *("executables.v1+zstd", "weights.v1.safetensors", "temporary memory"),
+    ):
+        assert part in said
+    assert run("inspect", settled_dir, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["digest"] == digest_of(recipe.assemble()[0])
+    assert [t["config"]["target"] for t in plain["targets"]] == ["cpu-host", "cpu-x86-64-v3"]
+    programs = plain["targets"][0]["config"]["programs"]
+    assert [p["name"] for p in programs] == ["score/b2", "score/b8", "nest", "tick"]
+    assert programs[0]["arguments"] == ['["x"] float32[2,16]']
+    titles = [layer["annotations"][TITLE] for layer in plain["targets"][0]["layers"]]
+    assert titles == ["programs.xla", "LICENSE", "weights.safetensors", "programs.stablehlo"]
+
+
+def test_verify_says_what_it_checked(
+    settled_dir: Path, recipe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", settled_dir) == 0
+    digest = digest_of(recipe.assemble()[0])
+    said = capsys.readouterr().out
+    assert "ok: 2 targets, 8 programs" in said
+    assert digest in said
+    assert run("verify", settled_dir, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["digest"], plain["targets"], plain["programs"]) == (digest, 2, 8)
+    assert plain["bytes"] > 10_000
+
+
+def test_explain_shows_every_axis_of_every_target(
+    settled_dir: Path, foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("explain", settled_dir) == 0
+    said = capsys.readouterr().out
+    assert "this machine loads cpu-host: nothing is compiled" in said
+    assert said.count(" cpu_features ") == said.count(" architecture ") == 2
+    assert run("explain", settled_dir, "--fingerprint", foreign) == 3
+    said = capsys.readouterr().out
+    assert f"the machine of {foreign} is none of the targets" in said
+    assert said.count(" NO ") == 2
+    assert run("explain", settled_dir, "--fingerprint", foreign, "--json") == 3
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["target"] is None
+    for verdict in plain["verdicts"]:
+        assert not verdict["matches"]
+        assert [axis["name"] for axis in verdict["axes"] if not axis["matches"]] == ["jaxlib"]
+    assert run("explain", settled_dir, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["target"] == "cpu-host"
+
+
+def test_fingerprint_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fingerprint") == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert json.loads(said)["platform"] == "cpu"
+
+
+# Exit codes and the shape of errors
+
+
+def test_missing_and_damaged_and_foreign_end_differently(
+    settled_dir: Path, bundle_dir: Path, foreign: Path, x_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out")
+    for argv, status in (
+        *((("inspect", tmp_path / "none"), 6), (("inspect", x_file), 6)),
+        *((("inspect", tmp_path / "empty"), 4), (("verify", bundle_dir), 4)),
+        *((("inspect", bundle_dir), 0), (("explain", bundle_dir), 0)),
+        (("explain", settled_dir, "--fingerprint", tmp_path / "none"), 6),
+        (("explain", settled_dir, "--fingerprint", x_file), 4),
+        ((*call, "--on-mismatch", "error"), 0),
+        ((*call, "--on-mismatch", "error", "--fingerprint", foreign), 3),
+        (("call", bundle_dir, *call[2:]), 4),
+        (("call", settled_dir, "scores", *call[3:]), 2),
+        (("generate", settled_dir, "--prompt", "x"), 2),
+        (("generate", settled_dir, "--prompt-ids", "1"), 2),
+        (("generate", settled_dir, "--prompt-ids", "1,x"), 2),
+    ):
+        assert run(*argv) == status, argv
+
+
+def test_an_error_is_one_sentence_and_a_hint_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", tmp_path / "none") == 6
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    head, blank, hint = captured.err.splitlines()
+    assert head.startswith(f"error[store]: {tmp_path}/none: cannot open a bundle")
+    assert blank == ""
+    assert hint.startswith("hint: ")
+
+
+def test_errors_show_no_traceback(prejit: Any, bundle_dir: Path) -> None:
+    (bundle_dir / "index.json").write_bytes(b"{}")
+    done = prejit("verify", bundle_dir, status=4)
+    assert done.stderr.startswith("error[reject]: ")
+    assert "Traceback" not in done.stderr
+
+
+# Calling
+
+
+def test_call_writes_results_and_says_how(
+    settled_dir: Path, x_file: Path, tmp_path: Path, recipe: Any, prejit: Any
+) -> None:
+    out = tmp_path / "results" / "deep"
+    done = prejit("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", out, "--json")
+    said = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert said["results"] == {"result": {"dtype": "float32", "shape": [2, 4]}}
+    how = {program["program"]: program["source"] for program in said["programs"]}
+    assert how == {"score/b2": "loaded", "score/b8": "unused", "nest": "unused", "tick": "unused"}
+    expected = np.tanh(X @ recipe.weights["score:kernel"]) + recipe.weights["score:bias"]
+    np.testing.assert_allclose(np.load(out / "result.npy"), expected, rtol=1e-5)
+
+
+def test_call_falls_back_with_a_warning_on_stderr(
+    settled_dir: Path, x_file: Path, tmp_path: Path, foreign: Path, prejit: Any
+) -> None:
+    call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out", "--json")
+    for how in ("compiled", "kept"):
+        done = prejit(*call, "--fingerprint", foreign)
+        assert done.stderr.startswith("warning: ")
+        assert "jaxlib: needs" in done.stderr
+        assert json.loads(done.stdout)["programs"][0]["source"] == how
+    for filters in ("error", "ignore"):  # of Python's, which say nothing about ours
+        done = prejit(*call, "--fingerprint", foreign, env={"PYTHONWARNINGS": filters})
+        assert done.stderr.startswith("warning: ")
+    refused = prejit(*call, "--fingerprint", foreign, "--on-mismatch", "error", status=3)
+    assert refused.stdout == ""
+    assert refused.stderr.startswith("error[mismatch]: ")
+
+
+def test_call_takes_nested_arguments_and_writes_nested_results(
+    settled_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "half.npy", np.array([1, 2, 3], ml_dtypes.bfloat16))
+    np.save(tmp_path / "count.npy", np.ones((2, 2), np.int32))
+    np.save(tmp_path / "flag.npy", np.True_)
+    named = {"tree.half": "half", "tree.pair.0": "count", "tree.pair.1": "flag"}
+    arguments = [
+        a for name, file in named.items() for a in ("--arg", f"{name}={tmp_path}/{file}.npy")
+    ]
+    assert run("call", settled_dir, "nest", *arguments, "-o", tmp_path / "out") == 0
+    assert "sums.1.npy  int32[2, 2]" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        *("scalar.npy", "sums.0.npy", "sums.1.npy"),
+    ]
+    assert np.load(tmp_path / "out" / "sums.1.npy").tolist() == [[2, 2], [2, 2]]
+
+
+def test_call_without_arguments_calls_without(settled_dir: Path, tmp_path: Path) -> None:
+    assert run("call", settled_dir, "tick", "-o", tmp_path / "out") == 0
+    assert np.load(tmp_path / "out" / "result.npy") == 7
+    assert run("call", settled_dir, "score", "-o", tmp_path / "out") == 2
+
+
+# Generating
+
+
+@pytest.mark.parametrize("option", ["max-new-tokens", "top-p", "repetition-penalty"])
+def test_an_option_that_is_0_is_given(
+    option: str, decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", decoder_dir, "--prompt-ids", "1,2", f"--{option}", "0") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"error[usage]: {option.replace('-', '_')}: expected" in captured.err
+
+
+@pytest.mark.parametrize(
+    "argv", [("explain", "--fingerprint"), ("bench", "--baseline"), ("bench", "--against")]
+)
+def test_an_option_that_is_empty_is_given(argv: tuple[str, str], settled_dir: Path) -> None:
+    command, option = argv
+    assert run(command, settled_dir, option, "") == 6
+
+
+def test_no_likely_tokens_are_still_log_probabilities(
+    decoder_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("generate", decoder_dir, "--prompt-ids", "1,2", "--max-new-tokens", "3", "--json")
+    assert run(*argv, "--logprobs", "0", "--seed", "0", "--top-k", "0") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["token_id"] for one in said["logprobs"]] == said["token_ids"]
+    assert all(one["top"] == [] and one["logprob"] < 0 for one in said["logprobs"])
+    assert run(*argv) == 0
+    assert json.loads(capsys.readouterr().out)["logprobs"] == []
+
+
+@pytest.fixture
+def positional_dir(recipe: Any, tmp_path: Path) -> Path:
+    """A bundle whose `score` takes its argument by place, as a manifest with a list of args gives."""
+
+    def change(config: Any) -> Any:
+        programs = tuple(
+            dataclasses.replace(p, arguments=tuple(t.replace('["x"]', "[0]") for t in p.arguments))
+            for p in config.programs
+        )
+        return dataclasses.replace(config, programs=programs)
+
+    return recipe.configured(change).write(tmp_path / "positional")
+
+
+def test_call_takes_arguments_by_place(positional_dir: Path, x_file: Path, tmp_path: Path) -> None:
+    argv = ("call", positional_dir, "score", "-o", tmp_path / "out")
+    assert run(*argv, "--arg", f"0={x_file}") == 0
+    assert np.load(tmp_path / "out" / "result.npy").shape == (2, 4)
+    assert run(*argv, "--arg", f"1={x_file}") == 2
+    assert run(*argv, "--arg", f"x={x_file}") == 2
+
+
+def test_call_refuses_arguments_that_make_no_sense(
+    settled_dir: Path, x_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "text.npy").write_bytes(b"text")
+    (tmp_path / "short.npy").write_bytes(x_file.read_bytes()[:-5])
+    np.savez(tmp_path / "many.npz", x=X)
+    np.save(tmp_path / "pickled.npy", np.array([{"a": 1}], dtype=object))
+    argv = ("call", settled_dir, "score", "-o", tmp_path / "out")
+    for arguments, status in (
+        *((["x"], 2), (["=x.npy"], 2), ([f"x={tmp_path}/none.npy"], 6), ([f"x={tmp_path}"], 6)),
+        *(([f"x={tmp_path}/{name}"], 6) for name in ("empty.npy", "text.npy", "short.npy")),
+        *(([f"x={tmp_path}/{name}"], 6) for name in ("many.npz", "pickled.npy")),
+        ([f"x={x_file}", f"x={x_file}"], 2),
+        ([f"x={x_file}", f"x.deep={x_file}"], 2),
+        ([f"x.deep={x_file}", f"x={x_file}"], 2),
+        ([f"x={x_file}", f"0={x_file}"], 2),
+        ([f"x..y={x_file}"], 2),
+    ):
+        given = [part for text in arguments for part in ("--arg", text)]
+        assert run(*argv, *given) == status, arguments
+        assert "hint: " in capsys.readouterr().err or arguments in (["x"], ["=x.npy"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_call_into_a_place_that_cannot_be_written_is_a_store_error(
+    settled_dir: Path, x_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "result.npy").mkdir(parents=True)
+    for out in (x_file, x_file / "below", tmp_path / "out"):
+        assert run("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", out) == 6
+        assert "error[store]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *('["..","..","escaped"]', '["{tmp}/escaped"]', '["../escaped"]', '["a/../../escaped"]'),
+        *('["nul\\u0000"]', '[""]', '["."]', '[".."]', '[".hidden"]', '["%2F"]'),
+    ],
+)
+def test_results_never_leave_their_directory(
+    path: str, recipe: Any, tmp_path: Path, x_file: Path
+) -> None:
+    """Their names come out of the bundle, and whoever wrote it need not be a friend."""
+
+    path = path.replace("{tmp}", str(tmp_path))
+
+    def change(config: Any) -> Any:
+        first = dataclasses.replace(config.programs[0], results=(f"{path} float32[2,4]",))
+        return dataclasses.replace(config, programs=(first, *config.programs[1:]))
+
+    forged = recipe.configured(change).write(tmp_path / "forged")
+    before = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
+    status = run("call", forged, "score", "--arg", f"x={x_file}", "-o", tmp_path / "a" / "b")
+    assert status == 0
+    assert len(list((tmp_path / "a" / "b").iterdir())) == 1
+    out = tmp_path / "a"
+    after = {p for p in tmp_path.rglob("*") if "runtime-cache" not in p.parts}
+    assert all(p == out or out / "b" in (p, *p.parents) for p in after - before)
+
+
+@pytest.fixture
+def named(recipe: Any, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a bundle in which the paths of arguments and results are others."""
+
+    def write(**paths: dict[str, str]) -> Path:
+        def rename(texts: tuple[str, ...], names: dict[str, str]) -> tuple[str, ...]:
+            for old, new in names.items():
+                texts = tuple(text.replace(old, new) for text in texts)
+            return texts
+
+        def change(config: Any) -> Any:
+            programs = (
+                dataclasses.replace(
+                    program,
+                    arguments=rename(program.arguments, paths.get("arguments", {})),
+                    results=rename(program.results, paths.get("results", {})),
+                )
+                for program in config.programs
+            )
+            return dataclasses.replace(config, programs=tuple(programs))
+
+        return recipe.configured(change).write(tmp_path / "named")
+
+    return write
+
+
+def nest(bundle: Path, tmp_path: Path, half: str = "tree.half") -> int:
+    np.save(tmp_path / "half.npy", np.array([1, 2, 3], ml_dtypes.bfloat16))
+    np.save(tmp_path / "count.npy", np.ones((2, 2), np.int32))
+    np.save(tmp_path / "flag.npy", np.True_)
+    given = {half: "half", "tree.pair.0": "count", "tree.pair.1": "flag"}
+    files = [a for name, file in given.items() for a in ("--arg", f"{name}={tmp_path}/{file}.npy")]
+    return run("call", bundle, "nest", *files, "-o", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ('["a.b"]', '["a","b"]'),
+        ('["a%2Eb"]', '["a.b"]'),
+        ('[""]', '["result"]'),
+        ('["",""]', '["."]'),
+        ('["a\\u0001"]', '["a%01"]'),
+        ('["\\ud800"]', '["%D800"]'),
+        ('["a/b"]', '["a%2Fb"]'),
+    ],
+)
+def test_two_results_never_share_a_file(
+    first: str, second: str, named: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = named(results={'["scalar"]': first, '["sums",0]': second, '["sums",1]': '["c"]'})
+    assert nest(bundle, tmp_path) == 0
+    sizes = sorted(np.load(file).size for file in (tmp_path / "out").iterdir())
+    assert sizes == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [('["a"]', '["a"]'), ('["a"]', '["a","b"]'), ('["a","0"]', '["a",0]')]
+)
+def test_results_that_no_tree_can_hold_are_damage(
+    first: str,
+    second: str,
+    named: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert nest(named(results={'["scalar"]': first, '["sums",0]': second}), tmp_path) == 4
+    assert "nest: expected paths of a tree" in capsys.readouterr().err
+
+
+def test_an_argument_may_have_a_dot_in_a_key(
+    named: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = named(arguments={'["tree","half"]': '["tree","h.0/x"]'})
+    assert nest(bundle, tmp_path, "tree.h%2E0%2Fx") == 0
+    for wrong in ("tree.h.0/x", "tree.half"):
+        assert nest(bundle, tmp_path, wrong) == 2
+        error = capsys.readouterr().err
+        assert f"--arg: expected a name of an argument of 'nest', found {wrong!r}" in error
+        assert "they are: tree.h%2E0%2Fx, tree.pair.0, tree.pair.1; a dot" in error
+
+
+def test_a_key_that_looks_like_a_number_is_a_key(
+    named: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert nest(named(arguments={'"half"': '"7"'}), tmp_path, "tree.7") == 0
+
+
+def test_results_of_every_dtype_can_be_read_again(tmp_path: Path) -> None:
+    from prejit.runtime.cli.call import _as_numpy_writes
+
+    for dtype in (*map(np.dtype, ("float32", "bool")), ml_dtypes.bfloat16, ml_dtypes.float8_e5m2):
+        value = np.ones(3, dtype)
+        np.save(tmp_path / "a.npy", _as_numpy_writes(value))
+        assert np.load(tmp_path / "a.npy").tobytes() == value.tobytes()
+
+
+# Pipes and processes
+
+
+@pytest.mark.parametrize(
+    "argv", [["inspect", "{bundle}"], ["inspect", "{bundle}", "--json"], ["--help"]]
+)
+def test_a_reader_that_goes_away_ends_it_quietly(argv: list[str], settled_dir: Path) -> None:
+    command = [sys.executable, "-m", "prejit.runtime"]
+    command += [text.replace("{bundle}", str(settled_dir)) for text in argv]
+    read, write = os.pipe()
+    os.close(read)  # gone before it begins
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == 141 or argv == ["--help"]  # argparse writes that, and passes it over
+
+
+def test_a_full_disk_behind_stdout_is_told(settled_dir: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "prejit.runtime", "inspect", str(settled_dir)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert done.returncode not in (0, 120)
+    assert b"No space left" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_closed_stdout_is_nobodys_failure(settled_dir: Path) -> None:
+    command = f"exec {sys.executable} -m prejit.runtime inspect {settled_dir} >&-"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_output_is_readable_where_the_terminal_knows_no_unicode(
+    make_recipe: Any, tmp_path: Path, prejit: Any
+) -> None:
+    path = make_recipe(name="modèle-日本").write(tmp_path / "b")
+    done = prejit("inspect", path, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert "cpu-host" in done.stdout
+
+
+@pytest.mark.parametrize("control", ["\x1b[2J", "\x9b2J", "\b\b", "\r", "\u202e"])
+def test_what_a_bundle_says_moves_no_cursor(
+    control: str, make_recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = f"{control}all is well"
+
+    def change(config: Any) -> Any:
+        versions = {**config.versions, evil: evil}
+        first = dataclasses.replace(config.programs[0], name=f"score/{evil}")
+        programs = (first, *config.programs[1:])
+        return dataclasses.replace(config, versions=versions, programs=programs)
+
+    path = make_recipe(name=evil).configured(change).write(tmp_path / "b")
+    array = tmp_path / "x.npy"
+    np.save(array, X[:1])
+    call = ("call", path, "score", "--arg", f"x={array}", "-o", tmp_path / "out")
+    for argv in (("inspect", path), ("verify", path), ("explain", path), call):
+        run(*argv)
+        captured = capsys.readouterr()
+        for character in (*control, "\x1b"):
+            if not character.isprintable():
+                assert character not in captured.out + captured.err, argv
+    assert "all is well" in captured.err
+
+
+def test_the_build_side_is_named_where_it_is_missing(run_python: Any, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['prejit.compiler'] = None\n"
+        "from prejit.runtime.__main__ import main\n"
+        "sys.exit(main(['build', 'x.toml']))"
+    )
+    done = run_python(code, status=2)
+    assert done.stderr.startswith("error[usage]: `prejit build` needs the build side")
+    assert "hint: pip install 'prejit[compiler]'" in done.stderr

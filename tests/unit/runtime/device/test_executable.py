@@ -1,0 +1,757 @@
+"""Executables on a device: the one module on private parts of jax and jaxlib, on every version of them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.compiler.compile.disassembly import declared_features, used_features
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.executable import (
+    CompileFor,
+    Device,
+    aligned_zeros,
+    compile_portable,
+    cross_compiles,
+    to_jax,
+    to_numpy,
+)
+from prejit.runtime.errors import BuildError, MismatchError
+from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
+from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+from prejit.runtime.format.safetensors import SAFETENSORS_DTYPES
+from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+DTYPES = sorted({numpy for numpy, _ in SAFETENSORS_DTYPES.values()})
+MANIFEST_DTYPES = sorted(set(DTYPES) | set(TABLE_DTYPES))
+SHAPES = [(), (1,), (0,), (3, 0, 2), (5, 7), (64, 33)]
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device()
+
+
+def export(function: Callable[..., Any], *arguments: Any, **options: Any) -> bytes:
+    """The portable program of a function, for arguments like these."""
+    import jax
+    from jax import export
+
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in arguments]
+    jitted = jax.jit(function, keep_unused=True, **options)
+    return bytes(export.export(jitted, platforms=("cpu",))(*shapes).mlir_module_serialized)
+
+
+def aligned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy at a 64-byte boundary."""
+    copy = aligned_zeros(values.shape, values.dtype)
+    copy[...] = values
+    return copy
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.ctypes.data)
+
+
+def same_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+
+
+def sample(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Values that every dtype can hold, with some more that are particular to each."""
+    values = np.arange(int(np.prod(shape))) % 5
+    return (values.reshape(shape) - (dtype_of(dtype).kind in "ifc")).astype(dtype_of(dtype))
+
+
+# Putting and reading
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_shape_comes_back_as_it_went(
+    dtype: str, shape: tuple[int, ...], device: Device
+) -> None:
+    values = sample(dtype, shape)
+    for given in (values, aligned(values)):
+        assert same_bytes(to_numpy(device.put(given)), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_aligned_memory_is_taken_without_a_copy(dtype: str, device: Device) -> None:
+    values = aligned(sample(dtype, (64, 33)))
+    assert address(to_numpy(device.put(values))) == address(values)
+
+
+def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Device) -> None:
+    """As they come from a bundle: a private map of the file."""
+    from prejit.runtime.format.blobs import check_blobs
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+    from prejit.runtime.format.opening import match, open_index, read_contents
+    from prejit.runtime.programs.weights import tensors
+
+    with Layout(settled_dir) as layout:
+        index, _ = open_index(layout)
+        [target, *_] = match(layout, index, Fingerprint.current())
+        manifest = read_contents(layout, target).manifest
+        layers = check_blobs(layout, [manifest], None, keep=[manifest]).layers(manifest)
+    for name, values in tensors(layers[WEIGHTS_MEDIA_TYPE]).items():
+        if name.startswith("score:"):
+            assert address(to_numpy(device.put(values))) == address(values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[1:],
+        lambda x: x[:, 1:],
+        lambda x: x[::2],
+        lambda x: x[::-1],
+        lambda x: x.T,
+        lambda x: np.asfortranarray(x),
+        lambda x: np.broadcast_to(x[0], x.shape),
+        lambda x: x.tobytes() and np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape),
+    ],
+)
+def test_memory_that_cannot_be_shared_is_copied_right(
+    change: Callable[[Any], Any], device: Device
+) -> None:
+    values = change(aligned(np.arange(70, dtype=np.float32).reshape(7, 10)))
+    assert same_bytes(to_numpy(device.put(values)), np.ascontiguousarray(values))
+
+
+def test_memory_on_the_device_outlives_the_array_it_came_from(device: Device) -> None:
+    values = aligned(np.arange(1 << 18, dtype=np.float32))
+    expected = values.copy()
+    held = device.put(values)
+    del values
+    gc.collect()
+    noise = [np.full(1 << 18, 7, np.float32) for _ in range(8)]
+    np.testing.assert_array_equal(to_numpy(held), expected)
+    assert len(noise) == 8
+
+
+def test_what_is_read_outlives_the_array_on_the_device(device: Device) -> None:
+    program = device.compile(export(lambda x: x + 1, np.zeros(1 << 18, np.float32)))
+    [result] = program.run([device.put(aligned_zeros((1 << 18,), np.dtype(np.float32)))])
+    read = to_numpy(result)
+    del result
+    gc.collect()
+    noise = [np.full(1 << 18, 7, np.float32) for _ in range(8)]
+    assert read.min() == read.max() == 1
+    assert len(noise) == 8
+
+
+def test_what_is_read_cannot_be_written(device: Device) -> None:
+    """It is the device's own memory."""
+    read = to_numpy(device.put(aligned_zeros((4,), np.dtype(np.float32))))
+    with pytest.raises(ValueError, match="read-only"):
+        read[0] = 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_zeros_are_aligned_and_zero(shape: tuple[int, ...]) -> None:
+    for dtype in ("float32", "bfloat16", "bool"):
+        zeros = aligned_zeros(shape, dtype_of(dtype))
+        assert (zeros.shape, zeros.dtype) == (shape, dtype_of(dtype))
+        assert address(zeros) % 64 == 0 or not zeros.size
+        assert not zeros.astype(np.float32).any()
+        zeros[...] = 1  # its own memory
+
+
+# Running
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if "64" not in name])
+def test_every_dtype_passes_through_a_program(dtype: str, device: Device) -> None:
+    for shape in ((), (5, 7), (0, 3)):
+        values = sample(dtype, shape)
+        program = device.compile(export(lambda x: (x, x.reshape(-1)), values))
+        same, flat = program.run([device.put(values)])
+        assert same_bytes(to_numpy(same), values)
+        assert same_bytes(to_numpy(flat), values.reshape(-1))
+
+
+def test_a_program_survives_serializing(device: Device) -> None:
+    x = aligned(np.arange(12, dtype=np.float32).reshape(3, 4))
+    portable = export(lambda x: (np.float32(2) * x @ x.T, x.sum()), x)
+    serialized = device.compile(portable).serialize()
+    for bytes_of in (serialized, compile_portable(portable).serialized):
+        other = Device()
+        doubled, total = other.load(bytes_of, "somewhere").run([other.put(x)])
+        np.testing.assert_allclose(to_numpy(doubled), 2 * x @ x.T)
+        assert to_numpy(total) == x.sum()
+
+
+def test_a_program_may_take_nothing_and_give_much(device: Device) -> None:
+    program = device.compile(export(lambda: tuple(np.float32(i) for i in range(20))))
+    assert [float(to_numpy(x)) for x in program.run([])] == list(range(20))
+
+
+def test_donated_memory_is_reused_and_the_argument_is_gone(device: Device) -> None:
+    cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
+    step = device.compile(
+        export(lambda cache, x: (cache.at[0].add(x), x), cache, np.float32(0), donate_argnums=0)
+    )
+    one = device.put(np.float32(1).reshape(()))
+    [first, _] = step.run([device.put(cache), one])
+    where = address(to_numpy(first))
+    gc.collect()  # what was read of it holds on to it
+    [second, _] = step.run([first, one])
+    assert address(to_numpy(second)) == where
+    assert to_numpy(second)[0] == 2
+    for use in (lambda: to_numpy(first), lambda: step.run([first, one])):
+        with pytest.raises(Exception, match=r"deleted|[Ii]nvalid buffer"):
+            use()
+
+
+def test_zeros_are_the_devices_own(device: Device) -> None:
+    """They are written where they lie, and the next ones are zeros again."""
+    for dtype in ("float32", "bfloat16", "bool"):
+        for shape in ((3, 0), (300, 70)):
+            assert not to_numpy(device.zeros(shape, dtype_of(dtype))).any()
+    size, float32 = 1 << 16, np.dtype(np.float32)
+    step = device.compile(
+        export(lambda cache: cache.at[1].set(7), np.zeros(size, float32), donate_argnums=0)
+    )
+    for _ in range(3):
+        cache = device.zeros((size,), float32)
+        where = address(to_numpy(cache))
+        gc.collect()
+        [result] = step.run([cache])
+        found = to_numpy(result)
+        assert address(found) == where
+        assert (found[1], found.sum()) == (7, 7)
+
+
+def test_donating_a_callers_memory_never_writes_to_it(device: Device) -> None:
+    cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
+    step = device.compile(export(lambda cache: cache + 1, cache, donate_argnums=0))
+    [result] = step.run([device.put(cache)])
+    assert to_numpy(result).min() == 1
+    assert not cache.any()
+
+
+def test_donating_never_changes_what_was_read_before(device: Device) -> None:
+    cache = aligned_zeros((1 << 16,), np.dtype(np.float32))
+    step = device.compile(export(lambda cache: cache + 1, cache, donate_argnums=0))
+    [first] = step.run([device.put(cache)])
+    read = to_numpy(first)
+    [second] = step.run([first])
+    assert read.max() == 1
+    assert to_numpy(second).min() == 2
+
+
+def test_wrong_arguments_are_refused_and_never_read_outside(device: Device) -> None:
+    """The program table may lie about shapes; the compiled program does not believe it."""
+    x, y = (np.ones(shape, np.float32) for shape in ((4, 16), (16, 8)))
+    program = device.compile(export(lambda x, y: x @ y, x, y))
+    good = [device.put(x), device.put(y)]
+    small = device.put(np.ones((4, 8), np.float32))
+    for arguments in ([], good[:1], [*good, good[0]], [good[1], good[0]], [good[0], small]):
+        with pytest.raises(Exception, match="expected"):
+            program.run(arguments)
+    assert to_numpy(program.run(good)[0]).max() == 16
+
+
+def test_a_program_runs_in_many_threads_at_once(device: Device) -> None:
+    x = np.arange(64 * 64, dtype=np.float32).reshape(64, 64) / 4096
+    program = device.compile(export(lambda x: x @ x, x))
+    expected = to_numpy(program.run([device.put(x)])[0]).copy()
+    wrong = []
+
+    def work() -> None:
+        for _ in range(30):
+            if not np.array_equal(to_numpy(program.run([device.put(x.copy())])[0]), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_linear_algebra_finds_its_library(device: Device) -> None:
+    x = np.eye(5, dtype=np.float32) * 4 + 1
+    import jax.numpy as jnp
+
+    serialized = device.compile(export(jnp.linalg.inv, x)).serialize()
+    [inverse] = device.load(serialized, "somewhere").run([device.put(x)])
+    np.testing.assert_allclose(to_numpy(inverse) @ x, np.eye(5), atol=1e-5)
+
+
+def check_on_cpu(function: Callable[..., Any], *arguments: Any, device: Device) -> None:
+    """Compiles a program for all platforms here, and compares it with jax."""
+    import jax
+    from jax import export
+
+    shapes = [jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype) for a in arguments]
+    jitted = jax.jit(function, keep_unused=True)
+    exported = export.export(
+        jitted,
+        platforms=PLATFORMS,
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
+    )(*shapes)
+    inputs = [device.put(np.asarray(a)) for a in arguments]
+    expected = jax.tree.leaves(jitted(*arguments))
+    portable = exported.mlir_module_serialized
+    machine = CompileFor(platforms=exported.platforms)
+    for program in (
+        device.compile(portable, exported.platforms),
+        device.load(compile_portable(portable, machine).serialized, "somewhere"),
+    ):
+        for ours, theirs in zip(program.run(inputs), expected, strict=True):
+            np.testing.assert_allclose(to_numpy(ours), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_platform_is_chosen_inside_branches_and_loops(device: Device) -> None:
+    """There XLA looks for the custom calls of every platform, unless their branches are dropped."""
+    import jax
+    from jax import lax
+    from jax.scipy.linalg import expm
+
+    x = np.random.default_rng(0).random((3, 3), np.float32)
+    check_on_cpu(expm, x, device=device)
+    check_on_cpu(jax.vmap(expm), np.stack([x, -x]), device=device)
+    check_on_cpu(
+        lambda x, n: lax.cond(
+            n > 1, lambda x: lax.fori_loop(0, 2, lambda _, y: expm(y) / 10, x), jax.numpy.sin, x
+        ),
+        *(x, np.int32(3)),
+        device=device,
+    )
+
+
+def test_no_branch_for_another_platform_is_left(device: Device) -> None:
+    import jax
+    from jax import export, lax
+
+    @jax.jit
+    def elsewhere(x: Any) -> Any:
+        return jax.ffi.ffi_call("nobody_has_this", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def choose(x: Any) -> Any:
+        """The second branch is on CPUs; a default of other places alone is never reached."""
+        return lax.platform_dependent(x, cuda=elsewhere, cpu=lambda x: x + 2, default=elsewhere)
+
+    x = np.arange(4, dtype=np.float32)
+    check_on_cpu(lambda x: lax.fori_loop(0, 3, lambda _, y: choose(y), x), x, device=device)
+    check_on_cpu(lambda x: (choose(x), jax.jit(choose)(x) * 2, x), x, device=device)
+    check_on_cpu(lambda xs: lax.map(choose, xs), np.stack([x, x]), device=device)
+    # A program inside of another numbers platforms in its own order.
+    inner = export.export(
+        jax.jit(lambda x: lax.fori_loop(0, 2, lambda _, y: choose(y), x)),
+        platforms=PLATFORMS[::-1],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("nobody_has_this")],
+    )(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    check_on_cpu(lambda x: inner.call(x) + choose(x), x, device=device)
+
+
+def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> None:
+    with pytest.raises(MismatchError, match="somewhere: XLA cannot load this executable"):
+        device.load(b"no executable", "somewhere")
+    with pytest.raises(BuildError, match="XLA does not compile"):
+        device.compile(b"no StableHLO")
+    with pytest.raises(BuildError, match="XLA does not compile"):
+        compile_portable(b"")
+
+
+def test_what_this_machine_cannot_load_is_not_called_damaged(
+    kernel_recipe: Any, device: Device
+) -> None:
+    """The bytes are right, and a library that they call is not here: no fault of the bundle."""
+    import zstandard
+
+    from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
+
+    segment = kernel_recipe.targets[0].config.programs[0].executable
+    packed = kernel_recipe.content(EXECUTABLES_MEDIA_TYPE)
+    raw = zstandard.ZstdDecompressor().decompress(packed[segment.offset :][: segment.size])
+    name = kernel_recipe.targets[0].config.kernels.digest.removeprefix("sha256:")[:16].encode()
+    assert name in raw
+    with pytest.raises(MismatchError) as caught:
+        device.load(raw.replace(name, b"f" * 16), "somewhere")
+    told = caught.value.describe()
+    assert "somewhere: XLA cannot load this executable on this machine: " in told
+    assert "f" * 16 in told, "XLA's own words"
+    assert "damaged" not in told
+    assert "altered" not in told
+
+
+SIGNATURES = [
+    (lambda x: x + 1, (np.zeros((2, 3), "float32"),), ()),
+    (lambda x: (x, x.sum()), (np.zeros(5, "bool"),), ()),
+    (lambda: (), (), ()),
+    (lambda: np.int32(7), (), ()),
+    (lambda x, y: (y * 2, x + 1), (np.zeros((2, 0), "int8"), np.zeros((), "uint16")), (0,)),
+    (lambda *x: x, [np.zeros((n, 2), "float16") for n in range(60)], (3, 58)),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "donated"), SIGNATURES)
+def test_a_program_tells_what_it_takes_and_gives(
+    function: Callable[..., Any], arguments: Any, donated: tuple[int, ...], device: Device
+) -> None:
+    import jax
+
+    program = device.compile(export(function, *arguments, donate_argnums=donated))
+    loaded = device.load(program.serialize(), "somewhere")
+    gives = jax.tree.leaves(jax.eval_shape(function, *arguments))
+    for one in (program, loaded):
+        found = one.signature()
+        assert found is not None
+        assert found.arguments == tuple((str(x.dtype), x.shape) for x in arguments)
+        assert found.results == tuple((str(x.dtype), x.shape) for x in gives)
+        assert found.donated <= set(donated)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if "64" not in name])
+def test_a_program_tells_its_dtypes_by_their_names(dtype: str, device: Device) -> None:
+    program = device.compile(export(lambda x: x, np.zeros(3, dtype_of(dtype))))
+    found = program.signature()
+    assert found is not None
+    assert found.arguments == found.results == ((dtype, (3,)),)
+
+
+def test_arrays_reach_the_hosts_own_jax_and_back(device: Device) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    for dtype in ("float32", "bfloat16", "int32", "bool", "float8_e4m3fn"):
+        values = sample(dtype, (5, 7))
+        array = to_jax(device.put(values))
+        assert isinstance(array, jax.Array)
+        assert array.devices() == {jax.devices()[0]}
+        assert same_bytes(np.asarray(jnp.concatenate([array, array]))[:5], values)
+
+
+@pytest.mark.parametrize("dtype", MANIFEST_DTYPES)
+def test_every_dtype_of_a_manifest_goes_in_and_comes_out(dtype: str, device: Device) -> None:
+    """Also those of less than a byte, which devices pack and DLPack does not know."""
+    import jax
+    from jax import export
+
+    first = 1 if dtype == "float8_e8m0fnu" else 0  # which has no zero
+    for shape in ((), (5, 7), (0, 3)):
+        values = (np.arange(int(np.prod(shape))) % 2 + first).reshape(shape).astype(dtype_of(dtype))
+        with jax.enable_x64(True):
+            jitted = jax.jit(lambda x: (x, x.reshape(-1)), keep_unused=True)
+            exported = export.export(jitted, platforms=PLATFORMS)(
+                jax.ShapeDtypeStruct(shape, values.dtype)
+            )
+            assert str(exported.out_avals[0].dtype) == dtype
+        compiled = compile_portable(
+            exported.mlir_module_serialized, CompileFor(platforms=exported.platforms)
+        )
+        table = [Array((0,), dtype, shape), Array((1,), dtype, (values.size,))]
+        for results in (table, []):
+            program = device.load(compiled.serialized, "somewhere", results)
+            same, flat = program.run([device.put(values)])
+            assert same_bytes(to_numpy(same), values)
+            assert same_bytes(to_numpy(flat), values.reshape(-1))
+            with jax.enable_x64(True):
+                assert same_bytes(np.asarray(to_jax(same)), values)
+
+
+# Meshes
+
+
+@pytest.mark.parametrize("sharding", [("data", "tensor"), ("", "data"), ("tensor", ""), ()])
+def test_what_a_mesh_has_split_is_read_whole(sharding: tuple[str, ...]) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax import export
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+    mesh = Mesh(2, 3)
+    x = np.arange(36, dtype=np.float32).reshape(6, 6)
+    abstract = AbstractMesh((2, 3), MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(abstract, PartitionSpec(*(axis or None for axis in sharding)))
+    jitted = jax.jit(lambda x: (x + 1, x.sum()), in_shardings=split, out_shardings=(split, None))
+    with jax.sharding.use_abstract_mesh(abstract):
+        exported = export.export(jitted, platforms=PLATFORMS)(jax.ShapeDtypeStruct((6, 6), x.dtype))
+    results = [Array((0,), "float32", (6, 6), False, sharding), Array((1,), "float32", ())]
+    device = Device(mesh=mesh)
+    placed = device.put(x, sharding)
+    assert same_bytes(to_numpy(placed), x)
+    program = device.compile(exported.mlir_module_serialized, exported.platforms, results)
+    more, total = program.run([placed])
+    assert same_bytes(to_numpy(more), x + 1)
+    assert to_numpy(total) == x.sum()
+    in_jax = to_jax(more)
+    assert in_jax.devices() == {jax.devices()[0]}
+    assert float(jnp.sum(in_jax)) == x.sum() + 36
+
+
+# Compiling for targets
+
+LEVELS = {
+    "cpu-x86-64-v2": ("sse4.2", {"avx", "avx2", "avx512f", "bmi2", "fma"}),
+    "cpu-x86-64-v3": ("avx2", {"avx512f", "avx512vl", "gfni", "vaes"}),
+    "cpu-x86-64-v4": ("avx512vl", {"avx512vnni", "avx512bf16", "gfni", "vaes", "amx-tile"}),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_target_uses_no_more_than_it_says(name: str) -> None:
+    from prejit.compiler.targets.target_table import target
+
+    if not cross_compiles():
+        pytest.skip("this jaxlib (before 0.11) compiles for the build host's features")
+    wanted = target(name)
+    assert wanted.cpu_features is not None
+    x = np.ones((32, 64), np.float32)
+    machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
+    compiled = compile_portable(export(lambda x: x @ x.T, x), machine)
+    has, has_not = LEVELS[name]
+    declared = set(declared_features(compiled.serialized))
+    assert has in declared
+    assert not has_not & declared
+    assert declared <= set(wanted.cpu_features)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Device) -> None:
+    from prejit.compiler.targets.target_table import target
+
+    wanted = target(name)
+    x = np.random.default_rng(0).standard_normal((32, 64), np.float32)
+    portable = export(lambda x: np.float32(1) / (1 + x @ x.T) ** 2, x)
+    machine = CompileFor(cpu=wanted.cpu, cpu_features=wanted.cpu_features)
+    compiled = compile_portable(portable, machine)
+    if not set(used_features(compiled.serialized)) <= set(Fingerprint.current().cpu_features):
+        pytest.skip(f"this machine cannot run {name}")
+    [ours] = device.load(compiled.serialized, "somewhere").run([device.put(x)])
+    [expected] = device.compile(portable).run([device.put(x)])
+    np.testing.assert_allclose(to_numpy(ours), to_numpy(expected), rtol=1e-3)
+
+
+def test_a_host_executable_asks_for_what_this_machine_has() -> None:
+    """Else a bundle would not even match the machine that built it."""
+    compiled = compile_portable(export(lambda x: x + 1, np.float32(1)))
+    declared = declared_features(compiled.serialized)
+    assert set(declared) <= set(Fingerprint.current().cpu_features)
+    assert len(declared) > 5
+    assert compiled.memory.argument_bytes == compiled.memory.output_bytes == 4
+
+
+def test_a_capped_worker_says_what_it_was_allowed(run_python: Any, tmp_path: Path) -> None:
+    """How jaxlib 0.10 builds for a level: the requirement is what LLVM was really allowed to use."""
+    (tmp_path / "program").write_bytes(export(lambda x: x @ x.T, np.ones((16, 16), np.float32)))
+    said = run_python(
+        "from pathlib import Path\n"
+        "from prejit.runtime.device.executable import compile_portable\n"
+        "from prejit.compiler.compile.disassembly import declared_features\n"
+        "compiled = compile_portable(Path('program').read_bytes())\n"
+        "print(*declared_features(compiled.serialized))",
+        env={"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},
+    ).stdout.split()
+    assert "avx2" in said
+    assert not [name for name in said if name.startswith("avx512")]
+
+
+# A host program that uses jax as well
+
+
+START = """
+import sys
+import numpy as np
+import ml_dtypes
+from prejit.runtime.device.executable import Device, to_numpy
+there_before = "jax" in sys.modules
+device = Device()
+array = device.put(np.arange(6, dtype=np.float32))
+assert to_numpy(array).sum() == 15
+array_bf16 = device.put(np.ones(6, ml_dtypes.bfloat16))
+assert (to_numpy(array_bf16) == 1).all()  # no dtype of Python's own
+if not there_before:
+    found = [m for m in sys.modules if m.partition(".")[0] == "jax" or m.startswith("jaxlib.mlir")]
+    assert not found, found
+"""
+USE = """
+import jax
+import jax.numpy as jnp
+assert float(jax.jit(lambda x: x * 2)(jnp.float32(3))) == 6
+assert isinstance(array, jax.Array) and array.shape == (6,)
+assert to_numpy(device.put(np.ones(3, np.float32))).sum() == 3
+"""
+
+
+def test_one_cpu_device_needs_no_module_of_jax(settled_dir: Path, run_python: Any) -> None:
+    run_python(
+        "import sys\n"
+        "import numpy as np\n"
+        "from prejit.runtime import load\n"
+        f"bundle = load({str(settled_dir)!r})\n"
+        "assert bundle.call('score', x=np.ones((2, 16), np.float32)).shape == (2, 4)\n"
+        "bundle.prepare()\n"
+        "found = [m for m in sys.modules if m.partition('.')[0] == 'jax' or m.startswith('jaxlib.mlir')]\n"
+        "assert not found, found"
+    )
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import jax; assert jax.__version__ == __import__('jaxlib.version').version.__version__",
+        "import jax; assert hasattr(jax, 'jit') and not hasattr(jax, 'no_such_thing')",
+        "from jax import numpy",
+        "import jax.numpy as jnp",
+        "import jax.export",
+        "import jax; from jax._src import api",
+        "from jax._src.interpreters import pxla",
+        "import importlib; import jax; importlib.reload(jax)",
+        "import pkgutil, jax; assert 'numpy' in {m.name for m in pkgutil.iter_modules(jax.__path__)}",
+        "import jax; jax.config.update('jax_enable_x64', False)",
+    ],
+)
+def test_a_host_that_uses_jax_after_loading_gets_all_of_it(statement: str, run_python: Any) -> None:
+    run_python(START + statement + "\n" + USE)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import jax",
+        "import jax; jax.config.update('jax_platforms', 'cpu')",
+        "import os; os.environ['PREJIT_PLAIN_START'] = '1'\nimport jax",
+        "import jax.numpy",
+    ],
+)
+def test_a_jax_that_is_there_already_is_left_alone(before: str, run_python: Any) -> None:
+    run_python(before + "\n" + START + "assert there_before\n" + USE)
+
+
+def test_a_host_may_begin_to_use_jax_in_another_thread(run_python: Any, tmp_path: Path) -> None:
+    """While this side makes, reads and compiles for the first time, some of a dtype that is not Python's."""
+    (tmp_path / "program").write_bytes(export(lambda x: x + 1, np.float32(1)))
+    code = """
+import sys, threading
+import numpy as np, ml_dtypes
+from pathlib import Path
+from prejit.runtime.device.executable import Device, to_numpy
+
+errors = []
+def reads():
+    device = Device()
+    for _ in range(20):
+        x = np.ones((8, 8), ml_dtypes.bfloat16)
+        assert (to_numpy(device.put(x)) == x).all()
+
+def compiles():
+    Device().compile(Path("program").read_bytes())
+
+def host():
+    import jax.numpy as jnp
+    from jax import export, random
+    assert float(jnp.ones(3).sum()) == 3
+
+def guarded(function):
+    try:
+        function()
+    except BaseException as error:
+        errors.append(error)
+
+Device()
+work = (reads, host, compiles, reads)
+threads = [threading.Thread(target=guarded, args=(f,), daemon=True) for f in work]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(25)
+assert not errors, errors
+assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+"""
+    for _ in range(3):
+        run_python(code)
+
+
+def test_a_process_may_end_while_a_program_is_made_ready(
+    settled_dir: Path, run_python: Any
+) -> None:
+    """XLA's threads and ours must not abort it: the exit status is what a supervisor looks at."""
+    code = f"""
+import numpy as np
+from prejit.runtime import load
+bundle = load({str(settled_dir)!r})
+bundle._programs.prepare("score/b2", "score/b8", "nest", "tick")
+if %d:
+    bundle.call("score", x=np.ones((8, 16), np.float32))
+"""
+    for attempt in range(6):
+        run_python(code % (attempt % 2))
+
+
+def test_the_device_is_a_client_of_its_own(run_python: Any) -> None:
+    """The host's platform, its devices and its configuration stay as the host set them."""
+    run_python(
+        START
+        + "import jax\n"
+        + "jax.config.update('jax_num_cpu_devices', 3)\n"
+        + "assert len(jax.devices()) == 3\n"
+        + "assert jax.devices()[0].client is not array.device.client\n"
+        + "assert to_numpy(device.put(np.ones(3, np.float32))).sum() == 3"
+    )
+
+
+def test_importing_the_module_starts_nothing() -> None:
+    code = (
+        "import sys, threading, prejit.runtime.device.executable\n"
+        "assert 'jaxlib._jax' not in sys.modules and 'jax' not in sys.modules\n"
+        "assert threading.active_count() == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_thread_at_a_time_imports_jaxlibs_mlir(run_python: Any, tmp_path: Path) -> None:
+    """A first array and a first compile import it from two ends: Python may end that as a deadlock."""
+    (tmp_path / "program").write_bytes(export(lambda x: x + 1, np.float32(1)))
+    run_python(
+        """
+import importlib.abc, itertools, sys, threading, time
+import ml_dtypes
+import numpy as np
+from pathlib import Path
+from prejit.runtime.device.executable import Device, to_numpy
+
+class Watch(importlib.abc.MetaPathFinder):
+    importing, threads = threading.Event(), []
+    def find_spec(self, name, path, target=None):
+        if name.startswith("jaxlib.mlir"):
+            self.threads.append(threading.current_thread().name)
+            if not self.importing.is_set():
+                self.importing.set()  # the other thread begins while this one is in the middle
+                time.sleep(0.5)
+        return None
+
+device = Device()
+errors = []
+def compile():
+    Watch.importing.wait(20)
+    try:
+        device.compile(Path("program").read_bytes())
+    except BaseException as error:
+        errors.append(error)
+
+sys.meta_path.insert(0, Watch())
+thread = threading.Thread(target=compile)
+thread.start()
+to_numpy(device.put(np.zeros(4, ml_dtypes.bfloat16)))
+thread.join()
+assert not errors, errors
+turns = [name for name, _ in itertools.groupby(Watch.threads)]
+assert turns in (["prejit-first-array"], ["prejit-first-array", thread.name]), turns
+""",
+        env={"PREJIT_PLAIN_START": "1"},
+    )

@@ -1,0 +1,481 @@
+"""Native kernels of a bundle: verified, loaded, registered before the executables that call them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import __main__
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.device import kernels
+from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
+from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.format import limits
+from prejit.runtime.format.config_checks import check_config
+from prejit.runtime.format.kernels import kernel_target
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.opening import match, open_index, read_contents, read_kernels
+from prejit.runtime.format.schema import Segment
+from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+X = np.arange(5, dtype=np.float32)
+
+
+@pytest.fixture
+def kernels_dir(kernel_recipe: Any, tmp_path: Path) -> Path:
+    path: Path = kernel_recipe.write(tmp_path / "kernels")
+    return path
+
+
+@pytest.fixture
+def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the test fail where a library reaches the dynamic linker."""
+
+    def reached(*_: object) -> None:
+        raise AssertionError("a damaged library reached the dynamic linker")
+
+    monkeypatch.setattr(kernels, "_dlopen", reached)
+    monkeypatch.setattr(kernels, "_loaded", {})
+
+
+LOAD_AND_CALL = """
+import sys
+import numpy as np
+from prejit.runtime import load
+bundle = load(sys.argv[1])
+assert bundle.matched
+print(bundle.call("scale", x=np.arange(5, dtype=np.float32)).tolist(), bundle.report()[0].source)
+print(sum("x" in line.split()[1] and "prejit-kernels" in line for line in open("/proc/self/maps")))
+"""
+
+
+def test_a_bundle_with_kernels_runs_in_a_fresh_process(kernels_dir: Path, run_python: Any) -> None:
+    said = run_python(LOAD_AND_CALL, kernels_dir).stdout
+    assert said == "[0.0, 2.5, 5.0, 7.5, 10.0] loaded\n1\n"
+
+
+TWO_LIBRARIES = """
+import sys
+import numpy as np
+from prejit.runtime import load
+bundles = [load(path) for path in (*sys.argv[1:], *sys.argv[1:])]
+x = np.arange(5, dtype=np.float32)
+print([float(b.call("scale", x=x)[1]) for b in bundles])
+print(sum("x" in line.split()[1] and "prejit-kernels" in line for line in open("/proc/self/maps")))
+"""
+
+
+def test_libraries_of_two_bundles_live_in_one_process_each_loaded_once(
+    kernel_recipe: Any, kernels_dir: Path, tmp_path: Path, run_python: Any
+) -> None:
+    """The other one has a byte more, so another digest; its handlers have names of their own."""
+    content = kernel_recipe.content(KERNELS_MEDIA_TYPE)
+    other = with_library(kernel_recipe, content + b"\0").write(tmp_path / "other")
+    said = run_python(TWO_LIBRARIES, kernels_dir, other).stdout
+    assert said == "[2.5, 2.5, 2.5, 2.5]\n2\n"
+
+
+def with_library(recipe: Any, content: bytes) -> Any:
+    """A bundle with other kernels, and its executable bound to them."""
+    import zstandard
+
+    before = recipe.targets[0].config.kernels
+    digest = digest_of(content)
+    segment = recipe.targets[0].config.programs[0].executable
+    raw = zstandard.ZstdDecompressor().decompress(recipe.content(EXECUTABLES_MEDIA_TYPE))
+    old, new = (kernel_target("scale", d).encode() for d in (before.digest, digest))
+    assert old in raw
+    raw = raw.replace(old, new)
+    frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+    segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
+
+    def change(config: Any) -> Any:
+        (program,) = config.programs
+        return dataclasses.replace(
+            config,
+            kernels=dataclasses.replace(before, digest=digest),
+            programs=(dataclasses.replace(program, executable=segment),),
+        )
+
+    changed = recipe.configured(change).with_content(KERNELS_MEDIA_TYPE, content)
+    return changed.with_content(EXECUTABLES_MEDIA_TYPE, frame)
+
+
+def test_a_changed_library_never_reaches_the_dynamic_linker(
+    kernels_dir: Path, kernel_recipe: Any, nothing_is_mapped: None
+) -> None:
+    """Even behind a receipt: its digest is taken of the very bytes that would be loaded."""
+    digest = kernel_recipe.targets[0].config.kernels.digest
+    blob = kernels_dir / "blobs" / "sha256" / digest.removeprefix("sha256:")
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.write_bytes(content)
+    with pytest.raises(RejectError, match=blob.name):
+        load(kernels_dir)
+    with Layout(kernels_dir) as layout:
+        index, _ = open_index(layout)
+        (target,) = match(layout, index, Fingerprint.current())
+        read = read_contents(layout, target)
+        with pytest.raises(RejectError, match=f"{blob.name}: expected sha256"):
+            read_kernels(layout, read.config, read.manifest)
+    assert __main__.main(["verify", str(kernels_dir)]) == RejectError.exit_code
+
+
+def test_whole_kernels_reach_the_dynamic_linker(kernels_dir: Path, nothing_is_mapped: None) -> None:
+    """Or the fixture above would show nothing."""
+    with pytest.raises(AssertionError, match="reached the dynamic linker"):
+        load(kernels_dir)
+
+
+def forged(recipe: Any, **changes: Any) -> Any:
+    return recipe.configured(lambda config: dataclasses.replace(config, **changes))
+
+
+def test_kernels_that_a_manifest_and_a_config_do_not_both_have_are_rejected(
+    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None
+) -> None:
+    (program,) = kernel_recipe.targets[0].config.programs
+    silent = (dataclasses.replace(program, kernels=None),)
+    without_layer = kernel_recipe.layered(
+        lambda layers: tuple(x for x in layers if x.media_type != KERNELS_MEDIA_TYPE)
+    )
+    forgeries = {
+        "found no layer": without_layer,
+        "expected kernels none": forged(kernel_recipe, kernels=None, programs=silent),
+        "it calls kernels, and the config names no library": forged(kernel_recipe, kernels=None),
+        "expected a program that calls": forged(kernel_recipe, programs=silent),
+        "to be true or absent": forged(
+            kernel_recipe, programs=(dataclasses.replace(program, kernels=False),)
+        ),
+    }
+    for place, (complaint, forgery) in enumerate(forgeries.items()):
+        with pytest.raises(RejectError, match=complaint):
+            load(forgery.write(tmp_path / str(place)))
+
+
+def test_a_library_that_is_not_what_the_config_says_is_rejected(
+    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None
+) -> None:
+    kernels_of = kernel_recipe.targets[0].config.kernels
+
+    def naming(**changes: Any) -> Any:
+        return forged(kernel_recipe, kernels=dataclasses.replace(kernels_of, **changes))
+
+    def holding(content: bytes) -> Any:
+        recipe = naming(digest=digest_of(content))
+        return recipe.with_content(KERNELS_MEDIA_TYPE, content)
+
+    forgeries = {
+        "expected exports prejit_scale, found": naming(handlers=("scale",)),
+        "expected exports prejit_other": naming(handlers=("other", "root", "scale")),
+        "each once, sorted": naming(handlers=("scale", "root")),
+        "names, each once": naming(handlers=()),
+        "expected kernels sha256:0": naming(digest="sha256:" + "0" * 64),
+        "expected a digest": naming(digest="../../lib.so"),
+        "expected a shared library: not an ELF": holding(b"#!/bin/sh\n"),
+        "expected a shared library: not a whole": holding(b"\x7fELF\x02\x01" + bytes(70)[:30]),
+    }
+    for place, (complaint, forgery) in enumerate(forgeries.items()):
+        with pytest.raises(RejectError, match=complaint):
+            load(forgery.write(tmp_path / str(place)))
+
+
+def test_kernels_in_a_bundle_for_a_gpu_or_of_an_older_format_are_rejected(
+    kernel_recipe: Any,
+) -> None:
+    config = kernel_recipe.targets[0].config
+    needs = dataclasses.replace(config.requirement, platform="cuda")
+    on_gpu = dataclasses.replace(config, requirement=needs)
+    with pytest.raises(RejectError, match="expected kernels for cpu, found 'cuda'"):
+        check_config(to_json(on_gpu), "4", config.target, needs, "config")
+    old = dataclasses.replace(config, format=3)
+    with pytest.raises(RejectError, match="expected kernels since format 4"):
+        check_config(to_json(old), "3", config.target, config.requirement, "config")
+
+
+def test_a_library_larger_than_its_cap_is_not_read(kernel_recipe: Any, tmp_path: Path) -> None:
+    path = kernel_recipe.layered(
+        lambda layers: tuple(
+            dataclasses.replace(x, size=limits.MAX_KERNELS_BYTES + 1)
+            if x.media_type == KERNELS_MEDIA_TYPE
+            else x
+            for x in layers
+        )
+    ).write(tmp_path / "large")
+    with pytest.raises(RejectError, match="expected at most 67108864 bytes"):
+        load(path)
+
+
+def refused(*_: object) -> None:
+    raise KernelError("cannot load native kernels: no")
+
+
+def test_kernels_that_cannot_be_loaded_are_a_mismatch_and_the_portable_program_runs(
+    kernels_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "load", refused)
+    with pytest.raises(MismatchError, match=r"kernels: needs a library for x86-64-v2 by .*native"):
+        load(kernels_dir, on_mismatch="error")
+    counted = fallback_counts().get("kernels", 0)
+    with pytest.warns(FallbackWarning, match="kernels: needs a library for x86-64-v2"):
+        loaded = load(kernels_dir)
+    assert not loaded.matched
+    assert fallback_counts()["kernels"] == counted + 1
+    np.testing.assert_array_equal(loaded.call("scale", x=X), X * np.float32(2.5))
+    assert loaded.report()[0].source == "compiled"
+
+
+def test_a_target_without_kernels_serves_where_they_cannot_be_loaded(
+    kernel_recipe: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (with_kernels,) = kernel_recipe.targets
+    (program,) = with_kernels.config.programs
+    layers = tuple(x for x in with_kernels.layers if x.media_type != KERNELS_MEDIA_TYPE)
+    plain = dataclasses.replace(
+        with_kernels.config,
+        target="plain",
+        kernels=None,
+        programs=(dataclasses.replace(program, kernels=None),),
+    )
+    both = dataclasses.replace(
+        kernel_recipe,
+        targets=(with_kernels, dataclasses.replace(with_kernels, config=plain, layers=layers)),
+    )
+    path = both.write(tmp_path / "both")
+    assert load(path).target == "cpu-host"
+    monkeypatch.setattr(kernels, "load", refused)
+    loaded = load(path)
+    assert (loaded.target, loaded.matched) == ("plain", True)
+
+
+def test_a_library_for_a_later_glibc_is_a_mismatch_before_it_is_read(
+    kernel_recipe: Any, tmp_path: Path, nothing_is_mapped: None
+) -> None:
+    needs = dataclasses.replace(kernel_recipe.targets[0].config.requirement, glibc="99.1")
+    path = forged(kernel_recipe, requirement=needs).write(tmp_path / "later")
+    with pytest.raises(MismatchError, match=r"glibc: needs 99\.1, found \d+\.\d+"):
+        load(path, on_mismatch="error")
+
+
+def test_kernels_of_a_higher_level_than_the_machine_are_a_mismatch(
+    kernels_dir: Path, kernel_recipe: Any, nothing_is_mapped: None
+) -> None:
+    """The library itself is for v2; a machine without sse4.2 must not see it."""
+    here = Fingerprint.current()
+    lesser = tuple(name for name in here.cpu_features if name != "sse4.2")
+    machine = dataclasses.replace(here, cpu_features=lesser)
+    with pytest.raises(
+        MismatchError, match=r"cpu_features: needs \d+ extensions, found all but sse4.2"
+    ):
+        load(kernels_dir, on_mismatch="error", fingerprint=machine)
+
+
+def test_inspect_and_verify_tell_of_kernels(
+    kernels_dir: Path, capsys: pytest.CaptureFixture[str], toy_library: Any
+) -> None:
+    library, content = toy_library
+    assert __main__.main(["verify", str(kernels_dir)]) == 0
+    assert __main__.main(["inspect", str(kernels_dir)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"kernels x86-64-v2, {library.compiler}, {len(content) / 1e3:.1f} kB: root, scale" in said
+    )
+    assert "kernels.v1+elf" in said
+
+
+# Compiling
+
+
+STAND_IN = """
+import sys
+import numpy as np
+from prejit.runtime.device import executable
+library, program, other = (open(path, "rb").read() for path in sys.argv[1:])
+executable.stand_in_for_kernels(library)
+assert "prejit-kernels" not in open("/proc/self/maps").read()
+compiled = executable.compile_portable(program).serialized
+assert compiled == other, "the stand-in is in what was compiled"
+device = executable.Device("cpu")
+try:
+    [result] = device.load(compiled, "path").run([device.put(np.ones(5, np.float32))])
+    print(executable.to_numpy(result))
+except Exception as error:
+    print(type(error).__name__)
+"""
+WITHOUT = """
+import sys
+from prejit.runtime.device import executable
+from prejit.runtime.errors import BuildError, MismatchError
+program, compiled = (open(path, "rb").read() for path in sys.argv[1:])
+try:
+    executable.compile_portable(program)
+except BuildError as error:
+    print(error)
+try:
+    executable.Device("cpu").load(compiled, "path")
+except MismatchError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(toy_library: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Files: the library, a program that calls it, and that program compiled with the library itself."""
+    import subprocess
+
+    library, content = toy_library
+    at = tmp_path_factory.mktemp("compiled")
+    paths = at / "kernels.so", at / "program", at / "executable"
+    paths[0].write_bytes(content)
+    name = kernel_target("scale", library.digest)
+    done = subprocess.run([sys.executable, "-c", COMPILE, name, *map(str, paths)], check=False)
+    assert done.returncode == 0
+    return paths
+
+
+COMPILE = """
+import sys
+import jax
+import numpy as np
+from jax import export
+from prejit.runtime.device import executable
+name, library, program, compiled = sys.argv[1:]
+x = jax.ShapeDtypeStruct((5,), np.float32)
+call = jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, factor=np.float32(2.5)))
+unchecked = [export.DisabledSafetyCheck.custom_call(name)]
+portable = export.export(call, platforms=("cpu",), disabled_checks=unchecked)(x).mlir_module_serialized
+open(program, "wb").write(portable)
+executable.register_kernels(open(library, "rb").read())
+open(compiled, "wb").write(executable.compile_portable(bytes(portable)).serialized)
+"""
+
+
+def test_a_worker_compiles_with_a_stand_in_what_the_library_itself_gives(
+    compiled: tuple[Path, Path, Path], run_python: Any
+) -> None:
+    """And maps no code of it: the build host may lack the instructions. A call fails, and does not crash."""
+    assert run_python(STAND_IN, *compiled).stdout in ("XlaRuntimeError\n", "JaxRuntimeError\n")
+
+
+def test_xla_wants_kernels_to_compile_and_to_load(
+    compiled: tuple[Path, Path, Path], toy_library: Any, run_python: Any
+) -> None:
+    """With every jax that we support: or they need not be registered where they are."""
+    missing = f"No FFI handler registered for {kernel_target('scale', toy_library[0].digest)}"
+    said = run_python(WITHOUT, *compiled[1:]).stdout.splitlines()
+    assert [missing in line for line in said] == [True, True]
+
+
+# What one process does with libraries.
+
+
+DESCRIPTORS = """
+import os, sys
+from prejit.runtime.device import kernels
+content = open(sys.argv[1], "rb").read()
+libraries = [kernels.load(content + bytes(extra)) for extra in range(3)]
+print(len({str(h) for x in libraries for h in x.handlers.values()}), len(os.listdir("/proc/self/fd")))
+assert kernels.load(content) is libraries[0]
+lines = [line for line in open("/proc/self/maps") if "prejit-kernels" in line]
+print(len({line.split()[4] for line in lines}), len([line for line in lines if "x" in line.split()[1]]))
+"""
+
+
+def test_a_descriptor_that_comes_again_is_not_taken_for_the_first_library(
+    toy_library: Any, tmp_path: Path, run_python: Any
+) -> None:
+    """The dynamic linker knows what it loaded by its name, and /proc/self/fd/3 is used three times."""
+    (tmp_path / "kernels.so").write_bytes(toy_library[1])
+    handlers, mapped = run_python(DESCRIPTORS, tmp_path / "kernels.so").stdout.splitlines()
+    assert handlers.split()[0] == "6"
+    assert mapped == "3 3"
+
+
+def test_a_library_that_lacks_a_symbol_is_an_error_that_says_so(
+    toy_library: Any, tmp_path: Path, run_python: Any
+) -> None:
+    """As with an older glibc: the same message of the dynamic linker."""
+    content = toy_library[1].replace(b"GLIBC_2.3\0", b"GLIBC_9.3\0")
+    assert content != toy_library[1]
+    (tmp_path / "kernels.so").write_bytes(content)
+    said = run_python(
+        "import sys\nfrom prejit.runtime.device import kernels\n"
+        "from prejit.runtime.errors import KernelError\n"
+        "try:\n    kernels.load(open(sys.argv[1], 'rb').read())\n"
+        "except KernelError as error:\n    print(error.describe())\n",
+        tmp_path / "kernels.so",
+    ).stdout
+    assert said.startswith("error[kernels]: cannot load native kernels: ")
+    assert "GLIBC_9.3" in said
+    assert "hint: " in said
+
+
+@pytest.mark.parametrize("errno", [1, 13, 38])
+def test_a_system_that_forbids_files_in_memory_is_told_as_such(
+    errno: int, toy_library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> int:
+        raise OSError(errno, os.strerror(errno))
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    with pytest.raises(
+        KernelError, match=r"cannot load native kernels: the system (does not|has no)"
+    ):
+        kernels.load(toy_library[1] + b"\0\0\0\0")
+
+
+def test_a_kernel_before_linux_6_3_makes_the_file_without_the_new_flag(
+    toy_library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.memfd_create
+
+    def old(name: str, flags: int) -> int:
+        if flags & 8:
+            raise OSError(22, "Invalid argument")
+        return make(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", old)
+    assert len(kernels.load(toy_library[1] + b"\0\0\0").handlers) == 2
+
+
+def test_what_is_loaded_cannot_be_changed(toy_library: Any) -> None:
+    descriptor = kernels._memory_file(toy_library[1], "test")
+    try:
+        with pytest.raises(PermissionError):
+            os.pwrite(descriptor, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 10)
+        assert os.pread(descriptor, 1 << 20, 0) == toy_library[1]
+    finally:
+        os.close(descriptor)
+
+
+WITHOUT_JAX = """
+import sys
+from prejit.runtime.device import kernels
+kernels.load(open(sys.argv[1], "rb").read())
+print(sorted(name for name in sys.modules if name.partition(".")[0] in ("jax", "jaxlib", "numpy")))
+"""
+
+
+def test_loading_a_library_needs_neither_jax_nor_numpy(
+    toy_library: Any, tmp_path: Path, run_python: Any
+) -> None:
+    (tmp_path / "kernels.so").write_bytes(toy_library[1])
+    assert run_python(WITHOUT_JAX, tmp_path / "kernels.so").stdout == "[]\n"
+
+
+def test_exports_are_those_that_the_dynamic_linker_finds(toy_library: Any) -> None:
+    assert kernels.kernels_of(toy_library[1]) == ("root", "scale")
+    with pytest.raises(KernelError, match="expected a shared library"):
+        kernels.kernels_of(b"\x7fELF")
+    assert sys.platform == "linux"

@@ -1,0 +1,228 @@
+"""What a start does to be quick, and that a host program does not notice it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WATCHED = """
+import gc, os, sys, threading
+seen = []
+class Watch:
+    def find_spec(self, name, path, target=None):
+        if name in ("numpy", "jaxlib._jax"):
+            seen.append((name, gc.isenabled(), os.environ.get("OPENBLAS_THREAD_TIMEOUT")))
+            opened.append(any(t.name == "prejit-open-jaxlib" for t in threading.enumerate()))
+opened = []
+sys.meta_path.insert(0, Watch())
+started = []
+threading.Thread.start = (lambda start: lambda self: (started.append(self.name), start(self))[1])(
+    threading.Thread.start
+)
+"""
+CALL = """
+from prejit.runtime import load
+bundle = load({path!r}, on_mismatch="error")
+import numpy as np
+assert bundle.call("score", x=np.ones((2, 16), np.float32)).shape == (2, 4)
+"""
+
+
+def test_a_start_is_quick_and_leaves_nothing_behind(settled_dir: Path, run_python: Any) -> None:
+    done = run_python(
+        WATCHED
+        + CALL.format(path=str(settled_dir))
+        + "assert seen == [('numpy', False, '4'), ('jaxlib._jax', False, None)], seen\n"
+        + "assert 'prejit-open-jaxlib' in started, started\n"
+        + "assert gc.isenabled() and 'OPENBLAS_THREAD_TIMEOUT' not in os.environ"
+    )
+    assert "pjrt_client" not in done.stderr, "XLA's library was opened before its log level was set"
+
+
+def test_one_switch_turns_all_of_it_off(settled_dir: Path, run_python: Any) -> None:
+    run_python(
+        WATCHED
+        + CALL.format(path=str(settled_dir))
+        + "assert seen == [('numpy', True, None), ('jaxlib._jax', True, None)], seen\n"
+        + "assert 'prejit-open-jaxlib' not in started, started\n"
+        + "assert 'numpy' in vars(sys.modules['jax']), 'jax is imported as anybody does'",
+        env={"PREJIT_PLAIN_START": "1"},
+    )
+
+
+def test_numpy_is_imported_with_load(run_python: Any) -> None:
+    """Not when it runs, beside what other threads import by then."""
+    run_python(
+        "import sys\nimport prejit.runtime\nassert 'numpy' not in sys.modules\n"
+        "from prejit.runtime import load\nassert 'numpy' in sys.modules"
+    )
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_host_that_set_things_itself_finds_them_as_they_were(
+    collects: bool, settled_dir: Path, run_python: Any
+) -> None:
+    run_python(
+        f"import gc\n{'' if collects else 'gc.disable()'}"
+        + WATCHED
+        + CALL.format(path=str(settled_dir))
+        + "assert [timeout for _, _, timeout in seen] == ['20', '20'], seen\n"
+        + f"assert gc.isenabled() is {collects}\n"
+        + "assert os.environ['OPENBLAS_THREAD_TIMEOUT'] == '20'",
+        env={"OPENBLAS_THREAD_TIMEOUT": "20"},
+    )
+
+
+THREADED = """
+import threading
+resting = threading.Event()
+thread = threading.Thread(target=resting.wait)
+thread.start()
+"""
+
+
+def test_nothing_is_set_for_the_whole_process_beside_threads_of_the_host(
+    settled_dir: Path, run_python: Any
+) -> None:
+    """They make garbage, read the environment, and start processes that inherit it."""
+    run_python(
+        THREADED
+        + WATCHED
+        + CALL.format(path=str(settled_dir))
+        + "resting.set()\n"
+        + "assert seen == [('numpy', True, None), ('jaxlib._jax', True, None)], seen"
+    )
+
+
+def test_a_load_in_another_thread_than_the_main_one_leaves_the_collector_on(
+    settled_dir: Path, run_python: Any
+) -> None:
+    lines = CALL.format(path=str(settled_dir)).strip().replace("\n", "\n    ")
+    run_python(
+        "import numpy, threading\n"
+        + WATCHED
+        + f"def work():\n    {lines}\n"
+        + "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\n"
+        + "assert seen == [('jaxlib._jax', True, None)], seen"
+    )
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "import numpy",
+        "import jax",
+        "import jax; jax.numpy.ones(3).block_until_ready()",
+        "import jaxlib._jax",
+        "import tokenizers",
+        "import ml_dtypes, zstandard",
+    ],
+)
+@pytest.mark.parametrize("order", ["before", "after", "in another thread"])
+def test_a_host_imports_what_it_wants_when_it_wants(
+    host: str, order: str, settled_dir: Path, run_python: Any
+) -> None:
+    use = CALL.format(path=str(settled_dir))
+    code = {"before": f"{host}\n{use}", "after": f"{use}\n{host}"}.get(order)
+    if code is None:
+        code = (
+            "import threading\nfrom prejit.runtime import load\nerrors = []\n"
+            f"def other():\n    try:\n        {host}\n"
+            "    except BaseException as error:\n        errors.append(error)\n"
+            f"thread = threading.Thread(target=other)\nthread.start()\n{use}\nthread.join()\n"
+            "assert not errors, errors"
+        )
+    check = "import jax, numpy as np\nassert float(jax.jit(lambda x: x * 2)(np.float32(3))) == 6\n"
+    run_python(f"{code}\n{check}")
+
+
+def test_a_damaged_bundle_leaves_the_host_as_it_was(run_python: Any) -> None:
+    run_python(
+        "import gc, os\n"
+        "from prejit.runtime import load, StoreError\n"
+        "try:\n    load('/no/such/bundle')\n"
+        "except StoreError:\n    pass\n"
+        "else:\n    raise AssertionError\n"
+        "assert gc.isenabled() and 'OPENBLAS_THREAD_TIMEOUT' not in os.environ"
+    )
+
+
+GENERATE = """
+import os, sys, time
+from prejit.runtime import load
+bundle = load({path!r}, on_mismatch="error")
+def loaded():
+    return sorted(r.program for r in bundle.report() if r.source == "loaded")
+def settle(seconds):
+    end = time.monotonic() + seconds
+    while bundle._programs._working and time.monotonic() < end:
+        time.sleep(0.01)
+def tokens(prompt):
+    return bundle.generate(prompt, max_new_tokens=4, stop_token_ids=()).token_ids
+"""
+
+
+def remembered(cache: Path) -> list[Path]:
+    return list((cache / "starts").rglob("*.json"))
+
+
+def test_a_start_loads_at_once_what_the_last_one_wanted(
+    decoder_dir: Path, runtime_cache: Path, run_python: Any
+) -> None:
+    code = GENERATE.format(path=str(decoder_dir))
+    first = run_python(
+        code + "assert not bundle._programs._working, 'nothing is known yet'\n"
+        "print(tokens([1, 2, 3]))"
+    ).stdout
+    [file] = remembered(runtime_cache)
+    written = file.stat().st_mtime_ns
+    wanted = json.loads(file.read_text())
+    assert len(wanted) == 1
+    check = f"settle(60)\nassert loaded() == {wanted[:1]}, loaded()\n"
+    again = run_python(code + check + "print(tokens([1, 2, 3]))").stdout
+    assert again == first
+    assert file.stat().st_mtime_ns == written, "nothing new: nothing is written"
+
+
+def test_what_was_remembered_is_a_guess_and_no_more(
+    decoder_dir: Path, runtime_cache: Path, run_python: Any
+) -> None:
+    """Another prompt, a file of anybody's making: the tokens are the same, and nothing fails."""
+    code = GENERATE.format(path=str(decoder_dir))
+    expected = run_python(code + "print(tokens([1, 2, 3]))").stdout
+    [file] = remembered(runtime_cache)
+    right = file.read_bytes()
+    for content in (b"", b"{}", b'["no such program", "decode/b9"]', b"[1]", b"\xff", b"[" * 9999):
+        file.write_bytes(content)
+        assert run_python(code + "settle(60)\nprint(tokens([1, 2, 3]))").stdout == expected
+        assert file.read_bytes() == right, "what was wanted is remembered instead"
+
+
+def test_a_plain_start_neither_reads_nor_writes_what_is_remembered(
+    decoder_dir: Path, runtime_cache: Path, run_python: Any
+) -> None:
+    code = (
+        GENERATE.format(path=str(decoder_dir)) + "settle(60)\nassert not loaded()\ntokens([1, 2])"
+    )
+    plain = {"PREJIT_PLAIN_START": "1"}
+    run_python(code, env=plain)
+    assert not remembered(runtime_cache)
+    run_python(code)
+    assert remembered(runtime_cache)
+    run_python(code, env=plain)
+
+
+def test_a_start_can_be_timed_by_python(settled_dir: Path, run_python: Any) -> None:
+    done = run_python(CALL.format(path=str(settled_dir)), env={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert "jaxlib._jax" in done.stderr
+
+
+def test_a_decoder_needs_nothing_of_encoders(settled_dir: Path, run_python: Any) -> None:
+    run_python(
+        CALL.format(path=str(settled_dir))
+        + "import sys\nheavy = {'prejit.runtime.encoding.encoder', 'secrets', 'asyncio'}\n"
+        + "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )

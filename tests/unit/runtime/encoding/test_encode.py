@@ -1,0 +1,170 @@
+"""Which buckets sentences are put into, in which order buckets are loaded, and how a sentence is cut off."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from prejit.runtime.encoding.buckets import Bucket, loading_order, partition
+from prejit.runtime.encoding.sentences import check_ids, shortened
+from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
+from prejit.runtime.text.tokenizer import Tokenizer
+
+BUCKETS = st.lists(
+    st.builds(Bucket, st.integers(1, 5), st.integers(1, 9), st.integers(1, 60)),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda bucket: (bucket.batch, bucket.length),
+)
+
+
+def cheapest(lengths: Sequence[int], buckets: Sequence[Bucket]) -> int:
+    """The cost of the best set of runs: every bucket, with every choice of the sentences that it takes."""
+
+    @functools.cache
+    def cost(left: tuple[int, ...]) -> int:
+        if not left:
+            return 0
+        # Some run must take the first; it may take any of the others that fit with it.
+        found = []
+        for bucket in buckets:
+            if bucket.length < left[0]:
+                continue
+            others = [i for i in range(1, len(left)) if left[i] <= bucket.length]
+            for chosen in _subsets(others, bucket.batch - 1):
+                rest = tuple(left[i] for i in range(1, len(left)) if i not in chosen)
+                found.append(bucket.cost + cost(rest))
+        return min(found)
+
+    return cost(tuple(lengths))
+
+
+def _subsets(items: list[int], at_most: int) -> list[set[int]]:
+    found: list[set[int]] = [set()]
+    for item in items:
+        found += [one | {item} for one in found if len(one) < at_most]
+    return found
+
+
+@given(BUCKETS, st.lists(st.integers(1, 9), max_size=6))
+@example([Bucket(1, 4, 10), Bucket(4, 4, 15), Bucket(4, 9, 16)], [9, 3, 3, 3, 2])
+def test_no_set_of_runs_costs_less(buckets: list[Bucket], lengths: list[int]) -> None:
+    longest = max(bucket.length for bucket in buckets)
+    lengths = sorted((min(length, longest) for length in lengths), reverse=True)
+    runs = partition(lengths, buckets)
+    assert sum(bucket.cost for bucket, *_ in runs) == cheapest(lengths, buckets)
+    covered = [place for _, first, end in runs for place in range(first, end)]
+    assert covered == list(range(len(lengths)))
+    for bucket, first, end in runs:
+        assert 0 < end - first <= bucket.batch
+        assert lengths[first] <= bucket.length
+
+
+def test_ten_thousand_sentences_are_put_into_buckets_in_well_under_a_second() -> None:
+    buckets = [Bucket(b, t, b * t + 20) for b in (1, 2, 4, 8, 16, 32, 64) for t in (32, 64, 128)]
+    lengths = sorted((1 + 37 * n % 128 for n in range(10_000)), reverse=True)
+    runs = partition(lengths, buckets)
+    assert sum(end - first for _, first, end in runs) == 10_000
+
+
+@given(BUCKETS)
+def test_every_bucket_is_loaded_once_and_the_first_ones_serve_all_at_twice_the_cost(
+    buckets: list[Bucket],
+) -> None:
+    order = loading_order(buckets)
+    assert sorted(order, key=str) == sorted(buckets, key=str)
+    ascending = [bucket.cost for bucket in order]
+    # The order is two ascending parts; the first alone serves every bucket's sentences.
+    parts = [n for n in range(1, len(order) + 1) if ascending[:n] == sorted(ascending[:n])]
+    first = order[: max(parts)]
+    for wanted in buckets:
+        assert any(
+            b.batch >= wanted.batch and b.length >= wanted.length and b.cost <= 2 * wanted.cost
+            for b in first
+        )
+
+
+def test_one_bucket_that_serves_many_well_is_loaded_before_the_cheapest() -> None:
+    small, middle, large = Bucket(1, 16, 10), Bucket(1, 64, 15), Bucket(1, 512, 400)
+    assert loading_order([small, middle, large]) == [middle, large, small]
+
+
+def _ordered_plainly(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """The order by its definition."""
+    unserved, order = list(buckets), list[Bucket]()
+
+    def serves(bucket: Bucket, other: Bucket) -> bool:
+        holds = bucket.batch >= other.batch and bucket.length >= other.length
+        return holds and bucket.cost <= 2 * other.cost
+
+    while unserved:
+        best = max(buckets, key=lambda b: (sum(serves(b, other) for other in unserved), -b.cost))
+        order.append(best)
+        unserved = [other for other in unserved if not serves(best, other)]
+    rest = [bucket for bucket in buckets if bucket not in order]
+    return [*sorted(order, key=lambda b: b.cost), *sorted(rest, key=lambda b: b.cost)]
+
+
+@given(BUCKETS)
+@example([Bucket(1, 4, 0), Bucket(2, 4, 0), Bucket(1, 2, 2**70), Bucket(9, 9, 10**400)])
+def test_the_order_is_the_one_that_is_defined(buckets: list[Bucket]) -> None:
+    assert loading_order(buckets) == _ordered_plainly(buckets)
+
+
+def test_1600_buckets_are_ordered_within_a_load() -> None:
+    """The definition takes 4 s of a load for them."""
+    buckets = [Bucket(b, t, b * t + 20) for b in range(1, 41) for t in range(1, 41)]
+    started = time.perf_counter()
+    order = loading_order(buckets)
+    assert time.perf_counter() - started < 1
+    assert len(set(order)) == 1600
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = Tokenizers(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return Tokenizer(made.to_str().encode(), "tokenizer.json")
+
+
+def test_a_sentence_that_is_cut_off_keeps_what_sentences_end_with(tokenizer: Tokenizer) -> None:
+    sentences = [tokenizer.encode("a b " * 4), tokenizer.encode("b"), [3, 4, 3, 4, 3, 4]]
+    with pytest.warns(TruncationWarning, match="2 of 3 sentences are longer than 5") as told:
+        assert shortened(sentences, 5, lambda: tokenizer, "truncate", "it says") == 2
+    assert len(told) == 1, "one warning for all"
+    assert sentences == [[1, 3, 4, 3, 2], [1, 4, 2], [3, 4, 3, 4, 3]]
+
+
+def test_a_limit_of_the_ending_alone_still_leaves_a_sentence(tokenizer: Tokenizer) -> None:
+    sentences = [tokenizer.encode("a b a b")]
+    with pytest.warns(TruncationWarning):
+        shortened(sentences, 1, lambda: tokenizer, "truncate", "it says")
+    assert sentences == [[1]]
+
+
+def test_too_long_is_an_error_where_that_is_asked_for_and_changes_nothing() -> None:
+    sentences = [[1], [1, 2, 3]]
+    with pytest.raises(ContextError, match=r"at most 2 tokens.*number 1 with 3"):
+        shortened(sentences, 2, lambda: None, "error", "it says")
+    assert sentences == [[1], [1, 2, 3]]
+
+
+def test_what_fits_gives_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shortened([[1, 2], [3]], 2, lambda: None, "truncate", "it says") == 0
+
+
+@pytest.mark.parametrize("ids", [[], [5], [-1], [0, 1, 99]])
+def test_tokens_that_do_not_exist_are_told(ids: list[int]) -> None:
+    with pytest.raises(UsageError, match="sentence 1"):
+        check_ids([[0], ids], 5)

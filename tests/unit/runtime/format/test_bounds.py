@@ -1,0 +1,535 @@
+"""Bundles that somebody made to hang a reader, to fill its memory or to end in anything but a RejectError.
+
+Whatever they say, all of their digests are right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import __main__
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.tables import size
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.cli.tables import accuracy_table, forms_table
+from prejit.runtime.errors import PrejitError, RejectError
+from prejit.runtime.format import layer_checks, limits
+from prejit.runtime.format.checks import check_index, check_manifest, target_of
+from prejit.runtime.format.config_checks import (
+    _check_decoder,
+    _check_encoder,
+    check_arrays,
+    check_config,
+    check_weight_sets,
+)
+from prejit.runtime.format.elf import read_shared_library
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import INDEX_DIGEST, OCI_LAYOUT
+from prejit.runtime.format.opening import Contents, match, open_index, read_contents
+from prejit.runtime.format.safetensors import check_weights
+from prejit.runtime.format.schema import Config, Index
+from prejit.runtime.loader import load
+from prejit.runtime.machine.compare import compare, preference
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+
+GOLDEN = Path(__file__).parents[3] / "format"
+PATH = "somewhere/blob"
+SECONDS = 5.0
+MEGABYTES = 256
+
+# Memory
+
+
+def names(count: int) -> Iterator[str]:
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return map("".join, itertools.islice(itertools.product(letters, repeat=4), count))
+
+
+NEEDS = '{"architecture":"x","cpu_features":[],"jaxlib":"1","platform":"cpu"}'
+MAX = limits.MAX_CONFIG_BYTES - 300
+
+
+def config_of(versions: str, weight_sets: str) -> bytes:
+    head = f'{{"bundle":"x","format":4,"programs":[],"requirement":{NEEDS},"target":"x"'
+    return f'{head},"versions":{versions},"weight_sets":{weight_sets}}}'.encode()
+
+
+def header_of(text: str) -> bytes:
+    content = text.encode()
+    return len(content).to_bytes(8, "little") + content
+
+
+TENSOR = '"%s":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    # What the reader was told to expect, and bytes that take as much as they can as Python values.
+    "lists": ("Config", lambda: config_of("{}", f"[{','.join(['[]'] * (MAX // 3))}]")),
+    "objects": ("Config", lambda: config_of(f"[{','.join(['{}'] * (MAX // 3))}]", "{}")),
+    "texts": (
+        "Config",
+        lambda: config_of("{}", '{"a":["' + '","'.join([*names(10**6)] * 2) + '"]}'),
+    ),
+    "letters": (
+        "Config",
+        lambda: config_of("{}", '{"a":["' + '","'.join(["\\u1234"] * 1800000) + '"]}'),
+    ),
+    "keys": ("Config", lambda: config_of('{"' + '":"","'.join(names(1600000)) + '":""}', "{}")),
+    "some keys": ("Config", lambda: config_of('{"' + '":"","'.join(names(500000)) + '":""}', "{}")),
+    "sets": ("Config", lambda: config_of("{}", '{"' + '":[],"'.join(names(500000)) + '":[]}')),
+    "too large": ("descriptor", lambda: b""),
+    "index": ("Index", lambda: b"[" + b",".join([b"{}"] * (limits.MAX_INDEX_BYTES // 3)) + b"]"),
+    "tensors": (
+        "weights",
+        lambda: header_of("{" + ",".join(TENSOR % n for n in names(100000)) + "}"),
+    ),
+    "more tensors": (
+        "weights",
+        lambda: header_of("{" + ",".join(TENSOR % n for n in names(300000)) + "}"),
+    ),
+    "metadata": (
+        "weights",
+        lambda: header_of('{"__metadata__":[' + ",".join(["[]"] * 5000000) + "]}"),
+    ),
+    "long header": ("weights", lambda: header_of(" " * (90 << 20))),
+    "nesting": ("weights", lambda: header_of('{"a":' + "[" * (15 << 20))),
+}
+READ = """
+import sys
+from prejit.runtime.format import schema as bundle, checks as verify
+from prejit.runtime.errors import RejectError
+
+kind, path = sys.argv[1:]
+content = open(path, "rb").read()
+try:
+    if kind == "weights":
+        verify.check_weights(memoryview(content), path)
+    elif kind == "descriptor":
+        for media_type, cap in (("tokenizer.v1+json", 128 << 20), ("chat.v1+json", 4 << 20)):
+            layer = f"application/vnd.prejit.{media_type}"
+            manifest = bundle.Manifest(
+                2,
+                bundle.MANIFEST_MEDIA_TYPE,
+                bundle.ARTIFACT_TYPE,
+                bundle.Descriptor(bundle.CONFIG_MEDIA_TYPE, "sha256:" + "0" * 64, 16 << 20),
+                (bundle.Descriptor(layer, "sha256:" + "0" * 64, cap + 1),),
+                {},
+            )
+            try:
+                verify.check_manifest(bundle.to_json(manifest), path)
+            except RejectError as error:
+                assert f"at most {cap} bytes" in str(error)
+            else:
+                raise AssertionError(layer)
+    else:
+        bundle.from_json(getattr(bundle, kind), content, path)
+    print("read", end=" ")
+except RejectError:
+    print("rejected", end=" ")
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print(int(peak) >> 10)
+"""
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_nothing_takes_more_memory_than_this_before_it_is_refused(
+    name: str, tmp_path: Path, run_python: Any
+) -> None:
+    kind, make = LARGE[name]
+    (tmp_path / "content").write_bytes(make())
+    said, megabytes = run_python(READ, kind, tmp_path / "content", timeout=60).stdout.split()
+    assert said in ("read", "rejected")
+    limit = MEGABYTES + ((tmp_path / "content").stat().st_size >> 20) * (name == "long header")
+    assert int(megabytes) < limit
+
+
+GENERATE = """
+import sys, warnings
+from prejit.runtime import RejectError, load
+
+warnings.simplefilter("ignore")
+bundle = load(sys.argv[1])
+try:
+    bundle.generate([1] * 20, max_new_tokens=4)
+except RejectError as error:
+    print(error)
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print(int(peak) >> 10)
+"""
+
+
+def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python: Any) -> None:
+    """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
+    from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+
+    with Layout(GOLDEN / "v3" / "decoder") as layout:
+        index, _ = open_index(layout)
+        [target] = match(layout, index, Fingerprint.current())
+        contents = read_contents(layout, target)
+        layers = tuple(
+            layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
+            for kept in contents.manifest.layers
+        )
+    text = to_json(contents.config).decode()
+    for name in ("context", "source_context"):
+        text = text.replace(f'"{name}":32', f'"{name}":{1 << 26}')
+    text = text.replace(",2,32,4]", f",2,{1 << 26},4]").replace('"format":3', '"format":4')
+    config = from_json(Config, text.encode(), PATH)
+    content, blobs = assemble("decoder", [PackedTarget(config, layers)])
+    path = tmp_path / "bundle"
+    (path / "blobs" / "sha256").mkdir(parents=True)
+    for digest, blob in blobs.items():
+        file = path / "blobs" / "sha256" / digest.removeprefix("sha256:")
+        file.write_bytes(blob if isinstance(blob, bytes) else blob.read_bytes())
+    (path / "oci-layout").write_bytes(OCI_LAYOUT)
+    (path / "index.json").write_bytes(content)
+    told, megabytes = run_python(GENERATE, path).stdout.splitlines()
+    assert "expected float32[1,2,67108864,4], as the table; found float32[1,2,32,4]" in told
+    assert int(megabytes) < 1000
+
+
+# Time
+
+
+def elf(*sections: tuple[int, int, int, int], data: bytes = b"", start: int = 64) -> bytes:
+    """A 64-bit ELF file with these section headers (kind, offset, size, link) and data behind them."""
+    header = b"\x7fELF\x02\x01".ljust(40, b"\0") + struct.pack("<Q", start)
+    header = header.ljust(58, b"\0") + struct.pack("<HH", 64, len(sections)) + bytes(2)
+    table = b"".join(struct.pack("<4xI16xQQI20x", *section) for section in sections)
+    return header + table + data
+
+
+MANY = b"".join(struct.pack("<IBBHQQ", 0, 16, 0, 1, 0, 0) for _ in range(1000))
+STRINGS = 64 + 2 * 64
+LIBRARIES = {
+    "symbols with one endless name": elf(
+        (3, STRINGS + len(MANY), 1 << 20, 0),
+        (11, STRINGS, len(MANY), 0),
+        data=MANY + b"a" * (1 << 20),
+    ),
+    "tables again and again": elf(
+        *[(3, 64 + 65 * 64, 1 << 19, 0)] * 64,
+        (11, 64 + 65 * 64, 24, 0),
+        data=bytes(1 << 19),
+    ),
+    "many tables": elf(*[(11, 0, 1 << 15, 0)] * 400, data=bytes(1 << 15)),
+    "headers behind the end": elf((11, 0, 1, 0), start=2**64 - 1),
+    "a section behind the end": elf((3, 2**64 - 1, 2**64 - 1, 0), (11, 2**64 - 8, 2**64 - 1, 0)),
+    "versions that cross each other": elf(
+        (3, 0, 1 << 16, 0),
+        (0x6FFFFFFE, STRINGS, 1 << 17, 0),
+        data=b"".join(struct.pack("<8xII", 1, 1) for _ in range(1 << 12)).ljust(1 << 17, b"\1"),
+    ),
+    "a name behind the end": elf(
+        (3, 0, 8, 0), (6, STRINGS, 16, 0), data=struct.pack("<QQ", 1, 2**63)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_is_read_in_no_time_or_not(name: str) -> None:
+    started = time.monotonic()
+    with contextlib.suppress(ValueError):
+        read_shared_library(LIBRARIES[name])
+    assert time.monotonic() - started < SECONDS
+
+
+VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1" + ".a+" * 9000]
+
+
+@pytest.mark.parametrize("text", VERSIONS)
+def test_a_version_is_read_in_no_time(text: str) -> None:
+    started = time.monotonic()
+    for axis in ("jaxlib", "cuda", "driver"):
+        plain = {"architecture": "x86_64", "cpu_features": [], "platform": "cpu", "jaxlib": "1"}
+        needs = to_json({**plain, axis: text})
+        with pytest.raises(RejectError, match=f"{axis}: expected the form"):
+            from_json(Requirement, needs, PATH)
+    assert time.monotonic() - started < SECONDS
+
+
+def contents_of(name: str) -> list[Contents]:
+    with Layout(GOLDEN / name) as layout:
+        index, _ = open_index(layout)
+        targets = match(layout, index, Fingerprint.current())
+        return [read_contents(layout, target) for target in targets]
+
+
+def configs() -> list[Config]:
+    found = ("v1/decoder", "v2/mesh", "v3/decoder", "v3/encoder", "v4/kernels")
+    kept = [name for name in found if (GOLDEN / name / "index.json").exists()]
+    return [contents.config for name in kept for contents in contents_of(name)]
+
+
+def check(config: Config, content: bytes) -> Config:
+    return check_config(content, str(config.format), config.target, config.requirement, PATH)
+
+
+def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
+    """10,000 batches and 10,000 contexts, a program each: of their grid nothing may be made."""
+    config = next(one for one in configs() if one.decoder is not None and one.format > 2)
+    decode = next(program for program in config.programs if program.kind == "decode")
+    programs = []
+    for place in range(10_000):
+        for batch, context in ((place + 1, 1), (1, place + 2)):
+            texts = [
+                tuple(text.replace("[1,", f"[{batch},") for text in given)
+                for given in (decode.arguments, decode.results)
+            ]
+            bucket = {"batch": batch, "context": context}
+            programs.append(
+                dataclasses.replace(
+                    decode,
+                    name=f"{batch}-{context}",
+                    bucket=bucket,
+                    arguments=texts[0],
+                    results=texts[1],
+                )
+            )
+    started = time.monotonic()
+    with pytest.raises(RejectError):
+        _check_decoder(dataclasses.replace(config, programs=tuple(programs)), PATH)
+    forged = dataclasses.replace(config, programs=tuple(programs[:2000]))
+    with pytest.raises(RejectError):
+        check(config, to_json(forged))
+    assert time.monotonic() - started < SECONDS
+
+
+def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
+    config = next(one for one in configs() if one.encoder is not None)
+    encoder = dataclasses.replace(config.encoder, layers=config.encoder.layers[:1] * 200_000)  # type: ignore[type-var, union-attr]
+    tensors = tuple(f"t{place}" for place in range(2000))
+    sets = {**config.weight_sets, encoder.layers[0]: tensors}
+    forged = dataclasses.replace(config, encoder=encoder, weight_sets=sets, weight_shardings=None)
+    shapes = {tensor: (1,) for names in sets.values() for tensor in names}
+    started = time.monotonic()
+    _check_encoder(forged, encoder, PATH)
+    check_weight_sets(forged, shapes, PATH)
+    assert time.monotonic() - started < SECONDS
+
+
+# Mutations
+
+NASTY: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31 - 1,
+        2**31,
+        2**53 + 1,
+        2**63 - 1,
+        2**63,
+        -(2**63),
+        10**400,
+    ),
+    *(1.5, 1e300, "", " ", "0", "-1", "1" * 5000, "x" * 9000, "\0", "\ud800", "é\U0001f600"),
+    *([], {}, [[]], [{}], {"": ""}, [None], [0], [""], ["x", 1], {"a": {"b": []}}),
+    *("cpu", "float32", "foo", "[] float32[]", '["x"] foo[1]', '["x"] int8[' + "9" * 5000 + "]"),
+    *(
+        "[" * 900,
+        '["a"] float32[-1]',
+        "sha256:" + "0" * 64,
+        "1" + ".1" * 500,
+        "2020-01-01",
+        "x86-64-v9",
+    ),
+]
+
+
+def nested(depth: int) -> Any:
+    found: Any = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def mutated(plain: Any, generator: random.Random) -> Any:
+    """A JSON value with one to three of its parts changed, taken away, doubled or exchanged."""
+    plain = json.loads(json.dumps(plain))
+    for _ in range(generator.randrange(1, 4)):
+        holder: Any = plain
+        while True:
+            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            if not keys:
+                break
+            key = generator.choice(keys)
+            if isinstance(holder[key], dict | list) and holder[key] and generator.random() < 0.85:
+                holder = holder[key]
+                continue
+            match generator.randrange(6):
+                case 0:
+                    del holder[key]
+                case 1:
+                    other = generator.choice(keys)
+                    holder[key], holder[other] = holder[other], holder[key]
+                case 2 if isinstance(holder, list):
+                    holder += [copy.deepcopy(holder[key]) for _ in range(generator.randrange(1, 4))]
+                case 2:
+                    name = generator.choice(["zzz", "", "digest", "mesh", "\ud800"])
+                    holder[name] = copy.deepcopy(holder[key])
+                case 3 if isinstance(holder[key], int):
+                    holder[key] += generator.choice([-1, 1, 2**31, -(2**40)])
+                case 4:
+                    holder[key] = nested(generator.choice([3, 80, 400]))
+                case _:
+                    holder[key] = copy.deepcopy(generator.choice(NASTY))
+            break
+    return plain
+
+
+def encoded(plain: Any) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+
+
+def use(config: Config) -> None:
+    """What a reader does with a table that it has taken for right, but for running its programs."""
+    for program in config.programs:
+        for texts in (program.arguments, program.results):
+            check_arrays(texts, program.kind, config.mesh, PATH)
+        size(program.memory.temp_bytes)
+        program.memory.described()
+    if config.accuracy is not None:
+        accuracy_table(config.accuracy)
+    if config.forms:
+        forms_table(config.forms)
+    check_weight_sets(config, {}, PATH)
+
+
+def test_3000_mutated_tables_are_right_or_rejected() -> None:
+    generator = random.Random(16)
+    machine = Fingerprint.current()
+    sources = configs()
+    plains = [json.loads(to_json(config)) for config in sources]
+    rejected = longest = 0
+    for number in range(3000):
+        config, plain = sources[number % len(sources)], plains[number % len(sources)]
+        content = encoded(mutated(plain, generator))
+        started = time.monotonic()
+        try:
+            use(check(config, content))
+        except RejectError as error:
+            longest = max(longest, len(str(error)))
+            rejected += 1
+        assert time.monotonic() - started < SECONDS, content[:1000]
+        needs = encoded(mutated(plain["requirement"], generator))
+        try:
+            read = from_json(Requirement, needs, PATH)
+            compare("target", read, machine).reason()
+            preference(read, machine)
+        except RejectError:
+            pass
+    assert rejected > 2000
+    assert longest < 2000, "an error that shows all of what it found"
+
+
+def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
+    generator = random.Random(17)
+    plain_index = json.loads((GOLDEN / "v4" / "kernels" / "index.json").read_bytes())
+    manifest = json.loads(to_json(contents_of("v4/kernels")[0].manifest))
+    header = {
+        "a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]},
+        "b": {"dtype": "BF16", "shape": [2, 16], "data_offsets": [64, 128]},
+        ".gap": {"dtype": "U8", "shape": [0], "data_offsets": [128, 128]},
+        "__metadata__": {"format": "pt"},
+    }
+    for _ in range(500):
+        index = mutated(plain_index, generator)
+        if isinstance(annotations := index.get("annotations"), dict):
+            annotations.pop(INDEX_DIGEST, None)
+            annotations[INDEX_DIGEST] = digest_of(encoded(index))
+        text = json.dumps(mutated(header, generator)).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        for read in (
+            lambda index=index: [
+                target_of(at, PATH) for at in check_index(encoded(index), PATH).manifests
+            ],
+            lambda: check_manifest(encoded(mutated(manifest, generator)), PATH),
+            lambda text=text: check_weights(
+                memoryview(len(text).to_bytes(8, "little") + text + bytes(128)), PATH
+            ),
+        ):
+            started = time.monotonic()
+            with contextlib.suppress(RejectError):
+                read()
+            assert time.monotonic() - started < SECONDS
+    assert from_json(Index, encoded(plain_index), PATH)
+
+
+def test_mutated_libraries_are_read_or_refused() -> None:
+    generator = random.Random(18)
+    kernels = next(c for c in contents_of("v4/kernels") if c.config.kernels is not None)
+    assert kernels.config.kernels is not None
+    name = kernels.config.kernels.digest.removeprefix("sha256:")
+    whole = (GOLDEN / "v4" / "kernels" / "blobs" / "sha256" / name).read_bytes()
+    (start,) = struct.unpack_from("<Q", whole, 40)
+    for _ in range(500):
+        content = bytearray(whole)
+        for _ in range(
+            generator.randrange(1, 5)
+        ):  # in the header, the section headers, and the tables
+            low = generator.choice([0, start, 0])
+            high = generator.choice([64, len(content), len(content) // 2])
+            at = generator.randrange(low, max(high, low + 64)) % (len(content) - 8)
+            content[at : at + 8] = generator.choice([b"\xff" * 8, bytes(8), generator.randbytes(8)])
+        started = time.monotonic()
+        with contextlib.suppress(ValueError):
+            read_shared_library(bytes(content))
+        assert time.monotonic() - started < SECONDS
+
+
+def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path) -> None:
+    """Through `load`, to the last program: XLA's own errors never get out, and nothing wrong is computed."""
+    generator = random.Random(19)
+    host = recipe.only("cpu-host")
+    config = host.targets[0].config
+    plain = json.loads(to_json(config))
+    x = np.ones((2, 16), np.float32)
+    expected = load(host.write(tmp_path / "whole")).call("score", x=x)
+    outcomes = {"ran": 0, "rejected": 0}
+    for number in range(150):
+        changed = {**plain, "programs": mutated(plain["programs"], generator)}
+        try:
+            forged = from_json(Config, encoded(changed), PATH)
+        except RejectError:
+            continue
+        path = host.configured(lambda _, forged=forged: forged).write(tmp_path / str(number))
+        try:
+            found = load(path)
+            found.prepare()
+            result = found.call("score", x=x)
+        except PrejitError:
+            outcomes["rejected"] += 1
+            continue
+        np.testing.assert_array_equal(result, expected)
+        outcomes["ran"] += 1
+    assert min(outcomes.values()) > 5
+
+
+def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for every target and program: a small bundle could name one frame a million times."""
+    unpacked = []
+    unpack = layer_checks.unpack
+
+    def counting(frame: bytes, segment: Any, path: str) -> bytes:
+        unpacked.append((path, segment.offset))
+        return unpack(frame, segment, path)
+
+    monkeypatch.setattr(layer_checks, "unpack", counting)
+    assert __main__.main(["verify", str(bundle_dir)]) == 0
+    assert len(unpacked) == len(set(unpacked)) == 3 * 4, "two targets with executables of their own"

@@ -1,0 +1,368 @@
+"""The format's text: canonical JSON in both directions, and the notation of arrays."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime.base.digests import digest_of, is_digest
+from prejit.runtime.base.numbers import MAX_INTEGER
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+from prejit.runtime.format.checks import check_index
+from prejit.runtime.format.index import encode_index, index_digest
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    INDEX_DIGEST,
+    MANIFEST_MEDIA_TYPE,
+    REF_NAME,
+    REQUIREMENT,
+)
+from prejit.runtime.format.schema import (
+    CACHE_DTYPES,
+    Accuracy,
+    Chat,
+    Config,
+    Decoder,
+    Descriptor,
+    Encoder,
+    Index,
+    Manifest,
+)
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
+
+PATH = "somewhere/index.json"
+FORMAT_CLASSES = [Chat, Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
+
+# Axes have forms of their own; a mesh has at least one device.
+INTEGERS = st.integers(-MAX_INTEGER, MAX_INTEGER)
+st.register_type_strategy(int, INTEGERS)
+AXES = {
+    name: st.from_regex(re.compile(form, re.ASCII), fullmatch=True)
+    for name, (form, _) in _AXIS_FORMS.items()
+}
+AXES |= {
+    name: st.lists(AXES[name], max_size=4).map(tuple) for name in ("cpu_features", "xla_flags")
+}
+AXES["environment"] = st.lists(AXES["environment"], max_size=2).map(tuple)
+AXES |= {name: st.integers(1, 2**60) for name in ("device_count", "device_memory_bytes")}
+NEEDED = ("platform", "architecture", "cpu_features", "jaxlib")
+OPTIONAL = {name: st.none() | form for name, form in AXES.items() if name not in NEEDED}
+st.register_type_strategy(
+    Requirement, st.builds(Requirement, **{n: AXES[n] for n in NEEDED}, **OPTIONAL)
+)
+st.register_type_strategy(
+    Fingerprint,
+    st.builds(
+        Fingerprint,
+        **{n: AXES[n] for n in NEEDED},
+        **OPTIONAL | {n: AXES[n] for n in ("xla_flags", "environment")},
+        cpu_model=st.text(),
+        cpu_count=INTEGERS,
+        memory_bytes=INTEGERS,
+    ),
+)
+SIZES = st.integers(1, limits.MAX_SIZE)
+st.register_type_strategy(
+    Decoder,
+    st.builds(
+        Decoder,
+        **dict.fromkeys(("vocab_size", "num_layers", "num_kv_heads", "head_size"), SIZES),
+        max_positions=SIZES,
+        cache_dtype=st.sampled_from(CACHE_DTYPES),
+        bos_token_id=st.none() | INTEGERS,
+    ),
+)
+st.register_type_strategy(
+    Encoder,
+    st.builds(
+        Encoder,
+        **dict.fromkeys(("vocab_size", "width", "max_tokens"), SIZES),
+        layers=st.lists(st.text(), min_size=1, max_size=3).map(tuple),
+    ),
+)
+st.register_type_strategy(Mesh, st.builds(Mesh, st.integers(1, 2**20), st.integers(1, 2**20)))
+SHARE = st.none() | st.integers(0, 10**6)
+PERPLEXITY = st.none() | st.integers(10**6, MAX_INTEGER)
+st.register_type_strategy(
+    Accuracy,
+    st.builds(
+        Accuracy,
+        st.text(),
+        st.text(),
+        st.integers(1, MAX_INTEGER),
+        float32_perplexity_millionths=PERPLEXITY,
+        perplexity_millionths=PERPLEXITY,
+        logit_difference_millionths=SHARE,
+        top1_agreement_millionths=SHARE,
+        cosine_millionths=SHARE,
+    ),
+)
+
+quick = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def index() -> bytes:
+    """The index of a bundle of two targets, small enough to try each of its bytes."""
+    targets = tuple(
+        Descriptor(
+            MANIFEST_MEDIA_TYPE,
+            digest_of(name.encode()),
+            1234,
+            artifactType=ARTIFACT_TYPE,
+            platform={"architecture": "amd64", "os": "linux"},
+            annotations={
+                REF_NAME: name,
+                REQUIREMENT: '{"jaxlib":"0.0"}',
+            },
+        )
+        for name in ("cpu-host", "cpu-é")
+    )
+    return encode_index("demo", targets)
+
+
+@pytest.mark.parametrize("cls", FORMAT_CLASSES)
+@quick
+@given(data=st.data())
+def test_what_is_written_is_read_back(cls: type[Any], data: st.DataObject) -> None:
+    value = data.draw(st.from_type(cls))
+    content = to_json(value)
+    assert from_json(cls, content, PATH) == value
+    assert content.isascii()
+
+
+@quick
+@given(config=st.from_type(Config), position=st.floats(0, 1, exclude_max=True))
+def test_white_space_anywhere_is_not_canonical(config: Config, position: float) -> None:
+    content = to_json(config)
+    at = int(position * len(content))
+    for spaced in (content[:at] + b" " + content[at:], content + b"\n", b"\xef\xbb\xbf" + content):
+        try:
+            read = from_json(Config, spaced, PATH)
+        except RejectError:
+            continue
+        # A space within a string is another value, and then this is its only spelling.
+        assert read != config
+        assert to_json(read) == spaced
+
+
+def test_any_changed_byte_of_an_index_is_noticed(index: bytes) -> None:
+    check_index(index, PATH)
+    generator = random.Random(1)
+    for at in range(len(index)):
+        for changed in {index[at] ^ 1 << generator.randrange(8), generator.randrange(256)}:
+            if changed != index[at]:
+                damaged = index[:at] + bytes([changed]) + index[at + 1 :]
+                with pytest.raises(RejectError, match=PATH):
+                    check_index(damaged, PATH)
+
+
+def test_a_lost_doubled_or_added_byte_of_an_index_is_noticed(index: bytes) -> None:
+    for at in range(len(index)):
+        for damaged in (
+            index[:at] + index[at + 1 :],
+            index[:at],
+            index[:at] + index[at : at + 1] + index[at:],
+            index[:at] + b"0" + index[at:],
+        ):
+            with pytest.raises(RejectError):
+                check_index(damaged, PATH)
+
+
+GOOD = b'{"architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1","platform":"cpu"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "expected JSON"),
+        (b"\xff\xfe", "expected JSON"),
+        (b"nonsense", "expected JSON"),
+        (b"[" * 100_000, "expected JSON"),
+        (b'{"a":' * 100_000, "expected JSON"),
+        (b"[]", "expected an object"),
+        (b"null", "expected an object"),
+        (GOOD[:-1] + b',"version":1}', r"\$: unknown key 'version'"),
+        (GOOD.replace(b',"platform":"cpu"', b""), "missing .*'platform'"),
+        (GOOD.replace(b'"1"', b"1"), r"\$\.jaxlib: expected str, found 1"),
+        (GOOD.replace(b'"1"', b"true"), r"\$\.jaxlib: expected str, found True"),
+        (GOOD.replace(b'"1"', b"null"), r"\$\.jaxlib: expected str"),
+        (GOOD.replace(b'["avx"]', b'"avx"'), r"cpu_features: expected a list"),
+        (GOOD.replace(b'["avx"]', b"[1]"), r"cpu_features\[0\]: expected str"),
+        (GOOD.replace(b'["avx"]', b"[[]]"), r"cpu_features\[0\]: expected str"),
+        (GOOD.replace(b",", b", "), "expected canonical JSON"),
+        (GOOD.replace(b"avx", b"\\u0061vx"), "expected canonical JSON"),
+        (GOOD.replace(b"avx", b"\xc3\xa9"), "cpu_features: expected the form of 'avx2', found 'é'"),
+        (GOOD[:-1] + b',"platform":"cpu"}', "expected canonical JSON .* no repeated keys"),
+        (
+            b'{"platform":"cpu","architecture":"x86_64","cpu_features":["avx"],"jaxlib":"1"}',
+            "expected canonical JSON",
+        ),
+        (GOOD.decode().encode("utf-16"), "expected canonical JSON"),
+    ],
+)
+def test_another_spelling_or_type_of_a_requirement_is_rejected(
+    content: bytes, complaint: str
+) -> None:
+    assert from_json(Requirement, GOOD, PATH).cpu_features == ("avx",)
+    with pytest.raises(RejectError, match=complaint) as caught:
+        from_json(Requirement, content, PATH)
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    "number", ["true", "1.0", "1e3", "-0", "01", "NaN", "Infinity", "null", '"1"', "9" * 5000]
+)
+def test_a_size_that_is_not_plainly_an_integer_is_rejected(number: str) -> None:
+    content = to_json(Descriptor("type", "digest", 55555))
+    assert from_json(Descriptor, content, PATH).size == 55555
+    with pytest.raises(RejectError):
+        from_json(Descriptor, content.replace(b"55555", number.encode()), PATH)
+
+
+def test_null_does_not_pass_for_a_key_that_may_be_absent() -> None:
+    absent = to_json(Descriptor("type", "digest", 1))
+    assert b"annotations" not in absent
+    for null in (b'{"annotations":null,', b'{"artifactType":null,', b'{"platform":null,'):
+        with pytest.raises(RejectError, match="null"):
+            from_json(Descriptor, absent.replace(b"{", null, 1), PATH)
+
+
+def test_floats_are_never_written() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            to_json({"x": value})
+
+
+keys = st.one_of(st.text(max_size=8), st.integers())
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Array:
+    """Any array, split over a mesh or not."""
+    shape = tuple(draw(st.lists(st.integers(0, limits.MAX_SIZE), max_size=5)))
+    axes = [""] * len(shape)
+    for axis in draw(st.sets(st.sampled_from(MESH_AXES), max_size=len(shape))):
+        axes[draw(st.sampled_from([i for i, taken in enumerate(axes) if not taken]))] = axis
+    return Array(
+        tuple(draw(st.lists(keys, max_size=4))),
+        draw(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int4", "bool"])),
+        shape,
+        draw(st.booleans()),
+        tuple(axes) if any(axes) else (),
+    )
+
+
+@quick
+@given(array=arrays())
+def test_arrays_survive_their_notation(array: Array) -> None:
+    assert Array.parse(str(array)) == array
+
+
+def test_the_notation_of_an_array_stays_as_documented() -> None:
+    text = '["cache",0,"keys"] float32[1,12,128,64] donated'
+    assert Array.parse(text) == Array(("cache", 0, "keys"), "float32", (1, 12, 128, 64), True)
+    assert str(Array((), "bool", ())) == "[] bool[]"
+    text = '["cache",0,1] float32[2,4,128,64] donated @data,tensor,,'
+    assert Array.parse(text).sharding == ("data", "tensor", "", "")
+    assert str(Array.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[] float32",
+        "[] float32[",
+        "[] float32[,]",
+        "[] float32[1,]",
+        "[] float32[-1]",
+        "[] float32[01]",
+        "[] float32[1, 2]",
+        "[] float32[\u0661]",
+        "[] Float32[1]",
+        "[]  float32[1]",
+        "[] float32[1] donated ",
+        "[] float32[1] given",
+        "[] float32[1]\n",
+        "[ ] float32[1]",
+        "[1.5] float32[1]",
+        "[true] float32[1]",
+        "[null] float32[1]",
+        "[[1]] float32[1]",
+        '["é"] float32[1]',
+        '"ab" float32[1]',
+        '{"a":1} float32[1]',
+        "5 float32[1]",
+        "[] float32[1] @",
+        "[] float32[1] @,",
+        "[] float32[1] @model",
+        "[] float32[1,2] @data",
+        "[] float32[1,2] @data,data",
+        "[] float32[1,2] @,",
+        "[] float32[1] @data donated",
+        "[" * 100_000,
+    ],
+)
+def test_another_spelling_of_an_array_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Array.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sha256:",
+        "sha512:" + "0" * 64,
+        "sha256:" + "0" * 63,
+        "sha256:" + "0" * 65,
+        "sha256:" + "A" * 64,
+        "sha256:" + "0" * 63 + "g",
+        "sha256:" + "0" * 63 + "\n",
+        "sha256:" + "../" * 21 + "x",
+        "SHA256:" + "0" * 64,
+        " sha256:" + "0" * 64,
+    ],
+)
+def test_what_is_no_digest_never_becomes_a_file_name(text: str) -> None:
+    assert is_digest(digest_of(b""))
+    assert not is_digest(text)
+
+
+def test_the_digest_of_an_index_covers_everything_but_itself(index: bytes) -> None:
+    read = from_json(Index, index, PATH)
+    assert read.annotations[INDEX_DIGEST] == index_digest(read)
+    unsealed = dict(read.annotations)
+    del unsealed[INDEX_DIGEST]
+    plain = json.loads(index)
+    plain["annotations"] = unsealed
+    assert index_digest(read) == digest_of(to_json(plain))
+    assert encode_index("other", read.manifests) != index
+    assert encode_index("demo", read.manifests[:1]) != index
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        '{"text":"a.txt","tokens":0,"weights":"int8"}',
+        '{"perplexity_millionths":999999,"text":"a.txt","tokens":9,"weights":"int8"}',
+        '{"text":"a.txt","tokens":9,"top1_agreement_millionths":1000001,"weights":"int8"}',
+        '{"cosine_millionths":-1000001,"text":"a.txt","tokens":9,"weights":"int8"}',
+        '{"perplexity_millionths":1.5,"text":"a.txt","tokens":9,"weights":"int8"}',
+    ],
+)
+def test_an_accuracy_that_nothing_could_have_is_read(found: str) -> None:
+    with pytest.raises(RejectError, match="expected"):
+        from_json(Accuracy, found.encode(), "config")

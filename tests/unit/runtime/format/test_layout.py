@@ -1,0 +1,736 @@
+"""The disk: what is read is a regular file of the expected size, and what is written is there whole."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime import __main__
+from prejit.runtime.base import digests
+from prejit.runtime.base.files import digest_file, write_file
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.blobs import check_blobs, read_whole
+from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.names import LICENSE_MEDIA_TYPE
+from prejit.runtime.format.opening import match, open_index, read_manifest, read_manifests
+from prejit.runtime.loader import load
+
+LOAD_AS_NOBODY = """
+import os, sys
+from prejit.runtime import load, StoreError
+
+load(sys.argv[1])  # imports everything: nobody may not even read the interpreter
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    load(sys.argv[2])
+    print("loaded")
+except StoreError as error:
+    print(error)
+"""
+
+
+def blob_of(directory: Path) -> tuple[Path, str, int]:
+    """The largest blob of a bundle: its path, digest and size."""
+    path = max((directory / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    return path, f"sha256:{path.name}", path.stat().st_size
+
+
+def read_blob(directory: Path, digest: str, size: int) -> None:
+    """Reads it in each of the three ways that there are."""
+    with Layout(directory) as layout:
+        layout.read_blob(digest, size)
+        with layout.open_blob(digest, size) as (descriptor, _):
+            assert digest_file(descriptor) == digest
+        assert len(layout.map_blob(digest, size)) == size
+
+
+def rejected(directory: Path, digest: str, size: int) -> list[RejectError]:
+    """The errors of reading a blob in each of the three ways."""
+    errors = []
+    with Layout(directory) as layout:
+
+        def open_only() -> None:
+            with layout.open_blob(digest, size):
+                pass
+
+        for read in (
+            lambda: layout.read_blob(digest, size),
+            open_only,
+            lambda: layout.map_blob(digest, size),
+        ):
+            with pytest.raises(RejectError) as caught:
+                read()
+            errors.append(caught.value)
+    return errors
+
+
+def plain_link(path: Path, aside: Path) -> None:
+    path.rename(aside)
+    path.symlink_to(aside)
+
+
+def dangling_link(path: Path, aside: Path) -> None:
+    path.unlink()
+    path.symlink_to(aside)
+
+
+def fifo(path: Path, aside: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def socket_file(path: Path, aside: Path) -> None:
+    path.unlink()
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+def directory_there(path: Path, aside: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def missing(path: Path, aside: Path) -> None:
+    path.unlink()
+
+
+def shorter(path: Path, aside: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def longer(path: Path, aside: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\0")
+
+
+def empty(path: Path, aside: Path) -> None:
+    os.truncate(path, 0)
+
+
+REPLACEMENTS = [
+    *(plain_link, dangling_link, fifo, socket_file, directory_there),
+    *(missing, shorter, longer, empty),
+]
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
+    replace: Callable[[Path, Path], None], bundle_dir: Path, tmp_path: Path
+) -> None:
+    path, digest, size = blob_of(bundle_dir)
+    read_blob(bundle_dir, digest, size)
+    replace(path, tmp_path / "aside")
+    started = time.monotonic()
+    for error in rejected(bundle_dir, digest, size):
+        assert error.path == str(path)
+        assert error.code == "reject"
+    with pytest.raises(RejectError, match=path.name):
+        load(bundle_dir)
+    assert time.monotonic() - started < 5, "waited for the other end of a FIFO"
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+@pytest.mark.parametrize("name", ["index.json", "oci-layout"])
+def test_top_level_files_are_held_to_the_same(
+    name: str, replace: Callable[[Path, Path], None], bundle_dir: Path, tmp_path: Path
+) -> None:
+    replace(bundle_dir / name, tmp_path / "aside")
+    with pytest.raises(RejectError) as caught:
+        load(bundle_dir)
+    assert caught.value.path == str(bundle_dir / name)
+
+
+@pytest.mark.parametrize("name", ["blobs", "blobs/sha256"])
+def test_a_linked_directory_of_blobs_is_rejected(
+    name: str, bundle_dir: Path, tmp_path: Path
+) -> None:
+    (bundle_dir / name).rename(tmp_path / "elsewhere")
+    (bundle_dir / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RejectError, match="expected an OCI image layout"):
+        Layout(bundle_dir)
+
+
+def test_the_bundle_itself_may_be_reached_through_a_link(bundle_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(bundle_dir)
+    assert load(tmp_path / "current").call("tick") == 7
+
+
+def test_a_directory_moved_while_open_is_still_read(bundle_dir: Path, tmp_path: Path) -> None:
+    _, digest, size = blob_of(bundle_dir)
+    with Layout(bundle_dir) as layout:
+        bundle_dir.rename(tmp_path / "moved")
+        bundle_dir.mkdir()
+        assert digests.digest_of(layout.read_blob(digest, size)) == digest
+
+
+def test_an_oversized_index_is_rejected_before_it_is_read(bundle_dir: Path) -> None:
+    os.truncate(bundle_dir / "index.json", 1 << 40)  # sparse: reading it would take the memory
+    with pytest.raises(RejectError, match="expected at most 4194304 bytes, found 1099511627776"):
+        load(bundle_dir)
+
+
+def test_a_missing_bundle_is_no_damaged_bundle(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "none", tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match="cannot open a bundle") as caught:
+            Layout(path)
+        assert caught.value.hint is not None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RejectError, match="found no blobs/sha256"):
+        Layout(tmp_path / "empty")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody who may not read")
+@pytest.mark.parametrize(
+    "closed", [".", "blobs", "blobs/sha256", "index.json", "oci-layout", "a blob"]
+)
+def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(
+    closed: str, bundle_dir: Path, settled_dir: Path, run_python: Any
+) -> None:
+    for above in bundle_dir.parents:
+        if above.name.startswith(("pytest-", "test_")):
+            above.chmod(0o755)
+    path = blob_of(bundle_dir)[0] if closed == "a blob" else bundle_dir / closed
+    assert run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir).stdout == "loaded\n"
+    path.chmod(0)
+    said = run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir).stdout
+    assert "Permission denied" in said
+    assert str(bundle_dir) in said
+
+
+def test_every_blob_is_closed_again(bundle_dir: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    _, digest, size = blob_of(bundle_dir)
+    read_blob(bundle_dir, digest, size)
+    rejected(bundle_dir, digest, size + 1)
+    (bundle_dir / "blobs" / "sha256" / digest.removeprefix("sha256:")).unlink()
+    rejected(bundle_dir, digest, size)
+    shutil.rmtree(bundle_dir / "blobs")
+    with pytest.raises(RejectError):
+        Layout(bundle_dir)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_map_outlives_the_layout_and_the_file(bundle_dir: Path) -> None:
+    path, digest, size = blob_of(bundle_dir)
+    with Layout(bundle_dir) as layout:
+        content = layout.map_blob(digest, size)
+    path.unlink()
+    assert digests.digest_of(content[:]) == digest
+
+
+def test_writing_through_a_map_never_reaches_the_file(bundle_dir: Path) -> None:
+    path, digest, size = blob_of(bundle_dir)
+    with Layout(bundle_dir) as layout:
+        content = layout.map_blob(digest, size)
+    content[:4] = b"\0\0\0\0"
+    assert digests.digest_of(path.read_bytes()) == digest
+
+
+# Writing
+
+
+def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_file(path, b"first")
+    source = tmp_path / "source"
+    source.write_bytes(b"second" * 1_000_000)
+    write_file(path, source)
+    assert path.read_bytes() == source.read_bytes()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "source"]
+
+
+def test_replacing_a_link_does_not_write_through_it(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / "file").symlink_to(tmp_path / "precious")
+    write_file(tmp_path / "file", b"new")
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+    assert not (tmp_path / "file").is_symlink()
+
+
+@pytest.mark.parametrize("where", ["missing/file", "a-file/below", "a-directory"])
+def test_writing_where_nothing_can_be_written_is_a_store_error(where: str, tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_bytes(b"")
+    (tmp_path / "a-directory").mkdir()
+    with pytest.raises(StoreError, match="cannot write"):
+        write_file(tmp_path / where, b"content")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a-directory", "a-file"]
+
+
+def test_a_bundle_over_a_file_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_bytes(b"")
+    with pytest.raises(StoreError, match="occupied"):
+        write_layout(tmp_path / "occupied", *recipe.assemble())
+
+
+def test_a_blob_that_cannot_be_read_is_a_store_error(recipe: Any, tmp_path: Path) -> None:
+    index, blobs = recipe.assemble()
+    blobs[next(iter(blobs))] = tmp_path / "gone"
+    with pytest.raises(StoreError, match="gone"):
+        write_layout(tmp_path / "bundle", index, blobs)
+    assert not (tmp_path / "bundle" / "index.json").exists()
+
+
+def test_replacing_a_bundle_drops_what_it_no_longer_needs(
+    recipe: Any, make_recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.write(tmp_path / "example")
+    blobs = path / "blobs" / "sha256"
+    old = {file.name for file in blobs.iterdir()}
+    # As a writer that was killed leaves them.
+    for leftover in (
+        blobs / ".0123.77.abcdef01.tmp",
+        path / ".index.json.77.abcdef01.tmp",
+        path / ".oci-layout.77.abcdef01.tmp",
+    ):
+        leftover.write_bytes(b"half")
+    (path / "README").write_text("somebody else's file stays")
+    index, expected = make_recipe(score_scale=2.0).only("cpu-host").assemble()
+    write_layout(path, index, expected)
+    assert {f"sha256:{file.name}" for file in blobs.iterdir()} == set(expected)
+    assert old - {file.name for file in blobs.iterdir()}
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        *("README", "blobs", "index.json", "oci-layout"),
+    ]
+    assert load(path).digest == digests.digest_of(index)
+
+
+def test_blobs_that_are_there_already_are_not_written_again(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "example")
+    before = {file.name: file.stat().st_ino for file in (path / "blobs" / "sha256").iterdir()}
+    write_layout(path, *recipe.assemble())
+    assert before == {file.name: file.stat().st_ino for file in (path / "blobs/sha256").iterdir()}
+
+
+@pytest.mark.parametrize("replace", [plain_link, dangling_link, fifo, shorter, longer, missing])
+def test_writing_again_mends_what_is_no_blob(
+    replace: Callable[[Path, Path], None], recipe: Any, bundle_dir: Path, tmp_path: Path
+) -> None:
+    replace(blob_of(bundle_dir)[0], tmp_path / "aside")
+    write_layout(bundle_dir, *recipe.assemble())
+    load(bundle_dir)
+
+
+def test_writing_again_mends_a_damaged_blob_of_the_right_size(
+    recipe: Any, bundle_dir: Path
+) -> None:
+    before = digest_of_bundle(bundle_dir)
+    for file in (bundle_dir / "blobs" / "sha256").iterdir():
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert digest_of_bundle(bundle_dir) is None
+    write_layout(bundle_dir, *recipe.assemble())
+    assert digest_of_bundle(bundle_dir) == before
+
+
+def test_what_is_there_is_looked_at_when_no_other_writer_removes_it(
+    recipe: Any, bundle_dir: Path
+) -> None:
+    index, blobs = recipe.assemble()
+    looked = threading.Event()
+
+    def digest_of(path: Path) -> str:
+        looked.set()
+        return f"sha256:{path.name}"
+
+    def write() -> None:
+        write_layout(bundle_dir, index, blobs, digest_of=digest_of)
+
+    other = os.open(bundle_dir, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert not looked.wait(0.2)
+    os.close(other)
+    writer.join(timeout=20)
+    assert looked.is_set()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from prejit.runtime.format.layout import write_layout
+
+source, path = Path(sys.argv[1]), Path(sys.argv[2])
+index = (source / "index.json").read_bytes()
+blobs = {f"sha256:{f.name}": f for f in (source / "blobs" / "sha256").iterdir()}
+print("ready", flush=True)
+sys.stdin.read(1)
+write_layout(path, index, blobs)
+print("done", flush=True)
+sys.stdin.read(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def old_and_new(
+    recipe: Any, make_recipe: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """Two bundles with some blobs in common."""
+    root = tmp_path_factory.mktemp("kill")
+    return recipe.write(root / "old"), make_recipe(score_scale=2.0).write(root / "new")
+
+
+def digest_of_bundle(path: Path) -> str | None:
+    """The digest of a bundle all of whose blobs are right; None where it does not open."""
+    try:
+        with Layout(path) as layout:
+            index, digest = open_index(layout)
+            targets = match(layout, index, machine())
+            manifests = [read_manifest(layout, target) for target in targets]
+            check_blobs(layout, manifests, None)
+        return digest
+    except (RejectError, StoreError):
+        return None
+
+
+def machine() -> Any:
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    return Fingerprint.current()
+
+
+WRITERS = """
+import os, sys
+from pathlib import Path
+from prejit.runtime.format.layout import write_layout
+
+source = Path(sys.argv[1])
+index = (source / "index.json").read_bytes()
+blobs = {f"sha256:{f.name}": f for f in (source / "blobs" / "sha256").iterdir()}
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        os.write(1, b"%d\\n" % os.getpid())
+        write_layout(Path(line.rstrip("\\n")), index, blobs)
+        os._exit(0)
+    sys.stdin.readline()  # until then it stays a zombie, and its number is nobody else's
+    os.write(1, b"%d\\n" % os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("replacing", [True, False])
+def test_a_killed_writer_leaves_the_old_bundle_or_the_new_one_or_none(
+    replacing: bool, old_and_new: tuple[Path, Path], tmp_path: Path
+) -> None:
+    old, new = old_and_new
+    was = digest_of_bundle(old) if replacing else None
+    becomes = digest_of_bundle(new)
+    generator = random.Random(2)
+    outcomes = []
+    span = 0.0
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITERS, str(new)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as writers:
+        assert writers.stdin is not None
+        assert writers.stdout is not None
+        for attempt in range(31):
+            path = tmp_path / f"attempt{attempt}"
+            if replacing:
+                shutil.copytree(old, path)
+            writers.stdin.write(f"{path}\n")
+            writer = int(writers.stdout.readline())
+            started = time.perf_counter()
+            if attempt:  # the first is not killed, and tells how long it takes
+                time.sleep(generator.uniform(0, 1.1) * span)
+                os.kill(writer, signal.SIGKILL)
+            writers.stdin.write("\n")
+            assert int(writers.stdout.readline()) in (0, signal.SIGKILL)
+            span = span or time.perf_counter() - started
+            outcomes.append(digest_of_bundle(path))
+            if attempt % 8 == 7:  # whatever a killed writer left, the next one mends
+                blobs = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
+                write_layout(path, (new / "index.json").read_bytes(), blobs)
+                assert digest_of_bundle(path) == becomes
+                assert not list(path.rglob("*.tmp"))
+        writers.stdin.close()
+    assert set(outcomes) <= {was, becomes}
+    assert outcomes[0] == becomes
+    assert was in outcomes, "no writer was killed in time: the test shows nothing"
+
+
+def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
+    old_and_new: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops at every system call that shows on disk, in order, where the random kills may miss one."""
+    old, new = old_and_new
+    blobs = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
+    index = (new / "index.json").read_bytes()
+
+    class Killed(BaseException):
+        pass
+
+    steps_done = limit = 0
+    real = {name: getattr(os, name) for name in ("replace", "unlink", "fsync")}
+
+    def stepping(name: str) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps_done
+            steps_done += 1
+            if steps_done > limit:
+                raise Killed  # a dead process does nothing more: every later call fails as well
+            return real[name](*args, **kwargs)
+
+        return step
+
+    found: list[str | None] = []
+    while True:
+        path = tmp_path / f"limit{limit}"
+        shutil.copytree(old, path)
+        steps_done = 0
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, stepping(name))
+            try:
+                write_layout(path, index, blobs)
+                finished = True
+            except Killed:
+                finished = False
+        found.append(digest_of_bundle(path))
+        if finished:
+            break
+        limit += 1
+    was, becomes = digest_of_bundle(old), digest_of_bundle(new)
+    turn = found.index(becomes)
+    assert found == [was] * turn + [becomes] * (len(found) - turn)
+    assert turn > 5
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    path = tmp_path / "small-disk"
+    path.mkdir()
+    mount = shutil.which("mount")
+    if os.geteuid() != 0 or mount is None:
+        pytest.skip("needs root to mount a small tmpfs")
+    command = [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_loses_nothing(recipe: Any, make_recipe: Any, small_disk: Path) -> None:
+    path = recipe.only("cpu-x86-64-v3").write(small_disk / "example")
+    before = digest_of_bundle(path)
+    assert before is not None
+    (small_disk / "ballast").write_bytes(bytes(4096 * free_blocks(small_disk)))
+    with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC)) as caught:
+        write_layout(path, *make_recipe(score_scale=2.0).assemble())
+    assert "nothing was lost" in (caught.value.hint or "")
+    assert digest_of_bundle(path) == before
+    assert not list(path.rglob("*.tmp"))
+
+
+def free_blocks(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_bsize // 4096 - 1
+
+
+def test_a_write_past_a_limit_loses_nothing(recipe: Any, make_recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "example")
+    before = digest_of_bundle(path)
+    new = make_recipe(score_scale=2.0)
+    index, blobs = new.assemble()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(StoreError, match=os.strerror(errno.EFBIG)):
+            write_layout(path, index, blobs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert digest_of_bundle(path) == before
+    assert not list(path.rglob("*.tmp"))
+
+
+def test_two_writers_of_one_bundle_do_not_break_it(
+    old_and_new: tuple[Path, Path], tmp_path: Path
+) -> None:
+    allowed = {digest_of_bundle(path) for path in old_and_new}
+    for attempt in range(4):
+        path = tmp_path / f"attempt{attempt}"
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(source), str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for source in (*old_and_new, *old_and_new)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("x")
+            writer.stdin.flush()
+        for writer in writers:
+            out, errors = writer.communicate("x")
+            assert out == "done\n", errors
+        assert digest_of_bundle(path) in allowed
+
+
+# Reading while others write
+
+BUILDS = """
+import sys, time
+from pathlib import Path
+from prejit.runtime.format.layout import write_layout
+
+path = Path(sys.argv[1])
+bundles = []
+for source in map(Path, sys.argv[2:]):
+    blobs = {f"sha256:{f.name}": f.read_bytes() for f in (source / "blobs" / "sha256").iterdir()}
+    bundles.append(((source / "index.json").read_bytes(), blobs))
+print("ready", flush=True)
+while True:
+    for index, blobs in bundles:
+        write_layout(path, index, blobs)
+        time.sleep(0.002)
+"""
+
+
+def test_no_load_is_rejected_while_builds_replace_the_bundle(
+    old_and_new: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Of 2,000 loads dozens are, where a reader takes a blob that a build removed for a damaged bundle."""
+    path = tmp_path / "bundle"
+    shutil.copytree(old_and_new[0], path)
+    allowed = {digest_of_bundle(one) for one in old_and_new}
+    seen = set()
+    with subprocess.Popen(
+        [sys.executable, "-c", BUILDS, str(path), *map(str, old_and_new)], stdout=subprocess.PIPE
+    ) as builds:
+        try:
+            assert builds.stdout is not None
+            assert builds.stdout.readline() == b"ready\n"
+            for _ in range(2000):
+                seen.add(read_whole(path, whole))
+        finally:
+            builds.kill()
+    assert seen == allowed, "the bundle was not replaced: the test shows nothing"
+
+
+def whole(layout: Layout, index: Any, digest: str) -> str:
+    """Reads all of a bundle, as `load` does; gives its digest."""
+    targets = match(layout, index, machine())
+    manifests = read_manifests(layout, targets)
+    check_blobs(layout, manifests.values(), None, keep=manifests.values())
+    return digest
+
+
+def test_a_load_while_the_bundle_is_replaced(
+    old_and_new: tuple[Path, Path],
+    make_recipe: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gets one bundle whole, the old one or the new one, at whichever step the other takes its place."""
+    import numpy as np
+
+    old, new = old_and_new
+    x = np.ones((2, 16), np.float32)
+    expected = {load(one).digest: load(one).call("score", x=x)[0].tolist() for one in old_and_new}
+    assert len({str(values) for values in expected.values()}) == 2
+    opened, seen = Layout._open_file, list[str]()
+    path, steps = tmp_path, iter(range(0))
+
+    def then_replace(layout: Layout, name: str, directory: int, where: str) -> Any:
+        if next(steps, None) == 0:
+            content = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
+            write_layout(path, (new / "index.json").read_bytes(), content)
+        return opened(layout, name, directory, where)
+
+    monkeypatch.setattr(Layout, "_open_file", then_replace)
+    for step in range(100):
+        path, steps = tmp_path / str(step), iter(range(step, -1, -1))
+        shutil.copytree(old, path)
+        found = load(path)
+        assert found.call("score", x=x)[0].tolist() == expected[found.digest]
+        seen.append(found.digest)
+        if next(steps, None) is not None:  # the load was over before
+            break
+    assert len(seen) > 6
+    assert [digest for digest, _ in itertools.groupby(seen)] == [
+        load(new).digest,
+        load(old).digest,
+    ]
+
+
+def test_a_bundle_that_is_always_being_replaced_is_no_damaged_one(bundle_dir: Path) -> None:
+    attempts = []
+
+    def read(layout: Layout, index: Any, digest: str) -> None:
+        attempts.append(digest)
+        (bundle_dir / "index.json").touch()
+        raise RejectError("blob", "expected a file, found: No such file or directory")
+
+    with pytest.raises(StoreError, match="replaced 20 times"):
+        read_whole(bundle_dir, read)
+    assert len(attempts) == 20
+
+
+def test_a_missing_blob_is_damage_where_nobody_replaces_the_bundle(bundle_dir: Path) -> None:
+    attempts = []
+    blob_of(bundle_dir)[0].unlink()
+
+    def read(layout: Layout, index: Any, digest: str) -> str:
+        attempts.append(digest)
+        return whole(layout, index, digest)
+
+    with pytest.raises(RejectError, match="No such file"):
+        read_whole(bundle_dir, read)
+    assert len(attempts) == 1
+
+
+def test_a_disk_that_fails_while_hashing_is_named(
+    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blob = blob_of(bundle_dir)[0]
+    read = os.preadv
+
+    def failing(descriptor: int, buffers: Any, offset: int) -> int:
+        if os.path.samestat(os.fstat(descriptor), blob.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert __main__.main(["verify", str(bundle_dir)]) == StoreError.exit_code
+    told = capsys.readouterr().err
+    assert f"{blob}: cannot read: Input/output error" in told
+    assert "standard output" not in told
+    with pytest.raises(StoreError, match=blob.name):
+        load(bundle_dir)
+
+
+def test_an_empty_layer_is_read_like_any_other(recipe: Any, tmp_path: Path) -> None:
+    """As a model's empty LICENSE makes one: what `verify` takes, `load` takes."""
+    path = recipe.with_content(LICENSE_MEDIA_TYPE, b"").write(tmp_path / "bundle")
+    assert __main__.main(["verify", str(path)]) == 0
+    assert load(path).call("tick") == 7
+    with Layout(path) as layout:
+        assert layout.map_blob(digests.digest_of(b""), 0) == b""

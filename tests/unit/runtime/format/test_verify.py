@@ -1,0 +1,1567 @@
+"""Each numbered check between a file and its use: a bundle that only this check keeps out.
+
+What is forged here has right digests everywhere, as whoever builds bundles could make it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime import __main__
+from prejit.runtime.base import typed_json
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.device.executable import Device
+from prejit.runtime.encoding.encoder import EncoderPrograms
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.checks import NEWER_FORMAT_HINT, check_descriptor
+from prejit.runtime.format.config_checks import (
+    check_array,
+    check_arrays,
+    check_config,
+    check_weight_sets,
+)
+from prejit.runtime.format.index import encode_index
+from prejit.runtime.format.kernels import KERNEL_LEVELS
+from prejit.runtime.format.layer_checks import check_chat, check_signature, unpack
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    BUNDLE_FORMAT,
+    CHAT_MEDIA_TYPE,
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    GENERATION_MEDIA_TYPE,
+    INDEX_DIGEST,
+    INDEX_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    LAYER_MEDIA_TYPES,
+    LICENSE_MEDIA_TYPE,
+    MANIFEST_MEDIA_TYPE,
+    OCI_LAYOUT,
+    PORTABLE_MEDIA_TYPE,
+    REF_NAME,
+    REQUIREMENT,
+    TOKENIZER_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.safetensors import (
+    MAX_WEIGHTS_HEADER_BYTES,
+    SAFETENSORS_DTYPES,
+    TensorSlice,
+    check_weights,
+)
+from prejit.runtime.format.schema import Config, Descriptor, Index, Portable, Segment
+from prejit.runtime.format.signatures import BUCKETS
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs.programs import Programs
+
+WRITTEN = str(FORMAT_VERSION)
+PATH = "somewhere/blob"
+
+
+def reject(path: Path, complaint: str) -> RejectError:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        load(path).prepare()
+    return caught.value
+
+
+def write(path: Path, assembled: tuple[bytes, dict[str, Any]]) -> Path:
+    index, blobs = assembled
+    (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+    for digest, content in blobs.items():
+        (path / "blobs" / "sha256" / digest.removeprefix("sha256:")).write_bytes(content)
+    (path / "oci-layout").write_bytes(OCI_LAYOUT)
+    (path / "index.json").write_bytes(index)
+    return path
+
+
+def with_index(recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A bundle whose index says something else, its own digest set right."""
+    index, blobs = recipe.assemble()
+    plain = json.loads(index)
+    change(plain)
+    annotations = plain["annotations"]
+    annotations.pop(INDEX_DIGEST, None)
+    annotations[INDEX_DIGEST] = digest_of(to_json(plain))
+    return write(path, (to_json(plain), blobs))
+
+
+def with_manifest(
+    recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]
+) -> tuple[Path, str]:
+    """A bundle of one target whose manifest says something else; gives the manifest's name too."""
+    index, blobs = recipe.only("cpu-host").assemble()
+    plain = json.loads(index)
+    descriptor = plain["manifests"][0]
+    manifest = json.loads(blobs.pop(descriptor["digest"]))
+    change(manifest)
+    content = to_json(manifest)
+    descriptor["digest"], descriptor["size"] = digest_of(content), len(content)
+    blobs[descriptor["digest"]] = content
+    targets = from_json(Index, index, PATH).manifests
+    changed = dataclasses.replace(targets[0], digest=descriptor["digest"], size=descriptor["size"])
+    encoded = encode_index("example", (changed,))
+    return write(path, (encoded, blobs)), descriptor["digest"].removeprefix("sha256:")
+
+
+# 1. oci-layout
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b'{"imageLayoutVersion": "1.0.0"}', b"\0" * 30],
+)
+def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
+    (bundle_dir / "oci-layout").write_bytes(content)
+    assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
+
+
+# 2. index.json
+
+
+@pytest.mark.parametrize(
+    ("written", "newer"),
+    [
+        *(("5", True), ("10", True), ("999999999", True)),
+        *(("0", False), ("", False), ("-2", False), ("one", False), ("01", False), ("1.0", False)),
+        *(("²", False), ("٢", False), ("9" * 5000, False)),
+    ],
+)
+def test_2_another_format_says_which_side_is_older(
+    written: str, newer: bool, recipe: Any, tmp_path: Path
+) -> None:
+    path = with_index(
+        recipe, tmp_path / "b", lambda i: i["annotations"].update({BUNDLE_FORMAT: written})
+    )
+    error = reject(path, "expected bundle format 1, 2, 3 or 4, found")
+    assert (error.hint == NEWER_FORMAT_HINT) == newer
+
+
+def test_2_a_newer_format_is_named_even_where_it_has_new_keys(recipe: Any, tmp_path: Path) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["annotations"][BUNDLE_FORMAT] = "5"
+        index["subject"] = {"new": 1.5}
+
+    error = reject(with_index(recipe, tmp_path / "b", change), "found '5'")
+    assert error.hint == NEWER_FORMAT_HINT
+
+
+def test_2_an_index_without_its_own_digest_is_rejected(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "b")
+    plain = json.loads((path / "index.json").read_bytes())
+    good = plain["annotations"].pop(INDEX_DIGEST)
+    for digest in (None, digest_of(b""), good.upper()):
+        if digest is not None:
+            plain["annotations"][INDEX_DIGEST] = digest
+        (path / "index.json").write_bytes(to_json(plain))
+        reject(path, INDEX_DIGEST)
+
+
+@pytest.mark.parametrize("written", [None, 2, True])
+def test_2_an_index_that_does_not_tell_its_format_is_rejected(
+    written: Any, recipe: Any, tmp_path: Path
+) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["annotations"][BUNDLE_FORMAT] = written
+        if written is None:
+            del index["annotations"][BUNDLE_FORMAT]
+
+    reject(with_index(recipe, tmp_path / "b", change), "dev.prejit.format.*found")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda i: i.update(manifests=[]), "at least one target"),
+        (lambda i: i.update(schemaVersion=1), "OCI image index"),
+        (lambda i: i.update(mediaType=MANIFEST_MEDIA_TYPE), "OCI image index"),
+        (lambda i: i.update(artifactType="application/other"), "OCI image index"),
+        (lambda i: i.update(extra="key"), "unknown key 'extra'"),
+        (lambda i: i["manifests"][0].update(urls=["http://elsewhere"]), "unknown key 'urls'"),
+        (lambda i: i["manifests"].append(i["manifests"][0]), "each target once"),
+    ],
+)
+def test_2_an_index_that_is_not_one_is_rejected(
+    change: Any, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = with_index(recipe, tmp_path / "b", change)
+    assert reject(path, complaint).path == str(path / "index.json")
+
+
+# 3. targets
+
+
+def annotate(index: dict[str, Any], name: str, value: str | None) -> None:
+    annotations = index["manifests"][0]["annotations"]
+    if value is None:
+        del annotations[name]
+    else:
+        annotations[name] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        (REF_NAME, None, "on each target"),
+        (REF_NAME, "", "on each target"),
+        (REQUIREMENT, None, "on each target"),
+        (REQUIREMENT, "", "expected JSON"),
+        (REQUIREMENT, "{}", "missing"),
+        (REQUIREMENT, "\udc80", "expected JSON"),
+        (REQUIREMENT, '{"jaxlib":"é"}', "missing|canonical"),
+    ],
+)
+def test_3_a_target_without_name_or_requirement_is_rejected(
+    name: str, value: str | None, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = with_index(recipe, tmp_path / "b", lambda index: annotate(index, name, value))
+    assert reject(path, complaint).path == str(path / "index.json")
+
+
+def test_3_two_targets_of_one_name_cannot_lend_each_other_their_fit(
+    recipe: Any, tmp_path: Path
+) -> None:
+    """The first fits this machine; by its name the loader would run the second."""
+    foreign = {**json.loads(recipe.assemble()[0])["manifests"][1]["annotations"]}
+    needs = json.loads(foreign[REQUIREMENT])
+    needs["cpu_features"] = ["no-such-feature", *needs["cpu_features"]]
+    foreign_config = recipe.only("cpu-x86-64-v3").configured(
+        lambda config: dataclasses.replace(
+            config,
+            target="cpu-host",
+            requirement=dataclasses.replace(
+                config.requirement, cpu_features=tuple(needs["cpu_features"])
+            ),
+        )
+    )
+    both = dataclasses.replace(
+        recipe, targets=(*recipe.only("cpu-host").targets, *foreign_config.targets)
+    )
+    reject(both.write(tmp_path / "b"), "each target once")
+
+
+# 4. descriptors
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"mediaType": "text/plain"}, "expected media type"),
+        ({"digest": "sha512:" + "0" * 128}, "expected a sha256 digest"),
+        ({"digest": "sha256:../../../../etc/passwd"}, "expected a sha256 digest"),
+        ({"digest": "sha256:" + "A" * 64}, "expected a sha256 digest"),
+        ({"size": limits.MAX_MANIFEST_BYTES + 1}, "expected at most 65536 bytes"),
+        ({"size": -1}, "expected at most"),
+        ({"size": 1}, "expected 1 bytes, found"),
+    ],
+)
+def test_4_a_descriptor_that_names_no_such_blob_is_rejected(
+    change: dict[str, Any], complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    reject(
+        with_index(recipe, tmp_path / "b", lambda index: index["manifests"][0].update(change)),
+        complaint,
+    )
+
+
+def test_4_a_cap_holds_at_its_edge() -> None:
+    digest = digest_of(b"")
+    check_descriptor(Descriptor("a", digest, 10), "a", 10, PATH)
+    check_descriptor(Descriptor("a", digest, 0), "a", 10, PATH)
+    for size in (11, -1, 1 << 64):
+        with pytest.raises(RejectError, match=f"expected at most 10 bytes, found {size}"):
+            check_descriptor(Descriptor("a", digest, size), "a", 10, PATH)
+
+
+def test_4_an_oversized_blob_is_not_read(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.write(tmp_path / "b")
+    manifest = json.loads((path / "index.json").read_bytes())["manifests"][0]
+    blob = path / "blobs" / "sha256" / manifest["digest"].removeprefix("sha256:")
+    with open(blob, "r+b") as file:
+        file.truncate(1 << 40)
+    reject(path, "found 1099511627776")
+
+
+# 5. digests of manifests and configs, before they are parsed
+
+
+def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe.only("cpu-host").write(tmp_path / "b")
+    manifest = json.loads((path / "index.json").read_bytes())["manifests"][0]["digest"]
+    blobs = path / "blobs" / "sha256"
+    name = manifest.removeprefix("sha256:")
+    config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
+    parsed = []
+    real = from_json
+    monkeypatch.setattr(
+        typed_json,
+        "from_json",
+        lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
+    )
+    for damaged, before in ((name, ["Index", "Requirement"]), (config, [*parsed])):
+        parsed.clear()
+        content = (blobs / damaged).read_bytes()
+        (blobs / damaged).write_bytes(b"[" + content[1:])
+        error = reject(path, f"expected sha256:{damaged}, found sha256:")
+        assert error.path == str(blobs / damaged)
+        assert "Config" not in parsed
+        if damaged == name:
+            assert "Manifest" not in parsed
+            assert parsed[:2] == before
+        (blobs / damaged).write_bytes(content)
+
+
+# 6. manifests
+
+
+def layer_of(manifest: dict[str, Any], media_type: str) -> dict[str, Any]:
+    return next(layer for layer in manifest["layers"] if layer["mediaType"] == media_type)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda m: m.update(schemaVersion=1), "OCI image manifest"),
+        (lambda m: m.update(mediaType=INDEX_MEDIA_TYPE), "OCI image manifest"),
+        (lambda m: m.update(artifactType="application/other"), "OCI image manifest"),
+        (lambda m: m.update(subject={}), "unknown key 'subject'"),
+        (lambda m: m["config"].update(mediaType="text/plain"), "expected media type"),
+        (lambda m: m["config"].update(size=limits.MAX_CONFIG_BYTES + 1), "expected at most"),
+        (lambda m: m["layers"][0].update(mediaType="application/x-sh"), "unexpected layer"),
+        (lambda m: m["layers"].append(m["layers"][0]), "unexpected layer"),
+        (lambda m: m["layers"].reverse() or m["layers"].pop(), "programs|expected a layer"),
+        (lambda m: m.update(layers=[]), "expected a layer .*executables"),
+        (
+            lambda m: m["layers"].remove(layer_of(m, PORTABLE_MEDIA_TYPE)),
+            "expected a layer .*stablehlo",
+        ),
+        (lambda m: m["layers"][1].update(digest="sha256:x"), "expected a sha256 digest"),
+        (lambda m: m["layers"][1].update(size=-5), "expected at most"),
+        (
+            lambda m: m["layers"][0].update(
+                mediaType=CHAT_MEDIA_TYPE, size=limits.MAX_CHAT_BYTES + 1
+            ),
+            "expected at most 4194304 bytes, found 4194305",
+        ),
+    ],
+)
+def test_6_a_manifest_with_other_layers_is_rejected(
+    change: Any, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path, name = with_manifest(recipe, tmp_path / "b", change)
+    assert reject(path, complaint).path == str(path / "blobs" / "sha256" / name)
+
+
+def test_6_what_a_bundle_may_do_without_it_may_do_without(recipe: Any, tmp_path: Path) -> None:
+    path, _ = with_manifest(
+        recipe,
+        tmp_path / "b",
+        lambda m: m["layers"].remove(layer_of(m, LICENSE_MEDIA_TYPE)),
+    )
+    assert load(path).call("tick") == 7
+
+
+# 7. configs
+
+
+def one_program(config: Any, **changes: Any) -> Any:
+    first, *others = config.programs
+    return dataclasses.replace(config, programs=(dataclasses.replace(first, **changes), *others))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: dataclasses.replace(c, format=5), "format 4, as the index, found 5"),
+        (lambda c: dataclasses.replace(c, format=3), "format 4, as the index, found 3"),
+        (
+            lambda c: dataclasses.replace(c, programs=(*c.programs, c.programs[0])),
+            "each program once",
+        ),
+        (lambda c: one_program(c, weights="other"), "score/b2: unknown weight set 'other'"),
+        (lambda c: one_program(c, memory=(1, 2)), "expected an object"),
+        (lambda c: one_program(c, bucket={"b": True}), "expected int, found True"),
+        (lambda c: one_program(c, platforms=()), "score/b2: expected platforms of cpu, cuda, tpu"),
+        (lambda c: one_program(c, platforms=("cpu", "gpu")), "each once; found .'cpu', 'gpu'"),
+        (lambda c: one_program(c, platforms=("cpu", "cpu")), "each once; found .'cpu', 'cpu'"),
+        (lambda c: one_program(c, platforms="cpu"), "expected a list, found 'cpu'"),
+        (lambda c: dataclasses.replace(c, mesh={"data": 0, "tensor": 2}), "sizes of 1 or more"),
+        (lambda c: dataclasses.replace(c, mesh={"data": 1, "tensor": -2}), "sizes of 1 or more"),
+        (lambda c: dataclasses.replace(c, mesh={"data": 2}), "missing .*'tensor'"),
+        (lambda c: dataclasses.replace(c, mesh=Mesh(1, 4097)), "at most 4096 devices, found 4097"),
+        (
+            lambda c: dataclasses.replace(c, mesh=Mesh(1 << 40, 1 << 40)),
+            "at most 4096 devices, found 1208925819614629174706176",
+        ),
+        (
+            lambda c: dataclasses.replace(c, weight_shardings={"score:bias": "tensor"}),
+            "expected a mesh for weight_shardings, found none",
+        ),
+    ],
+)
+def test_7_a_program_table_that_is_not_one_is_rejected(
+    change: Any, complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(change).write(tmp_path / "b")
+    assert "blobs/sha256/" in reject(path, complaint).path
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh", "device_count", "complaint"),
+    [
+        ("cpu", None, None, None),
+        ("cpu", Mesh(1, 2), None, None),
+        ("cpu", Mesh(1, 2), 2, None),
+        ("cuda", None, None, None),
+        ("cuda", None, 1, None),
+        ("cuda", Mesh(2, 2), 4, None),
+        ("cpu", Mesh(1, 2), 1, "expected device_count 2, the size of the mesh; found 1"),
+        ("tpu", None, 4, "expected device_count 1, the size of the mesh; found 4"),
+        ("cuda", Mesh(2, 2), 2, "expected device_count 4, the size of the mesh; found 2"),
+        ("cuda", Mesh(2, 2), 8, "expected device_count 4, the size of the mesh; found 8"),
+        # It would match a machine with one device, and not run there.
+        ("tpu", Mesh(1, 2), None, "expected device_count 2, the size of the mesh; found None"),
+    ],
+)
+def test_7_a_requirement_counts_the_devices_of_the_mesh(
+    platform: str, mesh: Mesh | None, device_count: int | None, complaint: str | None, recipe: Any
+) -> None:
+    config = recipe.targets[0].config
+    needs = dataclasses.replace(config.requirement, platform=platform, device_count=device_count)
+    config = dataclasses.replace(config, requirement=needs, mesh=mesh)
+    content = to_json(config)
+    if complaint is None:
+        assert check_config(content, WRITTEN, config.target, needs, PATH) == config
+    else:
+        with pytest.raises(RejectError, match=complaint) as caught:
+            check_config(content, WRITTEN, config.target, needs, PATH)
+        assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    ("until", "is_date"),
+    [
+        *((None, True), ("2027-02-28", True), ("2028-02-29", True)),
+        *(("", False), ("soon", False), ("2027-02-29", False), ("20270228", False)),
+        *(("2027-W08-7", False), ("2027-2-28", False), ("2027-02-28T00:00", False)),
+    ],
+)
+def test_7_a_window_that_ends_on_no_date_is_rejected(
+    until: str | None, is_date: bool, recipe: Any
+) -> None:
+    """Or the loader, which compares it with today, would end in a ValueError."""
+    config = recipe.targets[0].config
+    config = dataclasses.replace(config, portable=Portable("0.12.0.1", "1.17.0", until))
+    arguments = (to_json(config), WRITTEN, config.target, config.requirement, PATH)
+    if is_date:
+        assert check_config(*arguments) == config
+    else:
+        with pytest.raises(RejectError, match="readable_until: expected YYYY-MM-DD, found"):
+            check_config(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "complaint"),
+    [
+        ("[] float32[4,6] @data,tensor", Mesh(2, 3), None),
+        ("[] float32[4,6] @,tensor", Mesh(7, 2), None),
+        ("[] float32[4,6]", None, None),
+        ("[] float32[4,6] @data,tensor", None, "'data' divides 4, found no mesh"),
+        ("[] float32[4,6] @data,tensor", Mesh(3, 3), "'data' divides 4, found 3"),
+        ("[] float32[4,6] @data,tensor", Mesh(2, 4), "'tensor' divides 6, found 4"),
+        ("[] float32[4,6] @tensor", Mesh(2, 3), r"expected '\[path\] dtype\[shape\]'"),
+    ],
+)
+def test_7_an_array_that_its_mesh_does_not_split_evenly_is_rejected(
+    text: str, mesh: Mesh | None, complaint: str | None
+) -> None:
+    if complaint is None:
+        assert str(check_array(text, mesh, PATH)) == text
+    else:
+        with pytest.raises(RejectError, match=complaint) as caught:
+            check_array(text, mesh, PATH)
+        assert caught.value.path == PATH
+
+
+def test_7_a_split_that_is_not_even_is_rejected_before_the_program_runs(
+    recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: one_program(
+            dataclasses.replace(c, mesh=Mesh(1, 3)), arguments=('["x"] float32[2,16] @,tensor',)
+        )
+    ).write(tmp_path / "b")
+    loaded = load(path)
+    with pytest.raises(RejectError, match="score/b2: expected a mesh whose 'tensor' divides 16"):
+        loaded.call("score", x=np.zeros((2, 16), np.float32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: one_program(c, results=("[ ] float32[2,4]",)),
+        lambda c: dataclasses.replace(c, weight_sets={"score": ("score:nothing",)}),
+        lambda c: dataclasses.replace(
+            c, mesh=Mesh(1, 2), weight_shardings={"score:bias": "tensor,"}
+        ),
+    ],
+)
+def test_7_and_10_prejit_verify_reads_what_load_puts_off(
+    change: Any, recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every target, also of those that this machine does not run."""
+    kept, changed = (target.config.target for target in recipe.targets)
+    path = recipe.configured(lambda c: change(c) if c.target == changed else c).write(
+        tmp_path / "b"
+    )
+    assert __main__.main(["verify", str(path)]) == RejectError.exit_code
+    assert "error[" in capsys.readouterr().err
+    assert __main__.main(["verify", str(recipe.only(kept).write(tmp_path / "good"))]) == 0
+
+
+# 7. programs of a model
+
+
+GOLDEN = Path(__file__).parents[3] / "format"
+
+
+def golden_config(name: str, wanted: str | None = None) -> Any:
+    """Of a target of a small bundle of any format that lies in the repository; None: of its only one."""
+    with Layout(GOLDEN / name) as layout:
+        index, _ = open_index(layout)
+        targets = match(layout, index, Fingerprint.current())
+        [target] = [target for target in targets if wanted in (None, target.name)]
+        return read_contents(layout, target).config
+
+
+def check(config: Any) -> Any:
+    written, content = str(config.format), to_json(config)
+    return check_config(content, written, config.target, config.requirement, PATH)
+
+
+def changed(config: Any, name: str, /, **changes: Any) -> Any:
+    """With another program of that name."""
+    assert name in {program.name for program in config.programs}
+    programs = (
+        dataclasses.replace(program, **changes) if program.name == name else program
+        for program in config.programs
+    )
+    return dataclasses.replace(config, programs=tuple(programs))
+
+
+def without(config: Any, *names: str) -> Any:
+    assert set(names) <= {program.name for program in config.programs}
+    kept = tuple(program for program in config.programs if program.name not in names)
+    return dataclasses.replace(config, programs=kept)
+
+
+def program_of(config: Any, name: str) -> Any:
+    return next(program for program in config.programs if program.name == name)
+
+
+def without_argument(config: Any, name: str, argument: str) -> Any:
+    """Of a program that lacks one argument."""
+    arguments = program_of(config, name).arguments
+    kept = tuple(text for text in arguments if not text.startswith(f'["{argument}"]'))
+    assert len(kept) == len(arguments) - 1
+    return changed(config, name, arguments=kept)
+
+
+def doubled(config: Any, name: str) -> Any:
+    """With a second program for the same bucket."""
+    copy = dataclasses.replace(program_of(config, name), name="another")
+    return dataclasses.replace(config, programs=(*config.programs, copy))
+
+
+DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c32"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("v1/decoder", "v2/decoder", "v2/mesh"),
+        *("v3/decoder", "v3/stored", "v3/mesh", "v3/encoder"),
+    ],
+)
+def test_7_the_programs_of_every_format_are_right(name: str) -> None:
+    config = golden_config(name)
+    assert check(config) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: changed(c, DECODE, kind="sing"), f"{DECODE}: kind: expected .*'sing'"),
+        (
+            lambda c: changed(c, DECODE, kind="call"),
+            "decode of batch 2 and context 32: expected one",
+        ),
+        (lambda c: dataclasses.replace(c, decoder=None), "expected 'decoder' in the config"),
+        (lambda c: changed(c, DECODE, kind="layer"), "expected 'encoder' in the config"),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 2}),
+            f"{DECODE}: bucket: expected batch, context; found batch",
+        ),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 2, "context": 32, "prompt": 1}),
+            f"{DECODE}: bucket: expected batch, context; found batch, context, prompt",
+        ),
+        (lambda c: changed(c, DECODE, bucket={}), "found nothing"),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 0, "context": 32}),
+            f"{DECODE}: batch: expected 1 to 65536, found 0",
+        ),
+        (
+            lambda c: changed(c, DECODE, bucket={"batch": 2, "context": 1 << 31}),
+            f"{DECODE}: context: expected 1 to 2147483647, found 2147483648",
+        ),
+        (lambda c: changed(c, DECODE, cost_microseconds=-1), "cost_microseconds: expected 0 or"),
+        (lambda c: changed(c, DECODE, weights=None), f"{DECODE}: expected 'weights'"),
+        (lambda c: doubled(c, DECODE), "another: expected one decode program of its bucket"),
+        (
+            lambda c: without_argument(c, DECODE, "steps"),
+            rf"""{DECODE}: arguments\[3\]: expected '\["steps"\] int32\[\]', found""",
+        ),
+        (lambda c: without_argument(c, DECODE, "min_p"), rf"{DECODE}: arguments\[.*min_p"),
+        (lambda c: without_argument(c, PREFILL, "start"), rf"{PREFILL}: arguments\[1\].*start"),
+        (lambda c: without_argument(c, VERIFY, "history"), rf"{VERIFY}: arguments.*history"),
+        (
+            lambda c: changed(c, DECODE, arguments=(*program_of(c, DECODE).arguments, "[] bool[]")),
+            "expected nothing, found",
+        ),
+        (lambda c: changed(c, DECODE, results=()), rf"{DECODE}: results\[0\].* found nothing"),
+        (
+            lambda c: changed(
+                c,
+                DECODE,
+                results=tuple(
+                    text.replace('["tokens"] int32[16,', '["tokens"] int32[0,')
+                    for text in program_of(c, DECODE).results
+                ),
+            ),
+            rf"{DECODE}: results\[2\]: expected .* found",
+        ),
+        (
+            lambda c: dataclasses.replace(
+                c, decoder=dataclasses.replace(c.decoder, num_layers=(1 << 31) - 1)
+            ),
+            "arguments.*expected .*cache",
+        ),
+        (
+            lambda c: dataclasses.replace(
+                c, decoder=dataclasses.replace(c.decoder, cache_dtype="bfloat16")
+            ),
+            "expected .*bfloat16",
+        ),
+        (lambda c: dataclasses.replace(c, mesh=Mesh(1, 2)), "expected .*@data,tensor,,"),
+        (lambda c: without(c, DECODE), "decode of batch 2 and context 32: expected one"),
+        (
+            lambda c: without(c, *(p.name for p in c.programs if p.kind == "decode")),
+            "expected a decode program for the decoder, found none",
+        ),
+        (lambda c: dataclasses.replace(c, programs=()), "expected a decode program"),
+        (
+            lambda c: without(c, PREFILL, "prefill/b2-t4-c32"),
+            "prefill of batch 2 and context 32: expected one",
+        ),
+        (
+            lambda c: changed(
+                c,
+                PREFILL,
+                bucket={"batch": 2, "context": 32, "prompt": 33},
+                arguments=tuple(
+                    text.replace("int32[2,8]", "int32[2,33]")
+                    for text in program_of(c, PREFILL).arguments
+                ),
+            ),
+            f"{PREFILL}: prompt: expected at most its context",
+        ),
+        (lambda c: without(c, VERIFY), "verify of batch 2 and context 32: expected one"),
+        (
+            lambda c: without(c, "copy/b1-c16-to-b2-c16"),
+            "copies caches of 1 x 16 to 2 x 16, found none",
+        ),
+        (
+            lambda c: without(c, "copy/b2-c16-to-b2-c32"),
+            "copies caches of 2 x 16 to 2 x 32, found none",
+        ),
+        (
+            lambda c: without(c, *(p.name for p in c.programs if p.kind == "copy")),
+            "copies caches of 1 x 16 to 1 x 16, found none",
+        ),
+    ],
+)
+def test_7_a_decoder_that_the_engine_would_trip_over_is_rejected(
+    change: Any, complaint: str
+) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check(change(golden_config("v3/decoder")))
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    "kept", [lambda p: p.kind != "verify", lambda p: p.bucket.get("prompt") != 4]
+)
+def test_7_what_a_decoder_may_do_without_it_may_do_without(kept: Any) -> None:
+    config = golden_config("v3/decoder")
+    fewer = dataclasses.replace(config, programs=tuple(filter(kept, config.programs)))
+    assert len(fewer.programs) < len(config.programs)
+    assert check(fewer) == fewer
+
+
+def test_7_an_encoder_may_pool_without_weights() -> None:
+    """As those do that have no dense layer; the other programs may not."""
+    config = changed(golden_config("v3/encoder"), "encode/b1-t8/pool", weights=None)
+    assert check(config) == config
+
+
+def test_7_drafts_of_two_lengths_are_rejected() -> None:
+    """The engine drafts as many tokens as the longest verifies, whatever the bucket."""
+    config = golden_config("v3/decoder")
+    longer = {**program_of(config, VERIFY).bucket, "draft": 3}
+
+    def resized(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(
+            text.replace("int32[2,3]", "int32[2,4]").replace("32[3,2", "32[4,2") for text in texts
+        )
+
+    verified = program_of(config, VERIFY)
+    arguments, results = resized(verified.arguments), resized(verified.results)
+    config = changed(config, VERIFY, bucket=longer, arguments=arguments, results=results)
+    with pytest.raises(RejectError, match="one draft of all verify programs"):
+        check(config)
+
+
+@pytest.mark.parametrize("kind", ["verify", "copy", "embed", "layer", "pool"])
+def test_7_a_kind_that_came_later_is_none_of_an_earlier_format(kind: str) -> None:
+    config = golden_config("v2/decoder")
+    with pytest.raises(RejectError, match=f"kind: expected prefill, decode, call; found '{kind}'"):
+        check(changed(config, "decode/b1-c16", kind=kind))
+    steps = (*program_of(config, "decode/b1-c16").arguments, '["steps"] int32[]')
+    with pytest.raises(RejectError, match="expected nothing, found"):
+        check(changed(config, "decode/b1-c16", arguments=steps))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, value) for name in ("vocab_size", "num_layers") for value in (0, -1, 1 << 31)),
+        *((name, 0) for name in ("num_kv_heads", "head_size", "max_positions")),
+        *(("cache_dtype", value) for value in ("", "float64", "int8", "no such dtype")),
+    ],
+)
+def test_7_a_decoder_of_no_possible_size_is_rejected(field: str, value: Any) -> None:
+    plain = json.loads(to_json(golden_config("v3/decoder")))
+    plain["decoder"][field] = value
+    with pytest.raises(RejectError, match=f"decoder: {field}: expected .*, found {value!r}"):
+        from_json(Config, to_json(plain), PATH)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"vocab_size": 0}, "encoder: vocab_size: expected 1 to"),
+        ({"width": -5}, "encoder: width: expected 1 to"),
+        ({"max_tokens": 1 << 40}, "encoder: max_tokens: expected 1 to"),
+        ({"layers": []}, "encoder: layers: expected at least one weight set"),
+        ({"layers": ["model:layer0", "model:nothing"]}, "unknown weight set 'model:nothing'"),
+        ({"layers": ["model:layer0", "model:pool"]}, "weight sets of as many tensors each"),
+        ({"layers": ["model:pool"]}, "layer: expected a weight set of encoder.layers"),
+        ({"width": 7}, r"pool: results\[0\]: expected .*float32\[1,7\]"),
+        (None, "embed: expected 'encoder' in the config, found none"),
+    ],
+)
+def test_7_an_encoder_that_could_not_run_is_rejected(change: Any, complaint: str) -> None:
+    plain = json.loads(to_json(golden_config("v3/encoder")))
+    if change is None:
+        del plain["encoder"]
+    else:
+        plain["encoder"].update(change)
+    target, needs = plain["target"], golden_config("v3/encoder").requirement
+    with pytest.raises(RejectError, match=complaint):
+        check_config(to_json(plain), "3", target, needs, PATH)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda c: without(c, "encode/b1-t8/pool"), "expected encode/b1-t8/pool, found none"),
+        (lambda c: without(c, "encode/b1-t8/embed"), "expected encode/b1-t8/embed, found none"),
+        (lambda c: without(c, "encode/b2-t16/layer"), "expected encode/b2-t16/layer, found none"),
+        (lambda c: dataclasses.replace(c, programs=()), "expected programs for the encoder"),
+        (lambda c: changed(c, "encode/b1-t8/pool", name="p"), "'p': expected the name 'encode/b1"),
+        (lambda c: changed(c, "encode/b1-t8/embed", weights=None), "embed: expected 'weights'"),
+        (lambda c: without_argument(c, "encode/b1-t8/layer", "length"), r"arguments\[0\]"),
+        (
+            lambda c: changed(c, "encode/b1-t8/embed", results=('["hidden"] float32[1,8,9]',)),
+            "expected .*float32.*, found",
+        ),
+        (lambda c: changed(c, "encode/b1-t8/embed", results=()), "found nothing"),
+    ],
+)
+def test_7_an_encoder_whose_programs_do_not_fit_together_is_rejected(
+    change: Any, complaint: str
+) -> None:
+    config = golden_config("v3/encoder")
+    assert check(config) == config
+    with pytest.raises(RejectError, match=complaint):
+        check(change(config))
+
+
+def forged(draw: Callable[[Any], Any], name: str) -> Any:
+    """A program table with some of its programs lost, doubled, or saying something else."""
+    config = golden_config(name)
+    programs = list(config.programs)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.integers(0, len(programs) - 1))
+        program = programs[place]
+        kind = draw(st.sampled_from(["lose", "kind", "bucket", "texts", "weights", "double"]))
+        if kind == "lose" and len(programs) > 1:
+            del programs[place]
+        elif kind == "double":
+            programs.append(dataclasses.replace(program, name=f"{program.name}-again"))
+        elif kind == "weights":
+            sets = st.none() | st.sampled_from(sorted(config.weight_sets))
+            programs[place] = dataclasses.replace(program, weights=draw(sets))
+        elif kind == "kind":
+            kinds = st.sampled_from([*BUCKETS, "call", "", "sing"])
+            programs[place] = dataclasses.replace(program, kind=draw(kinds))
+        elif kind == "bucket":
+            sizes = st.integers(-1, 40) | st.integers()
+            keys = st.sampled_from(
+                ["batch", "context", "prompt", "draft", "length", "source_batch"]
+            )
+            bucket = {**program.bucket, **draw(st.dictionaries(keys, sizes, max_size=2))}
+            lost = draw(st.sets(st.sampled_from(sorted(bucket)), max_size=1))
+            kept = {size: value for size, value in bucket.items() if size not in lost}
+            programs[place] = dataclasses.replace(program, bucket=kept)
+        else:
+            which = draw(st.sampled_from(["arguments", "results"]))
+            texts = list(getattr(program, which))
+            if texts:
+                at = draw(st.integers(0, len(texts) - 1))
+                texts[at : at + 1] = draw(st.lists(st.sampled_from(texts) | st.text(), max_size=2))
+            programs[place] = dataclasses.replace(program, **{which: tuple(texts)})
+    return dataclasses.replace(config, programs=tuple(programs))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["v3/decoder", "v2/decoder"])
+def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
+    name: str, data: st.DataObject
+) -> None:
+    """Either it is rejected, or every program that the engine indexes is there, with its arguments."""
+    config = forged(data.draw, name)
+    try:
+        check(config)
+    except RejectError:
+        return
+    device = Device("cpu")
+    programs = Programs(config, device, None, Layer(b"", PATH), {})  # type: ignore[arg-type]
+    decoder = DecoderPrograms(config.decoder, programs, device)
+    smallest = decoder.batches[0]
+    for batch, context in itertools.product(decoder.batches, decoder.contexts):
+        assert decoder.bucket_for(batch, context) == (batch, context)
+        found = [decoder.decode_for(batch, context), *decoder.prefills(batch, context)]
+        if decoder.draft_tokens:
+            verifying = decoder.verify_for(batch, context)
+            assert verifying is not None
+            assert verifying.bucket["draft"] == decoder.draft_tokens
+            found.append(verifying)
+        if config.format > 2:
+            found.append(decoder.copy_for(smallest, context, batch, context))
+            assert decoder.takes(decoder.decode_for(batch, context), "steps")
+        for program in found:
+            programs.arguments(program.name)
+            programs.results(program.name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
+    data: st.DataObject,
+) -> None:
+    config = forged(data.draw, "v3/encoder")
+    try:
+        check(config)
+    except RejectError:
+        return
+    device = Device("cpu")
+    programs = Programs(config, device, None, Layer(b"", PATH), {})  # type: ignore[arg-type]
+    encoder = EncoderPrograms(config.encoder, programs, device)
+    for name in (name for bucket in encoder.buckets for name in bucket.programs):
+        assert programs.arguments(name)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        *(['["a"]', '["a"]'], ['["a"]', '["a","b"]'], ["[]", "[0]"], ["[]", "[]"]),
+        *(["[0,1]", "[0]"], ['["a","b","c"]', '["x"]', '["a"]'], [f"[{'0,' * 999}0]"]),
+    ],
+)
+def test_7_paths_that_are_no_tree_are_rejected(paths: list[str], recipe: Any) -> None:
+    """They would end in an AttributeError when the results are put together, or in too deep a recursion."""
+    with pytest.raises(RejectError, match=r"of a tree|keys in a path"):
+        check_arrays([f"{path} int8[]" for path in paths], "call", None, PATH)
+    for path in paths[: len(paths[0]) < 99]:
+        check_arrays([f"{path} int8[]"], "call", None, PATH)
+
+
+@pytest.mark.parametrize("level", ["x86-64-v9", "x86-64", "", "x86-64-v3 ", "\u0661"])
+def test_7_kernels_of_an_unknown_level_are_rejected(level: str) -> None:
+    config = golden_config("v4/kernels", "cpu-x86-64-v2")
+    with pytest.raises(RejectError, match="level: expected one of x86-64-v2"):
+        check(dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, level=level)))
+
+
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
+    """Or their library would be mapped where its first instruction ends in SIGILL."""
+    config = golden_config("v4/kernels", "cpu-x86-64-v2")
+    features = KERNEL_LEVELS[level]
+
+    def with_features(kept: Any) -> Any:
+        needs = dataclasses.replace(config.requirement, cpu_features=tuple(sorted(kept)))
+        kernels = dataclasses.replace(config.kernels, level=level)
+        return dataclasses.replace(config, requirement=needs, kernels=kernels)
+
+    check(with_features(features))
+    check(with_features({*features, "gfni"}))
+    for missing in features:
+        with pytest.raises(RejectError, match=f"all extensions of {level} .*none of {missing}$"):
+            check(with_features(set(features) - {missing}))
+
+
+def test_7_levels_have_the_features_of_the_catalogue() -> None:
+    from prejit.runtime.machine.catalogue import catalogue
+
+    for level, features in KERNEL_LEVELS.items():
+        assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
+    assert f"cpu-{max(KERNEL_LEVELS)}" == max(n for n in catalogue() if "x86" in n)
+
+
+@pytest.mark.parametrize("dtype", ["foo", "finfo", "generic", "object_", "int", "str", "i4", "f4"])
+def test_7_an_array_of_no_dtype_of_jax_is_rejected(dtype: str) -> None:
+    with pytest.raises(RejectError, match="expected"):
+        check_array(f'["x"] {dtype}[2]', None, PATH)
+
+
+@pytest.mark.parametrize("shape", ["2147483648", "99999999999", "1" + "0" * 5000])
+def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
+    check_array('["x"] int8[2147483647,0]', None, PATH)
+    with pytest.raises(RejectError, match="expected"):
+        check_array(f'["x"] int8[{shape}]', None, PATH)
+
+
+def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
+    """With right digests everywhere, before anything is compiled."""
+    from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+
+    with Layout(GOLDEN / "v3" / "decoder") as layout:
+        index, _ = open_index(layout)
+        [target] = match(layout, index, Fingerprint.current())
+        contents = read_contents(layout, target)
+        layers = tuple(
+            layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
+            for kept in contents.manifest.layers
+        )
+    config = without_argument(contents.config, DECODE, "steps")
+    config = dataclasses.replace(config, format=FORMAT_VERSION)  # as `assemble` writes
+    path = write(tmp_path / "b", assemble("decoder", [PackedTarget(config, layers)]))
+    assert "blobs/sha256/" in reject(path, rf"{DECODE}: arguments\[3\].*steps").path
+
+
+def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:
+    """Or a registry that shows the index would choose a machine on which the code dies."""
+    index, blobs = recipe.only("cpu-host").assemble()
+    targets = from_json(Index, index, PATH).manifests
+    annotations = dict(targets[0].annotations or {})
+    needs = json.loads(annotations[REQUIREMENT])
+    for changed in (
+        {REQUIREMENT: to_json({**needs, "cpu_features": []}).decode()},
+        {REF_NAME: "cpu-x86-64-v2"},
+    ):
+        lying = dataclasses.replace(targets[0], annotations={**annotations, **changed})
+        encoded = encode_index("example", (lying,))
+        reject(write(tmp_path / "b", (encoded, blobs)), "with the requirement of the index")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "[] float32", '["x"] float32[01,16]', '"x" float32[2,16]']
+)
+@pytest.mark.parametrize("which", ["arguments", "results"])
+def test_7_an_argument_that_is_no_argument_is_rejected_before_the_program_runs(
+    which: str, text: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(lambda c: one_program(c, **{which: (text,)})).write(tmp_path / "b")
+    loaded = load(path)
+    with pytest.raises(RejectError, match=r"score/b2: expected '\[path\] dtype\[shape\]'"):
+        loaded.call("score", x=np.zeros((2, 16), np.float32))
+
+
+# 8. layers
+
+
+OF_MODELS = (TOKENIZER_MEDIA_TYPE, CHAT_MEDIA_TYPE, GENERATION_MEDIA_TYPE)
+
+
+@pytest.mark.parametrize("media_type", LAYER_MEDIA_TYPES)
+def test_8_every_layer_of_every_target_is_hashed(
+    media_type: str, recipe: Any, tmp_path: Path
+) -> None:
+    """Also those that are only used later, or by another machine."""
+    path = recipe.write(tmp_path / "b")
+    if media_type in (*OF_MODELS, KERNELS_MEDIA_TYPE):
+        path = tmp_path / "golden"
+        name = "v3/decoder" if media_type in OF_MODELS else "v4/kernels"
+        shutil.copytree(GOLDEN / name, path)
+    index = json.loads((path / "index.json").read_bytes())
+    blobs = path / "blobs" / "sha256"
+    seen = 0
+    for target in index["manifests"]:
+        manifest = json.loads((blobs / target["digest"].removeprefix("sha256:")).read_bytes())
+        for layer in manifest["layers"]:
+            if layer["mediaType"] == media_type:
+                seen += 1
+                file = blobs / layer["digest"].removeprefix("sha256:")
+                content = file.read_bytes()
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+                with pytest.raises(RejectError, match=file.name):
+                    load(path)
+                file.write_bytes(content)
+    assert seen
+
+
+# 9. frames
+
+
+RAW = bytes(range(256)) * 64
+
+
+def segment_of(frame: bytes, raw: bytes = RAW, **changes: Any) -> Segment:
+    """The segment that makes a frame look right."""
+    segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
+    return dataclasses.replace(segment, **changes)
+
+
+def frame_of(raw: bytes = RAW, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(raw)
+
+
+def test_9_a_right_frame_gives_the_bytes_that_were_verified() -> None:
+    for raw in (RAW, b"", b"x"):
+        assert unpack(frame_of(raw), segment_of(frame_of(raw), raw), PATH) == raw
+
+
+def streamed(raw: bytes) -> bytes:
+    """A frame that does not say how long its content is."""
+    stream = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+    return stream.compress(raw) + stream.flush()
+
+
+def lying(raw: bytes, said: int) -> bytes:
+    """A frame that says that its content has another length, as a bomb would."""
+    frame = bytearray(frame_of(raw))
+    # RFC 8878 3.1.1.1: magic, frame header descriptor, content size. A single segment has no window.
+    descriptor = frame[4]
+    assert descriptor >> 5 & 1, "expected a single segment"
+    width = (1, 2, 4, 8)[descriptor >> 6]
+    held = said - 256 if width == 2 else said
+    frame[5 : 5 + width] = held.to_bytes(width, "little")
+    assert zstandard.get_frame_parameters(bytes(frame)).content_size == said
+    return bytes(frame)
+
+
+@pytest.mark.parametrize(
+    ("frame", "changes", "complaint"),
+    [
+        (frame_of(), {"digest": digest_of(b"")}, "expected sha256:e3b0"),
+        (frame_of(), {"raw_digest": digest_of(b"")}, "expected sha256:e3b0"),
+        (frame_of(), {"raw_size": len(RAW) - 1}, "content size"),
+        (frame_of(), {"raw_size": len(RAW) + 1}, "content size"),
+        (frame_of(), {"raw_size": -1}, "expected at most 1073741824 bytes"),
+        (frame_of(), {"raw_size": limits.MAX_PROGRAM_BYTES + 1}, "expected at most"),
+        (frame_of(write_checksum=False), {}, "a checksum"),
+        (frame_of(write_content_size=False), {}, "content size"),
+        (streamed(RAW), {}, "content size"),
+        (frame_of() + b"\0", {}, "zstd frame"),
+        (frame_of() + frame_of(), {}, "zstd frame"),
+        (frame_of() + frame_of(b""), {}, "zstd frame"),
+        (b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + frame_of(), {}, "zstd frame"),
+        (frame_of()[:-1], {}, "zstd frame"),
+        (frame_of()[:-4], {}, "zstd frame"),
+        (frame_of()[:9], {}, "zstd frame"),
+        (b"", {}, "zstd frame"),
+        (RAW, {}, "zstd frame"),
+        (lying(RAW, len(RAW) - 100), {"raw_size": len(RAW) - 100}, "zstd frame"),
+        (lying(RAW, len(RAW) + 100), {"raw_size": len(RAW) + 100}, "zstd frame"),
+    ],
+)
+def test_9_a_frame_that_is_not_what_its_segment_says_is_rejected(
+    frame: bytes, changes: dict[str, Any], complaint: str
+) -> None:
+    segment = segment_of(frame, **changes)
+    with pytest.raises(RejectError, match=complaint) as caught:
+        unpack(frame, segment, PATH)
+    assert caught.value.path == PATH
+
+
+def test_9_a_bomb_is_rejected_before_it_takes_memory() -> None:
+    """64 MB of zeros in 6 kB, said to be 1 kB."""
+    bomb = frame_of(bytes(64 << 20))
+    assert len(bomb) < 10_000
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match="content size"):
+        unpack(bomb, segment_of(bomb, bytes(1024)), PATH)
+    honest_size = dataclasses.replace(segment_of(bomb, b""), raw_size=64 << 20)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with pytest.raises(RejectError, match="expected sha256:"):
+        unpack(bomb, honest_size, PATH)
+
+
+def test_9_any_changed_byte_of_a_frame_fails_even_without_its_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checksum alone would notice; the digest notices first."""
+    raw = bytes(np.random.default_rng(0).integers(0, 8, 700, np.uint8))
+    frame = frame_of(raw)
+    segment = segment_of(frame, raw)
+    for at in range(len(frame)):
+        damaged = frame[:at] + bytes([frame[at] ^ 1 << at % 8]) + frame[at + 1 :]
+        with pytest.raises(RejectError, match=segment.digest):
+            unpack(damaged, segment, PATH)
+
+
+def test_9_frames_are_checked_again_when_a_program_is_wanted(bundle_dir: Path, recipe: Any) -> None:
+    """A pack that is changed after `load` hashed it must not reach the deserializer."""
+    loaded = load(bundle_dir)
+    programs = {p.name: p for p in loaded.config.programs}
+    pack = recipe.only(loaded.target).content(EXECUTABLES_MEDIA_TYPE)
+    file = bundle_dir / "blobs" / "sha256" / digest_of(pack).removeprefix("sha256:")
+    segment = programs["tick"].executable
+    with open(file, "r+b") as out:  # in place, so that the map sees it
+        out.seek(segment.offset + segment.size // 2)
+        out.write(bytes([pack[segment.offset + segment.size // 2] ^ 1]))
+    with pytest.raises(RejectError, match=file.name):
+        loaded.call("tick")
+    with pytest.raises(RejectError, match=file.name):
+        loaded.prepare()
+    np.testing.assert_array_equal(
+        loaded.call("score", x=np.zeros((2, 16), np.float32)), [recipe.weights["score:bias"]] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": -10},
+        {"offset": 1 << 60},
+        {"offset": 1},
+        {"size": 0},
+        {"size": -1},
+        {"size": 1 << 60},
+        {"raw_size": 1 << 29},
+    ],
+)
+def test_9_a_segment_that_points_elsewhere_is_rejected(
+    changes: dict[str, int], recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: one_program(
+            c, executable=dataclasses.replace(c.programs[0].executable, **changes)
+        )
+    ).write(tmp_path / "b")
+    reject(path, "expected")
+
+
+def lying_about(name: str, **lies: Any) -> Callable[[Any], Any]:
+    """A program table in which one program is another than its executable; all digests are right."""
+
+    def change(config: Any) -> Any:
+        return changed(config, name, **lies)
+
+    return change
+
+
+def other_weights(config: Any) -> Any:
+    sets = {"score": tuple(reversed(config.weight_sets["score"]))}
+    return dataclasses.replace(config, weight_sets=sets)
+
+
+def swapped(config: Any) -> Any:
+    one, other = program_of(config, "nest"), program_of(config, "tick")
+    config = changed(config, "nest", executable=other.executable, portable=other.portable)
+    return changed(config, "tick", executable=one.executable, portable=one.portable)
+
+
+X, Y = '["x"] float32[2,16]', "[] float32[2,4]"
+LIES = {
+    "another shape": (lying_about("score/b2", arguments=('["x"] float32[2,17]',)), "2,17"),
+    "another rank": (lying_about("score/b2", arguments=('["x"] float32[32]',)), r"float32\[32\]"),
+    "another dtype": (lying_about("score/b2", arguments=('["x"] int32[2,16]',)), "int32"),
+    "one too many": (lying_about("score/b2", arguments=(X, '["y"] float32[]')), "expected 4"),
+    "one too few": (lying_about("score/b2", arguments=()), "expected 2"),
+    "a larger result": (lying_about("score/b2", results=("[] float32[2,4000]",)), "2,4000"),
+    "a result of another dtype": (lying_about("score/b2", results=("[] int64[2,4]",)), "int64"),
+    "a result too many": (
+        lying_about("score/b2", results=("[0] float32[2,4]", "[1] float32[2,4]")),
+        "expected 2",
+    ),
+    "no result": (lying_about("score/b2", results=()), "expected 0"),
+    "no weights": (lying_about("score/b2", weights=None), "expected 1"),
+    "weights of another program": (lying_about("tick", weights="score"), "expected 2"),
+    "weights in another order": (other_weights, "expected float32"),
+    "another program's executable": (swapped, "expected"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("jaxlib", [None, "0.0.1"])
+def test_9_a_table_that_contradicts_its_executable_is_rejected(
+    lie: str, jaxlib: str | None, recipe: Any, tmp_path: Path, no_warnings_of_fallback: None
+) -> None:
+    """Loaded or compiled here: before anything runs, and never by an error of XLA's."""
+    change, complaint = LIES[lie]
+    path = recipe.only("cpu-host").configured(change).write(tmp_path / "bundle")
+    machine = Fingerprint.current()
+    machine = dataclasses.replace(machine, jaxlib=jaxlib or machine.jaxlib)
+    found = load(path, fingerprint=machine)
+    assert found.matched == (jaxlib is None)
+    with pytest.raises(RejectError, match=rf"(score/b2|tick|nest): .*{complaint}"):
+        found.prepare()
+
+
+def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
+    """Or the weights would be gone after the first call."""
+    arrays = [Array.parse(X), Array.parse(f"{X} donated")]
+    shape = ("float32", (2, 16))
+
+    def check_with(donated: set[int]) -> None:
+        check_signature([shape] * 2, [], donated, takes=arrays, gives=[], mesh=None, path=PATH)
+
+    check_with(set())
+    check_with({1})
+    for donated in ({0}, {0, 1}, {2}):
+        with pytest.raises(RejectError, match="as the table; the program donates it"):
+            check_with(donated)
+
+
+def test_9_a_mesh_has_a_share_of_each_array_on_each_device() -> None:
+    split = Array.parse('["x"] float32[4,6] @data,tensor')
+
+    def check_with(*shape: int) -> None:
+        found = [("float32", shape)]
+        check_signature(
+            found, found, set(), takes=[split], gives=[split], mesh=Mesh(2, 3), path=PATH
+        )
+
+    check_with(2, 2)
+    with pytest.raises(RejectError, match=r"expected float32\[2,2\], as the table; found"):
+        check_with(4, 6)
+
+
+# 10. weights
+
+
+def safetensors(header: bytes | dict[str, Any], data: bytes = bytes(256)) -> memoryview:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    encoded += b" " * (-(8 + len(encoded)) % 64)
+    return memoryview(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+def entry(start: int, end: int, shape: Any = None, dtype: Any = "U8") -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [end - start] if shape is None else shape,
+        "data_offsets": [start, end],
+    }
+
+
+def test_10_a_right_file_gives_where_its_tensors_lie() -> None:
+    content = safetensors(
+        {
+            "__metadata__": {"format": "pt"},
+            "a": entry(0, 64, [2, 8], "F32"),
+            "empty": entry(64, 64, [0, 3], "F32"),
+            "b": entry(64, 66, [], "BF16"),
+            ".gap0": entry(66, 128),
+            "c": entry(128, 256, [128], "BOOL"),
+        }
+    )
+    slices = check_weights(content, PATH)
+    data = slices["a"].start
+    assert data % 64 == 0
+    assert slices["a"] == TensorSlice("float32", (2, 8), data, data + 64)
+    assert slices["b"] == TensorSlice("bfloat16", (), data + 64, data + 66)
+    assert slices["empty"] == TensorSlice("float32", (0, 3), data + 64, data + 64)
+    assert "__metadata__" not in slices
+
+
+def test_10_empty_tensors_may_share_a_place_in_any_order() -> None:
+    for names in (("a", "b"), ("b", "a")):
+        header = {name: entry(0, 64 if name == "a" else 0) for name in names}
+        assert check_weights(safetensors(header), PATH).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ({"a": entry(0, 128), "b": entry(64, 192)}, "b: its bytes are not"),
+        ({"a": entry(0, 128), "b": entry(0, 128)}, "its bytes are not"),
+        ({"a": entry(0, 128), ".gap0": entry(100, 110)}, ".gap0: its bytes are not"),
+        ({"a": entry(0, 257)}, "a: its bytes are not"),
+        ({"a": entry(1 << 62, (1 << 62) + 64)}, "a: its bytes are not"),
+        ({"a": entry(-64, 0)}, "a: its bytes are not"),
+        ({"a": entry(-64, 64)}, "a: its bytes are not"),
+        ({"a": entry(8, 72)}, "a: expected at a multiple of 64"),
+        ({"a": entry(0, 32), "b": entry(32, 64)}, "b: expected at a multiple of 64"),
+        ({"a": entry(64, 0, [64])}, "data_offsets"),
+        ({"a": entry(0, 64, [65])}, "data_offsets"),
+        ({"a": entry(0, 64, [64], "F32")}, "data_offsets"),
+        ({"a": entry(0, 64, [-64])}, "shape"),
+        ({"a": entry(0, 64, [-8, -8])}, "shape"),
+        ({"a": entry(0, 64, [64.0])}, "shape"),
+        ({"a": entry(0, 1, [True])}, "shape"),
+        ({"a": entry(0, 64, 64)}, "shape"),
+        ({"a": entry(0, 1, "")}, "shape"),
+        ({"a": entry(0, 1, {})}, "shape"),
+        ({"a": entry(0, 1, [1] * 65)}, "shape"),
+        ({"a": entry(0, 0, [0, 1 << 62], "F32")}, "shape"),
+        ({"a": entry(0, 0, [1 << 64, 0])}, "shape"),
+        ({"a": entry(0, 64, [1 << 32, 1 << 32])}, "shape"),
+        ({"a": entry(0, 64, [64], "F128")}, "F128"),
+        ({"a": entry(0, 64, [64], ["U8"])}, "header"),
+        ({"a": entry(0, 64, [64], None)}, "None"),
+        ({"a": {"dtype": "U8", "shape": [64]}}, "data_offsets"),
+        ({"a": {"dtype": "U8", "data_offsets": [0, 64]}}, "shape"),
+        ({"a": {**entry(0, 64), "data_offsets": [0, 32, 64]}}, "header"),
+        ({"a": {**entry(0, 64), "data_offsets": [0.0, 64.0]}}, "data_offsets"),
+        ({"a": {**entry(0, 64), "data_offsets": ["0", "64"]}}, "header"),
+        ({"a": {**entry(0, 1, [1]), "data_offsets": [False, True]}}, "data_offsets"),
+        ({"a": None}, "header"),
+        ({"a": []}, "header"),
+        ({"a": "U8"}, "header"),
+        (b"[]", "header"),
+        (b"null", "header"),
+        (b"5", "header"),
+        (b"{", "header"),
+        (b"\xff", "header"),
+        (b"[" * 100_000, "header"),
+        (b'{"a":' * 100_000, "header"),
+        (b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}', "header"),
+        (
+            b'{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]},'
+            b'"a":{"dtype":"U8","shape":[64],"data_offsets":[64,128]}}',
+            "key 'a' comes twice",
+        ),
+        (b'{"a":{"dtype":"U8","shape":[64],"shape":[64],"data_offsets":[0,64]}}', "comes twice"),
+    ],
+)
+def test_10_a_header_that_lies_is_rejected(header: Any, complaint: str) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check_weights(safetensors(header), PATH)
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 7,
+        b"\0" * 64,
+        struct.pack("<Q", 57) + b"{}".ljust(56),
+        struct.pack("<Q", 1 << 63) + b" " * 56,
+        struct.pack("<Q", (1 << 64) - 1) + b"{}" + b" " * 54,
+        struct.pack("<Q", MAX_WEIGHTS_HEADER_BYTES + 1) + b"{}",
+    ],
+)
+def test_10_a_header_that_does_not_lie_in_the_file_is_rejected(content: bytes) -> None:
+    with pytest.raises(RejectError, match="safetensors"):
+        check_weights(memoryview(content), PATH)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*SAFETENSORS_DTYPES]) | json_values,
+        "shape": st.lists(st.integers(-1, 70), max_size=3) | json_values,
+        "data_offsets": st.tuples(st.integers(-64, 300), st.integers(-64, 300)) | json_values,
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4))
+def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
+    """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
+    from prejit.runtime.format.blobs import Layer
+    from prejit.runtime.programs.weights import tensors
+
+    content = safetensors(header)
+    try:
+        slices = check_weights(content, PATH)
+    except RejectError:
+        return
+    arrays = tensors(Layer(content, PATH))  # type: ignore[arg-type]
+    for name, array in arrays.items():
+        assert array.nbytes == slices[name].end - slices[name].start
+        assert array.nbytes == array.dtype.itemsize * math.prod(array.shape)
+
+
+def test_10_forged_weights_are_rejected_by_load(recipe: Any, tmp_path: Path) -> None:
+    good = recipe.content(WEIGHTS_MEDIA_TYPE)
+    size = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + size])
+    header["score:kernel"]["data_offsets"][1] += 64
+    forged = json.dumps(header, separators=(",", ":")).encode().ljust(size) + good[8 + size :]
+    path = recipe.with_content(WEIGHTS_MEDIA_TYPE, good[:8] + forged).write(tmp_path / "b")
+    digest = digest_of(good[:8] + forged)
+    assert digest.removeprefix("sha256:") in reject(path, "safetensors header").path
+
+
+def test_10_a_weight_set_of_tensors_that_are_not_there_is_rejected(
+    recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: dataclasses.replace(c, weight_sets={"score": ("score:bias", "score:nothing")})
+    ).write(tmp_path / "b")
+    weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
+    assert reject(path, "score:nothing").path.endswith(weights.removeprefix("sha256:"))
+
+
+@pytest.mark.parametrize(
+    ("shardings", "complaint"),
+    [
+        ({"score:nothing": "tensor"}, "weight_shardings: no tensor 'score:nothing'"),
+        ({"score:bias": "tensor,"}, "score:bias: expected a mesh axis or none for each of 1 dim"),
+        ({"score:kernel": "tensor"}, "score:kernel: .*for each of 2 dimensions"),
+        ({"score:kernel": "rows,"}, "score:kernel: .*'rows,'"),
+        ({"score:kernel": "data,data"}, "score:kernel: .*'data,data'"),
+        ({"score:kernel": ","}, "score:kernel: .*','"),
+        ({"score:kernel": ""}, "score:kernel: expected a mesh axis, found none"),
+        ({"score:kernel": ",tensor"}, "score:kernel: expected a mesh whose 'tensor' divides 4"),
+    ],
+)
+def test_10_weights_that_the_mesh_cannot_split_so_are_rejected(
+    shardings: dict[str, str], complaint: str, recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.configured(
+        lambda c: dataclasses.replace(c, mesh=Mesh(2, 3), weight_shardings=shardings)
+    ).write(tmp_path / "b")
+    weights = digest_of(recipe.content(WEIGHTS_MEDIA_TYPE))
+    assert reject(path, complaint).path.endswith(weights.removeprefix("sha256:"))
+
+
+def test_10_weights_that_the_mesh_splits_evenly_are_right(recipe: Any) -> None:
+    shapes = {"score:bias": (4,), "score:kernel": (16, 4)}
+    shardings = {"score:bias": "data", "score:kernel": "tensor,data"}
+    config = dataclasses.replace(
+        recipe.targets[0].config, mesh=Mesh(2, 8), weight_shardings=shardings
+    )
+    check_weight_sets(config, shapes, PATH)
+
+
+def test_10_layers_of_several_shapes_are_rejected() -> None:
+    """They run through one program: it would read beyond a tensor that is smaller."""
+    config = golden_config("v3/encoder")
+    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
+    check_weight_sets(config, shapes, PATH)
+    first, second = (config.weight_sets[name][0] for name in config.encoder.layers)
+    shapes[second] = (4, 2)
+    with pytest.raises(RejectError, match=rf"{second}: expected the shape of {first}, found"):
+        check_weight_sets(config, shapes, PATH)
+
+
+def test_10_a_weight_set_without_any_weights_is_rejected(recipe: Any, tmp_path: Path) -> None:
+    path = recipe.layered(
+        lambda layers: tuple(x for x in layers if x.media_type != WEIGHTS_MEDIA_TYPE)
+    ).write(tmp_path / "b")
+    reject(path, "weight set 'score': no tensor 'score:bias'")
+
+
+# 11. chat templates
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b'{"special_tokens":{},"templates":{}}', "expected at least one chat template"),
+        (b'{"special_tokens":{},"templates":{"":"a"}}', "expected a name for each template"),
+        (b'{"special_tokens":{"":"a"},"templates":{"default":"a"}}', "expected a name for each"),
+        (b'{"special_tokens":{},"templates":{"default":"\\ud800"}}', "expected Unicode"),
+        (b'{"special_tokens":{},"templates":{"default": "a"}}', "expected canonical JSON"),
+        (b'{"templates":{"default":"a"}}', "missing"),
+        (b'{"code":"a","special_tokens":{},"templates":{"default":"a"}}', "unknown key 'code'"),
+        (b'{"special_tokens":{},"templates":{"default":["a"]}}', "expected str"),
+        (b"", "expected JSON"),
+    ],
+)
+def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint: str) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check_chat(content, PATH)
+    assert caught.value.path == PATH
+
+
+# The order
+
+
+def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prejit.runtime.device.executable import Device
+
+    reached = []
+    monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))
+    monkeypatch.setattr(Device, "compile", lambda *_: reached.append("compile"))
+    path = recipe.write(tmp_path / "b")
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 2]))
+            for machine in (None, dataclasses.replace(Fingerprint.current(), jaxlib="0")):
+                with pytest.raises(RejectError):
+                    load(path, fingerprint=machine).prepare()
+            file.write_bytes(content)
+    assert reached == []
+
+
+def test_a_damaged_bundle_neither_falls_back_nor_warns(recipe: Any, tmp_path: Path) -> None:
+    """Warnings are errors here: a FallbackWarning would show instead of the RejectError."""
+    path = recipe.write(tmp_path / "b")
+    blob = max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    machine = dataclasses.replace(Fingerprint.current(), platform="tpu")
+    with pytest.raises(RejectError):
+        load(path, fingerprint=machine)

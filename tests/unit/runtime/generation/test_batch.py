@@ -1,0 +1,813 @@
+"""Slots: what comes out of them is the model's, whatever is asked for and whatever goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from prejit.runtime import Bundle, Sampling, load
+from prejit.runtime.errors import ContextError, PrejitWarning, UsageError
+from prejit.runtime.generation import batch as engine
+from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.request import Logprob, Request, Token
+
+VOCAB, CONTEXT = 48, 72
+TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
+GREEDY = Sampling()
+REPEATING = [7, 8, 9, 10] * 4
+GOLDEN = Path(__file__).parents[3] / "format"
+
+
+@pytest.fixture(scope="module")
+def bundle(decoder_dir: Path) -> Bundle:
+    return load(decoder_dir, on_mismatch="error")
+
+
+class Reference:
+    """The model itself, run by jax as a whole on every text, and tokens chosen by NumPy."""
+
+    def __init__(self, source: Path) -> None:
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from prejit.compiler.checkpoint.checkpoint import open_checkpoint
+        from prejit.compiler.models import registry
+
+        config = registry.load_config(source)
+        shape = registry.describe(config)
+        graph, state = nnx.split(registry.decoder(config))
+        checkpoint = open_checkpoint(source)
+        weights = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names}
+
+        def forward(tokens: Any, length: Any) -> Any:
+            model = nnx.merge(graph, registry.with_parameters(state, weights))
+            empty = np.zeros((1, shape.num_kv_heads, CONTEXT, shape.head_size), np.float32)
+            cache = tuple((empty, empty) for _ in range(shape.num_layers))
+            return model(tokens, np.zeros(1, np.int32), length, cache)[0][0]
+
+        options = {"xla_backend_optimization_level": 0}
+        self._forward = jax.jit(forward, compiler_options=options)
+
+    def logits(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Of the next token, float32 [V]."""
+        tokens = np.zeros((1, CONTEXT), np.int32)
+        tokens[0, : len(text)] = text
+        return np.asarray(self._forward(tokens, np.array([len(text)], np.int32)))
+
+    def greedy(self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> list[int]:
+        """Tokens by the definitions of the penalties, from the text alone."""
+        generated: list[int] = []
+        for _ in range(count):
+            logits = self.logits([*prompt, *generated]).astype(np.float64)
+            for token in {*prompt, *generated}:
+                penalty = sampling.repetition_penalty
+                logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+            for token in set(generated):
+                logits[token] -= sampling.frequency_penalty * generated.count(token)
+                logits[token] -= sampling.presence_penalty
+            generated.append(int(np.argmax(logits)))
+        return generated
+
+
+@pytest.fixture(scope="module")
+def reference(decoder_dir: Path) -> Reference:
+    return Reference(decoder_dir.parent / "gpt2")
+
+
+@pytest.fixture
+def sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many steps a call as there is room for: else the measured time of a step decides."""
+    monkeypatch.setattr(engine, "_CALL_SECONDS", 1e9)
+
+
+def request(prompt: Sequence[int], count: int | None = 8, **options: Any) -> Request:
+    return Request(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
+
+
+def finish(batch: Batch) -> dict[int, list[Token]]:
+    """What comes of each slot until all are free."""
+    found: dict[int, list[Token]] = {}
+    while tokens := batch.step():
+        for token in tokens:
+            found.setdefault(token.slot, []).append(token)
+    assert batch.free == batch.slots
+    return found
+
+
+def ids(tokens: Sequence[Token]) -> list[int]:
+    return [token.token_id for token in tokens if token.token_id is not None]
+
+
+def greedy(bundle: Bundle, prompt: Sequence[int], count: int | None = 8, **options: Any) -> Any:
+    return bundle.generate(prompt, max_new_tokens=count, **{"stop_token_ids": (), **options})
+
+
+# ---------------------------------------------------------------------- the shortest and the longest
+
+
+@pytest.mark.parametrize("length", [1, 2, 10, 11, 24, 60])
+def test_greedy_tokens_are_those_of_the_model(
+    bundle: Bundle, reference: Reference, length: int
+) -> None:
+    result = greedy(bundle, TEXT[:length], 12)
+    assert list(result.token_ids) == reference.greedy(TEXT[:length], 12)
+    assert result.finish_reason == "length"
+
+
+def test_a_prompt_that_fills_the_context_gives_one_token(
+    bundle: Bundle, reference: Reference
+) -> None:
+    result = greedy(bundle, TEXT, None)
+    assert list(result.token_ids) == reference.greedy(TEXT, 1)
+    assert result.finish_reason == "context"
+    assert greedy(bundle, TEXT, 1).finish_reason == "length"
+    with pytest.raises(ContextError, match=r"at most 72 tokens \(the longest context\), found 73"):
+        greedy(bundle, [*TEXT, 1])
+
+
+def test_a_prompt_that_almost_fills_the_context_is_decoded_to_its_end(
+    bundle: Bundle, reference: Reference
+) -> None:
+    for lookup in (False, True):
+        result = greedy(bundle, TEXT[:69], None, prompt_lookup=lookup)
+        assert list(result.token_ids) == reference.greedy(TEXT[:69], 4)
+        assert result.finish_reason == "context"
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_one_token_is_all_that_is_asked_for(bundle: Bundle, length: int) -> None:
+    """Decode gives the first token of a prompt of one, prefill that of all others."""
+    batch = bundle.batch(1)
+    (slot,) = batch.insert(request(TEXT[:length], 1))
+    [token] = batch.step()
+    assert (token.slot, token.finish_reason) == (slot, "length")
+    assert batch.free == 1
+    assert batch.step() == []
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_stop_token_may_be_the_first(bundle: Bundle, length: int) -> None:
+    first = greedy(bundle, TEXT[:length], 1).token_ids[0]
+    result = greedy(bundle, TEXT[:length], 9, stop_token_ids=[first], logprobs=2)
+    assert (result.token_ids, result.finish_reason, result.logprobs) == ((), "stop", ())
+    assert result.stats.new_tokens == 0
+
+
+def test_any_of_several_stop_tokens_ends_a_text(bundle: Bundle, sixteen_steps: None) -> None:
+    tokens = list(greedy(bundle, TEXT[:6], 20).token_ids)
+    stops = {tokens[9], tokens[5]}
+    first = min(map(tokens.index, stops))
+    result = greedy(bundle, TEXT[:6], 20, stop_token_ids=stops)
+    assert (list(result.token_ids), result.finish_reason) == (tokens[:first], "stop")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        ([], {}, "prompt: expected at least one token"),
+        ([VOCAB], {}, "prompt: expected token ids of 0 to 47, found 48"),
+        ([-1], {}, "found -1"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
+        ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, found 21"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias: expected token ids of 0 to 47"),
+        ([1], {"temprature": 1.0}, "found 'temprature'"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(
+    bundle: Bundle, prompt: list[int], options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(UsageError, match=error):
+        bundle.generate(prompt, **options)
+
+
+# ---------------------------------------------------------------------- slots
+
+
+def test_a_full_batch_refuses_and_goes_on(bundle: Bundle) -> None:
+    batch = bundle.batch(2)
+    assert batch.slots == 3, "rounded up to a bucket"
+    slots = batch.insert(*[request(TEXT[: 3 + place]) for place in range(3)])
+    with pytest.raises(UsageError, match="at most 0 requests, as many as slots are free; found 1"):
+        batch.insert(request([1]))
+    found = finish(batch)
+    for place, slot in enumerate(slots):
+        assert tuple(ids(found[slot])) == greedy(bundle, TEXT[: 3 + place]).token_ids
+    with pytest.raises(UsageError, match="at most 3 rows at once, found 4"):
+        bundle.batch(4)
+    with pytest.raises(UsageError, match="slots: expected 1 or more, found 0"):
+        bundle.batch(0)
+
+
+def test_a_slot_that_is_evicted_serves_another_and_keeps_what_it_has_cached(
+    bundle: Bundle,
+) -> None:
+    batch = bundle.batch(3)
+    first, second, third = batch.insert(*[request(TEXT[n : n + 12], 20) for n in range(3)])
+    got = {slot: [] for slot in (first, second, third)}  # type: ignore[var-annotated]
+    for _ in range(3):
+        for token in batch.step():
+            got[token.slot].append(token.token_id)
+    batch.evict(second)
+    batch.evict(second)
+    assert batch.free == 1
+    again = [*TEXT[1:13], *got[second]]
+    (slot,) = batch.insert(request(again, 5))
+    assert slot == second
+    found = finish(batch)
+    assert tuple(ids(found[slot])) == greedy(bundle, again, 5).token_ids
+    assert found[slot][-1].usage.reused_tokens == len(again) - 1
+    for slot, start in ((first, 0), (third, 2)):
+        expected = greedy(bundle, TEXT[start : start + 12], 20).token_ids
+        assert (*got[slot], *ids(found[slot])) == expected
+
+
+def test_a_slot_is_not_free_before_its_tokens_were_given_out(bundle: Bundle) -> None:
+    batch = bundle.batch(1)
+    batch.insert(request(TEXT[:5], 1))  # finished by prefill
+    assert batch.free == 0
+    with pytest.raises(UsageError, match="at most 0 requests"):
+        batch.insert(request([1]))
+    batch.evict(0)
+    assert (batch.free, batch.step()) == (1, [])
+
+
+def test_a_slot_that_is_not_there_is_an_error(bundle: Bundle) -> None:
+    for slot in (-1, 3):
+        with pytest.raises(UsageError, match=f"slot: expected 0 to 2, found {slot}"):
+            bundle.batch(3).evict(slot)
+
+
+def test_rows_finish_inside_a_call_and_others_go_on(bundle: Bundle, sixteen_steps: None) -> None:
+    batch = bundle.batch(3)
+    counts = (1, 5, 18)
+    slots = batch.insert(*[request(TEXT[: 4 + n], n) for n in counts])
+    calls, found = 0, dict[int, list[Token]]()
+    while tokens := batch.step():
+        calls += 1
+        for token in tokens:
+            found.setdefault(token.slot, []).append(token)
+    assert calls == 3, "what prefill gave, 16 steps, one more"
+    for slot, count in zip(slots, counts, strict=True):
+        assert tuple(ids(found[slot])) == greedy(bundle, TEXT[: 4 + count], count).token_ids
+        assert [token.finish_reason for token in found[slot]][-1] == "length"
+        assert found[slot][-1].usage.passes <= 17
+    # Steps that ran on in a slot whose row was finished are not taken for its text.
+    text = [*TEXT[:9], *ids(found[slots[1]]), 5, 6, 7]
+    (slot,) = batch.insert(request(text))
+    assert tuple(ids(finish(batch)[slot])) == greedy(bundle, text).token_ids
+
+
+def test_a_call_takes_no_more_steps_than_somebody_wants(
+    bundle: Bundle, sixteen_steps: None
+) -> None:
+    result = greedy(bundle, TEXT[:5], 4)
+    assert result.stats.passes == 3  # prefill gave the first
+    assert result.stats.padding < 0.6
+
+
+def test_a_batch_that_was_closed_begins_anew(bundle: Bundle) -> None:
+    batch = bundle.batch(3)
+    batch.insert(request(TEXT[:9]), request(TEXT[:8]))
+    batch.close()
+    assert (batch.free, batch.step()) == (3, [])
+    (slot,) = batch.insert(request(TEXT[:9]))
+    found = finish(batch)[slot]
+    assert tuple(ids(found)) == greedy(bundle, TEXT[:9]).token_ids
+    assert found[-1].usage.reused_tokens == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_a_program_that_fails_frees_all_slots(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], at: str
+) -> None:
+    """Its donated cache is gone: nothing of it may be used again."""
+    batch = bundle.batch(3)
+    batch.insert(request(TEXT[:12], 20))
+    run = DecoderPrograms.run
+
+    def fail(decoder: DecoderPrograms, program: Any, *arguments: Any) -> Any:
+        results = run(decoder, program, *arguments)
+        if program.kind == at:
+            raise error
+        return results
+
+    def go_on() -> None:
+        batch.insert(request(TEXT[:13], 20))
+        for _ in range(3):
+            batch.step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderPrograms, "run", fail)
+        with pytest.raises(error):
+            go_on()
+    assert (batch.free, batch.step()) == (3, [])
+    (slot,) = batch.insert(request(TEXT[:12]))
+    found = finish(batch)[slot]
+    assert tuple(ids(found)) == greedy(bundle, TEXT[:12]).token_ids
+    assert found[-1].usage.reused_tokens == 0
+
+
+def test_threads_that_share_a_batch_wait_for_each_other(bundle: Bundle) -> None:
+    batch, found, lock = bundle.batch(3), dict[int, list[int]](), threading.Lock()
+
+    def step() -> None:
+        while batch.free < 3:
+            with lock:
+                for token in batch.step():
+                    if token.token_id is not None:
+                        found.setdefault(token.slot, []).append(token.token_id)
+
+    slots = batch.insert(*[request(TEXT[: 3 + n], 30) for n in range(3)])
+    threads = [threading.Thread(target=step) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for place, slot in enumerate(slots):
+        assert tuple(found[slot]) == greedy(bundle, TEXT[: 3 + place], 30).token_ids
+
+
+@pytest.fixture(scope="module")
+def broken_dir(
+    make_decoder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    decoder_dir: Path,
+) -> Path:
+    """A decoder that has no numbers for token 47: the sum of its embedding is beyond float32."""
+    source, broken = decoder_dir.parent / "gpt2", tmp_path_factory.mktemp("broken")
+    tensors = load_file(source / "model.safetensors")
+    tensors["transformer.wte.weight"][47] = 3e38
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    (broken / "config.json").write_text((source / "config.json").read_text())
+    return make_decoder(broken, batch=(1, 3), prompt=(3, 10), context=(24, 72))
+
+
+NO_MASK: list[dict[str, Any]] = [
+    {},
+    {"sampling": Sampling(logit_bias={5: -np.inf})},
+    {"token_mask": lambda _: np.arange(VOCAB) != 5},
+]
+"""Nothing, and what forbids one token, so that others are left."""
+
+
+@pytest.mark.parametrize("options", NO_MASK, ids=["plain", "bias", "mask"])
+def test_no_number_in_one_row_spoils_no_other(broken_dir: Path, options: dict[str, Any]) -> None:
+    """A row whose logits are no numbers leaves none behind in its slot."""
+    broken = load(broken_dir)
+    batch = broken.batch(3)
+    prompts = [[1, 2, 3], [1, 2, 47, 4, 5, 6, 7, 8], [9]]
+    slots = batch.insert(
+        *[
+            Request(prompt, max_new_tokens=4, stop_token_ids=(), **(options if place == 1 else {}))
+            for place, prompt in enumerate(prompts)
+        ]
+    )
+    found = finish(batch)
+    assert [found[slot][-1].finish_reason for slot in slots] == ["length", "nan", "length"]
+    for _ in range(2):
+        slots = batch.insert(*[request(TEXT[:n], 6) for n in (1, 2, 3)])
+        found = finish(batch)
+        for slot, n in zip(slots, (1, 2, 3), strict=True):
+            assert tuple(ids(found[slot])) == greedy(broken, TEXT[:n], 6).token_ids
+
+
+def test_no_numbers_end_the_command_with_an_error(
+    broken_dir: Path, prejit: Callable[..., Any]
+) -> None:
+    """Not with a blank line and exit status 0."""
+    command = ("generate", broken_dir, "--prompt-ids", "1,47,2", "--max-new-tokens", "3")
+    ran = prejit(*command, status=1)
+    assert "error[no-numbers]: decoder: expected logits that are numbers, found NaN" in ran.stderr
+    assert json.loads(prejit(*command, "--json", status=1).stdout)["finish_reason"] == "nan"
+
+
+# ---------------------------------------------------------------------- token masks
+
+
+def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    mask = np.zeros(VOCAB, np.bool_)
+    mask[list(tokens)] = True
+    return mask
+
+
+@pytest.mark.parametrize("length", [1, 5, 30])
+def test_only_tokens_that_a_mask_allows_come(
+    bundle: Bundle, reference: Reference, length: int
+) -> None:
+    asked: list[list[int]] = []
+
+    def mask(generated: Sequence[int]) -> Any:
+        asked.append(list(generated))
+        return None if len(generated) == 2 else allow(3, 5 + len(generated), 40)
+
+    result = greedy(bundle, TEXT[:length], 6, token_mask=mask)
+    expected: list[int] = []
+    for place in range(6):
+        logits = reference.logits([*TEXT[:length], *expected])
+        if place != 2:
+            logits = np.where(allow(3, 5 + place, 40), logits, -np.inf)
+        expected.append(int(np.argmax(logits)))
+    assert list(result.token_ids) == expected
+    assert all(one == expected[: len(one)] for one in asked)
+    assert {len(one) for one in asked} == set(range(6))
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_mask_that_allows_nothing_ends_the_text(bundle: Bundle, length: int, after: int) -> None:
+    def mask(generated: Sequence[int]) -> Any:
+        return allow() if len(generated) == after else None
+
+    batch = bundle.batch(3)
+    slots = batch.insert(request(TEXT[:length], token_mask=mask), request(TEXT[:length], 8))
+    found = finish(batch)
+    expected = greedy(bundle, TEXT[:length], 8).token_ids
+    assert tuple(ids(found[slots[0]])) == expected[:after]
+    assert found[slots[0]][-1].finish_reason == "mask"
+    assert tuple(ids(found[slots[1]])) == expected
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        (ZeroDivisionError(), ZeroDivisionError),
+        (np.ones(3, np.bool_), UsageError),
+        (np.ones(VOCAB, np.float32), UsageError),
+    ],
+)
+def test_a_mask_that_fails_leaves_the_batch_usable(
+    bundle: Bundle, after: int, says: Any, error: type[Exception]
+) -> None:
+    broken = True
+
+    def mask(generated: Sequence[int]) -> Any:
+        if len(generated) == after and broken:
+            if isinstance(says, Exception):
+                raise says
+            return says
+        return None
+
+    batch = bundle.batch(3)
+    (other,) = batch.insert(request(TEXT[:9], 12))
+    got = ids(batch.step())
+
+    def go_on() -> None:
+        batch.insert(request(TEXT[:5], 6, token_mask=mask))
+        while True:
+            got.extend(ids([token for token in batch.step() if token.slot == other]))
+
+    with pytest.raises(error):
+        go_on()
+    assert batch.free == (2 if after == 0 else 1)
+    broken = False
+    found = finish(batch)
+    assert (*got, *ids(found[other])) == greedy(bundle, TEXT[:9], 12).token_ids
+
+
+def test_drafts_do_not_go_round_a_mask(bundle: Bundle) -> None:
+    def mask(generated: Sequence[int]) -> Any:
+        return ~allow(expected[2])
+
+    expected = greedy(bundle, REPEATING, 3).token_ids
+    result = greedy(bundle, REPEATING, 12, token_mask=mask, prompt_lookup=True)
+    assert expected[2] not in result.token_ids
+    assert result.token_ids == greedy(bundle, REPEATING, 12, token_mask=mask).token_ids
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+PENALTIES = (
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.6},
+    {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": -0.3},
+)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+@pytest.mark.parametrize("how", ["alone", "lookup", "prefix", "n", "session", "neighbours"])
+def test_penalties_are_by_the_text_however_it_was_computed(
+    bundle: Bundle, reference: Reference, penalty: dict[str, float], how: str
+) -> None:
+    for prompt in ([5], REPEATING, TEXT[:20]):
+        expected = reference.greedy(prompt, 14, Sampling(**penalty))
+        options: dict[str, Any] = {"max_new_tokens": 14, "stop_token_ids": (), **penalty}
+        if how == "lookup":
+            results = [bundle.generate(prompt, prompt_lookup=True, **options)]
+        elif how == "prefix":
+            prefix = bundle.prefix(prompt)
+            results = [bundle.generate(prompt, prefix=prefix, **options)]
+            assert results[0].stats.reused_tokens == len(prompt) - 1
+        elif how == "n":
+            results = bundle.generate_n(prompt, 3, **options)
+        elif how == "session":
+            session = bundle.session()
+            session.generate([*prompt, *expected[:3]], max_new_tokens=2)
+            results = [session.generate(prompt, **options)]
+        elif how == "neighbours":
+            batch = bundle.batch(3)
+            batch.insert(request([6, 6, 6], 3, sampling=Sampling(frequency_penalty=2.0)))
+            batch.step()
+            (slot,) = batch.insert(request(prompt, 14, sampling=Sampling(**penalty)))
+            found: list[int] = []
+            while tokens := batch.step():
+                found += ids([token for token in tokens if token.slot == slot])
+                if batch.free:
+                    batch.insert(request([5], 2, sampling=Sampling(presence_penalty=2.0)))
+                if len(found) >= 14:
+                    break
+            assert found == expected
+            continue
+        else:
+            results = [bundle.generate(prompt, **options)]
+        for result in results:
+            assert list(result.token_ids) == expected
+
+
+def test_further_continuations_have_the_next_seeds(bundle: Bundle) -> None:
+    options: dict[str, Any] = {"temperature": 1.3, "max_new_tokens": 12, "stop_token_ids": ()}
+    last = 2**64 - 1
+    results = bundle.generate_n(TEXT[:20], 7, seed=last - 2, **options)  # in 3 slots
+    assert len({result.token_ids for result in results}) == 7
+    for result, seed in zip(results, (last - 2, last - 1, last, 0, 1, 2, 3), strict=True):
+        assert result.token_ids == bundle.generate(TEXT[:20], seed=seed, **options).token_ids
+    with pytest.raises(UsageError, match="n: expected 1 to 16384, found 0"):
+        bundle.generate_n(TEXT[:20], 0)
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_logprobs_are_those_of_the_model_before_anything_is_done_to_its_logits(
+    bundle: Bundle, reference: Reference, lookup: bool
+) -> None:
+    for prompt in ([5], REPEATING, TEXT[:20]):
+        result = bundle.generate(
+            prompt,
+            max_new_tokens=10,
+            stop_token_ids=(),
+            logprobs=3,
+            temperature=0.7,
+            seed=4,
+            frequency_penalty=0.5,
+            logit_bias={9: 3.0},
+            prompt_lookup=lookup,
+        )
+        assert result.logprobs is not None
+        assert [one.token_id for one in result.logprobs] == list(result.token_ids)
+        text = list(prompt)
+        for one in result.logprobs:
+            check_logprob(one, reference.logits(text), 3)
+            text.append(one.token_id)
+    assert greedy(bundle, [5], 2).logprobs is None
+    none = greedy(bundle, [5], 2, logprobs=0).logprobs
+    assert [one.top for one in none] == [(), ()]
+
+
+def check_logprob(one: Logprob, logits: np.ndarray[Any, Any], count: int) -> None:
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
+    assert one.logprob == pytest.approx(expected[one.token_id], abs=1e-4)
+    best = np.argsort(-expected)[:count]
+    assert [token for token, _ in one.top] == best.tolist()
+    assert [value for _, value in one.top] == pytest.approx(expected[best].tolist(), abs=1e-4)
+
+
+def test_logprobs_of_one_row_are_no_matter_of_another(bundle: Bundle) -> None:
+    batch = bundle.batch(3)
+    slots = batch.insert(request(TEXT[:5], logprobs=1), request(TEXT[:5]), request([3], logprobs=0))
+    found = finish(batch)
+    assert [token.logprob is None for slot in slots for token in found[slot]] == [
+        wanted for wanted in (False, True, False) for _ in range(8)
+    ]
+
+
+# ---------------------------------------------------------------------- several requests
+
+
+def test_no_prompts_give_no_results(bundle: Bundle) -> None:
+    assert bundle.generate_batch([]) == []
+    assert bundle.batch(1).insert() == ()
+
+
+def test_more_requests_than_slots_wait_for_one(bundle: Bundle) -> None:
+    prompts = [TEXT[:n] for n in (30, 1, 5, 11, 60, 2, 24)]
+    results = bundle.generate_batch(prompts, max_new_tokens=9, stop_token_ids=())
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == greedy(bundle, prompt, 9).token_ids
+    assert results[-1].stats.queue_seconds > results[0].stats.queue_seconds
+    with pytest.raises(UsageError, match="sampling: expected 2, one a prompt; found 1"):
+        bundle.generate_batch([[1], [2]], sampling=[Sampling()])
+
+
+def test_what_prompts_share_is_computed_once(bundle: Bundle) -> None:
+    prompts = [[*TEXT[:30], tail, tail + 1] for tail in range(3)]
+    results = bundle.generate_batch(prompts, max_new_tokens=4, stop_token_ids=())
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == greedy(bundle, prompt, 4).token_ids
+    assert [result.stats.reused_tokens for result in results] == [0, 30, 30]
+    apart = [[*TEXT[:10], tail, tail + 1] for tail in range(3)]
+    results = bundle.generate_batch(apart, max_new_tokens=4, stop_token_ids=())
+    assert [result.stats.reused_tokens for result in results] == [0, 0, 0]
+
+
+def test_a_prefix_serves_whatever_begins_so(bundle: Bundle) -> None:
+    prefix = bundle.prefix(TEXT[:30])
+    for prompt, reused in (
+        (TEXT[:40], 30),
+        (TEXT[:30], 29),
+        (TEXT[:12], 11),
+        ([*TEXT[:7], 0, 1, 2], 7),
+        ([int(TEXT[0] == 0), 1, 2], 0),
+    ):
+        plain = greedy(bundle, prompt)
+        result = greedy(bundle, prompt, prefix=prefix)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.reused_tokens == reused
+        together = bundle.generate_batch(
+            [prompt, [3], [*TEXT[:30], 1]], max_new_tokens=8, stop_token_ids=(), prefix=prefix
+        )
+        assert together[0].token_ids == plain.token_ids
+
+
+def test_a_prefix_of_another_bundle_is_refused(bundle: Bundle, decoder_dir: Path) -> None:
+    other = load(decoder_dir, on_mismatch="error")
+    with pytest.raises(UsageError, match="prefix: expected one that this bundle computed"):
+        bundle.generate(TEXT[:9], prefix=other.prefix(TEXT[:5]))
+
+
+# ---------------------------------------------------------------------- accounting
+
+
+def test_figures_add_up(decoder_dir: Path, sixteen_steps: None) -> None:
+    bundle = load(decoder_dir, on_mismatch="error")
+    first = greedy(bundle, TEXT[:12], 17).stats
+    assert (first.prompt_tokens, first.new_tokens, first.reused_tokens) == (12, 17, 0)
+    assert first.programs == ("prefill/b1-t10-c72", "prefill/b1-t3-c72", "decode/b1-c72")
+    assert {report.program for report in first.obtained} <= set(first.programs)
+    assert {report.source for report in first.obtained} == {"loaded"}
+    assert "decode/b1-c72" in {report.program for report in first.obtained}
+    assert first.passes == 16
+    assert (first.drafted_tokens, first.accepted_tokens) == (0, 0)
+    assert first.padding == pytest.approx(1 - (12 + 16) / (13 + 16))
+    assert 0 <= first.queue_seconds < first.first_token_seconds
+    assert 0 < first.prefill_seconds <= first.first_token_seconds
+    assert first.decode_seconds > 0
+    assert first.tokens_per_second > 0
+    assert greedy(bundle, TEXT[:12], 17).stats.obtained == (), "all was ready"
+
+    one = greedy(bundle, [5], 1).stats
+    assert (one.tokens_per_second, one.padding, one.passes) == (0.0, 0.0, 1)
+
+    session = bundle.session()
+    for length, reused in ((12, 0), (20, 12), (8, 7)):
+        stats = session.generate(TEXT[:length], max_new_tokens=2, stop_token_ids=()).stats
+        assert stats.reused_tokens == reused
+        assert 0 <= stats.padding < 1
+
+    drafted = greedy(bundle, REPEATING, 20, prompt_lookup=True).stats
+    assert drafted.passes + drafted.accepted_tokens + 1 >= drafted.new_tokens
+    assert 0 <= drafted.accepted_tokens <= drafted.drafted_tokens
+
+    rows = bundle.generate_batch([[5], [6]], max_new_tokens=16, stop_token_ids=())
+    assert [row.stats.padding for row in rows] == pytest.approx([1 / 3, 1 / 3])  # 3 slots
+
+
+def test_drafts_save_passes_and_change_no_token(bundle: Bundle) -> None:
+    saved = 0
+    for start in range(6):
+        prompt = [*TEXT[start : start + 4]] * 4
+        plain, drafted = (greedy(bundle, prompt, 40, prompt_lookup=on) for on in (False, True))
+        assert plain.token_ids == drafted.token_ids
+        assert drafted.stats.passes == plain.stats.passes - drafted.stats.accepted_tokens
+        saved += drafted.stats.accepted_tokens
+    assert saved > 0
+
+
+# ---------------------------------------------------------------------- sessions and streams
+
+
+def test_a_session_does_one_generation_at_a_time(bundle: Bundle) -> None:
+    """Two at a time would take each other's tokens."""
+    session = bundle.session()
+    stream, late = (
+        session.stream(TEXT[:6], max_new_tokens=20, stop_token_ids=()) for _ in range(2)
+    )
+    first = next(stream).token_id
+    with pytest.raises(UsageError, match="found one that is generating"):
+        session.generate(TEXT[:6])
+    with pytest.raises(UsageError, match="found one that is generating"):
+        next(late)
+    rest = [piece.token_id for piece in stream]
+    assert (first, *rest) == greedy(bundle, TEXT[:6], 20).token_ids
+    assert session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=()).token_ids == (
+        greedy(bundle, TEXT[:6]).token_ids
+    )
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_stream_that_is_left_frees_its_slot(bundle: Bundle, how: str) -> None:
+    session = bundle.session()
+    stream: Any = session.stream(TEXT[:6], max_new_tokens=20, stop_token_ids=())
+    next(stream)
+    if how == "close":
+        stream.close()
+    del stream
+    result = session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=())
+    assert result.token_ids == greedy(bundle, TEXT[:6]).token_ids
+    assert result.stats.reused_tokens == 5
+
+
+def test_a_session_that_is_closed_while_it_streams_says_so(bundle: Bundle) -> None:
+    """It would wait for ever for tokens of a slot that is free."""
+    session = bundle.session()
+    stream = session.stream(TEXT[:6], max_new_tokens=60, stop_token_ids=())
+    next(stream)
+    session.close()
+    with pytest.raises(UsageError, match="found that 1 of them were freed"):
+        list(stream)
+    result = session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=())
+    assert result.token_ids == greedy(bundle, TEXT[:6]).token_ids
+
+
+def test_closing_a_stream_frees_its_memory(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Batch]] = []
+    init = Batch.__init__
+
+    def note(batch: Batch, *arguments: Any) -> None:
+        init(batch, *arguments)
+        made.append(weakref.ref(batch))
+
+    monkeypatch.setattr(Batch, "__init__", note)
+    gc.collect()
+    gc.disable()  # whoever closes a stream does not wait for the collector
+    try:
+        stream = bundle.stream(TEXT[:6], max_new_tokens=20, stop_token_ids=())
+        next(stream)
+        assert [found() is None for found in made] == [False]
+        stream.close()  # type: ignore[attr-defined]
+        assert [found() is None for found in made] == [True]
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------- older bundles
+
+
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def older(request: pytest.FixtureRequest) -> Bundle:
+    """A decoder of an earlier format: one step a call, no copies, no drafts, fewer ways to sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrejitWarning)
+        return load(GOLDEN / request.param / "decoder")
+
+
+def test_older_bundles_serve_requests_that_join_later(older: Bundle) -> None:
+    bundle, longest = older, older.decoder.contexts[-1]
+    prompts = [[1], [2, 3], [4] * (longest - 6), [5], [6, 7, 8] * ((longest - 8) // 3)]
+    results = bundle.generate_batch(prompts, max_new_tokens=5, stop_token_ids=())
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.token_ids == greedy(bundle, prompt, 5).token_ids
+        assert len(result.token_ids) == 5
+    session = bundle.session()
+    for prompt in (*prompts, [*prompts[0], *results[0].token_ids]):
+        again = session.generate(prompt, max_new_tokens=5, stop_token_ids=())
+        assert again.token_ids == greedy(bundle, prompt, 5).token_ids
+    assert len(bundle.generate_n([1, 2, 3], 3, max_new_tokens=4)) == 3
+    prefix = bundle.prefix([4] * 6)
+    result = bundle.generate(prompts[2], max_new_tokens=5, stop_token_ids=(), prefix=prefix)
+    assert result.token_ids == results[2].token_ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"prompt_lookup": True}, "prompt_lookup: expected a bundle with programs that verify"),
+        ({"logprobs": 1}, "whose programs take logprobs, found an older one"),
+        ({"min_p": 0.1}, "whose programs take min_p, found"),
+        ({"frequency_penalty": 1.0}, "whose programs take frequency_penalty"),
+        ({"logit_bias": {1: 1.0}}, "whose programs take bias"),
+        ({"token_mask": lambda _: None}, "whose programs take bias"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_older_bundles_refuse_what_they_cannot_do(
+    older: Bundle, asked: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(UsageError, match=error) as caught:
+        older.generate([1], **asked)
+    assert caught.value.hint

@@ -1,0 +1,460 @@
+"""Accelerators: what jax would choose, told from the bus and the driver, without starting any of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pynvml
+import pytest
+
+from prejit.runtime.errors import PrejitWarning, UsageError
+from prejit.runtime.machine import accelerator
+from prejit.runtime.machine.accelerator import Accelerator, find_accelerator
+from prejit.runtime.machine.catalogue import catalogue
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+
+@dataclass
+class Gpu:
+    """A GPU as NVML tells it."""
+
+    name: str = "NVIDIA L4"
+    capability: tuple[int, int] = (8, 9)
+    total: int = 24_000_000_000
+    uuid: str = "GPU-0000"
+    part_of: Gpu | None = None
+
+
+class FakeNvml(ModuleType):
+    """The part of pynvml that we call; as strict as NVML itself about what a handle may be asked."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, gpus: list[Gpu], parts: list[Gpu] | None = None) -> None:
+        super().__init__("pynvml")
+        self.gpus, self.parts = gpus, parts or []
+        self.open = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "580.95.05"
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:  # noqa: N802
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:  # noqa: N802
+        for gpu in (*self.gpus, *self.parts):
+            if gpu.uuid == uuid:
+                return gpu
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, gpu: Gpu) -> Gpu:  # noqa: N802
+        if gpu.part_of is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return gpu.part_of
+
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:  # noqa: N802
+        return gpu.uuid
+
+    def nvmlDeviceGetName(self, gpu: Gpu) -> str:  # noqa: N802
+        return gpu.name
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: Gpu) -> tuple[int, int]:  # noqa: N802
+        if gpu.part_of is not None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu.capability
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Any:  # noqa: N802
+        return type("Memory", (), {"total": gpu.total})
+
+
+@dataclass
+class Box:
+    """A machine made of files, and what is installed on it."""
+
+    root: Path
+    monkeypatch: pytest.MonkeyPatch
+    packages: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.packages = self.root / "site-packages"
+        self.packages.mkdir()
+        self.monkeypatch.syspath_prepend(str(self.packages))
+
+    def install(self, name: str, version: str) -> None:
+        folder = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        if name == "libtpu":
+            (self.packages / "libtpu.py").touch()
+        self.monkeypatch.syspath_prepend(str(self.packages))  # tells the import system to look anew
+
+    def add_gpus(self, *gpus: Gpu, parts: list[Gpu] | None = None) -> FakeNvml:
+        (self.root / "dev").mkdir(exist_ok=True)
+        (self.root / "dev/nvidiactl").touch()
+        nvml = FakeNvml(list(gpus), parts)
+        self.monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        return nvml
+
+    def add_pci(self, vendor: str, *devices: str) -> None:
+        for number, device in enumerate(devices):
+            at = self.root / f"sys/bus/pci/devices/0000:{vendor[2:]}:{number:02}.0"
+            at.mkdir(parents=True)
+            (at / "vendor").write_text(f"{vendor}\n")
+            (at / "device").write_text(f"{device}\n")
+
+    def find(self, **environ: str) -> Accelerator | None:
+        return find_accelerator(environ, self.root)
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    return Box(tmp_path, monkeypatch)
+
+
+# None
+
+
+def test_a_machine_without_any_is_told_in_a_moment() -> None:
+    """The real files of this machine, with whatever is installed."""
+    if any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia")):
+        pytest.skip("this machine has a GPU")
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert find_accelerator({}) is None
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 1e-3
+
+
+def test_nothing_heavy_is_imported_where_there_is_none(run_python: Any) -> None:
+    run_python(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from prejit.runtime.machine.accelerator import find_accelerator\n"
+        "assert find_accelerator({}, Path('/nonexistent')) is None\n"
+        "heavy = {'importlib.metadata', 'pynvml', 'jax', 'jaxlib', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+
+
+def test_devices_without_a_plugin_do_not_count(box: Box) -> None:
+    """jax would run on the CPU as well."""
+    box.add_gpus(Gpu())
+    box.add_pci("0x1ae0", "0x0063")
+    assert box.find() is None
+
+
+def test_a_plugin_without_devices_does_not_count(box: Box) -> None:
+    for name in ("jax-cuda13-pjrt", "libtpu"):
+        box.install(name, "1.0")
+    assert box.find() is None
+    (box.root / "sys/bus/pci/devices").mkdir(parents=True)
+    assert box.find() is None
+
+
+# CUDA
+
+
+def test_a_gpu_is_told_with_all_that_compare_asks_for(box: Box) -> None:
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    box.install("nvidia-cuda-runtime", "13.0.96")
+    nvml = box.add_gpus(Gpu(total=24_000_000_001), Gpu(uuid="GPU-1"))
+    assert box.find() == Accelerator(
+        platform="cuda",
+        plugin="jax-cuda13-pjrt 0.12.0.1",
+        driver="580.95.05",
+        device_kind="NVIDIA L4",
+        device_count=2,
+        device_memory_bytes=24_000_000_000,
+        cuda="13.0.96",
+        compute_capability="8.9",
+    )
+    assert nvml.open == 0, "NVML is shut down again"
+
+
+def test_the_driver_counts_where_only_proc_tells_of_it(box: Box) -> None:
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    box.add_gpus(Gpu())
+    (box.root / "dev/nvidiactl").unlink()
+    assert box.find() is None
+    (box.root / "proc/driver/nvidia").mkdir(parents=True)
+    assert box.find() is not None
+
+
+@pytest.mark.parametrize(
+    ("plugin", "runtimes", "cuda"),
+    [
+        ("jax-cuda13-pjrt", {}, "13.0"),
+        ("jax-cuda12-pjrt", {}, "12.0"),
+        ("jax-cuda13-pjrt", {"nvidia-cuda-runtime-cu12": "12.9.79"}, "13.0"),
+        ("jax-cuda12-pjrt", {"nvidia-cuda-runtime-cu12": "12.9.79"}, "12.9.79"),
+        ("jax-cuda12-pjrt", {"nvidia-cuda-runtime": "13.0.96"}, "12.0"),
+    ],
+)
+def test_the_cuda_runtime_is_the_one_that_the_plugin_loads(
+    plugin: str, runtimes: dict[str, str], cuda: str, box: Box
+) -> None:
+    box.install(plugin, "0.12.0.1")
+    for name, version in runtimes.items():
+        box.install(name, version)
+    box.add_gpus(Gpu())
+    found = box.find()
+    assert found is not None
+    assert (found.plugin, found.cuda) == (f"{plugin} 0.12.0.1", cuda)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        *(("", 0), ("-1", 0), ("NoDevFiles", 0), ("0", 1), ("2,0", 2), (" 0 , 1 ", 2), ("7", 0)),
+        *(("0,7,1", 1), ("0,-1,1", 1), ("0,0", 1), ("GPU-a1", 1), ("GPU-b", 1), ("GPU-a", 0)),
+        *(("GPU-a1,GPU-a2", 2), ("GPU-x", 0), ("all", 0), ("0,GPU-b", 2)),
+    ],
+)
+def test_cuda_visible_devices_hides_what_cuda_hides(visible: str, count: int, box: Box) -> None:
+    """An empty list hides all; what follows the first that is none does not count."""
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    box.add_gpus(*(Gpu(uuid=f"GPU-{name}") for name in ("a1", "a2", "b1")))
+    found = box.find(CUDA_VISIBLE_DEVICES=visible)
+    assert (found.device_count if found else 0) == count
+
+
+def test_unlike_gpus_are_told_by_the_least_of_them(box: Box) -> None:
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    box.add_gpus(Gpu("NVIDIA H200", (9, 0), 150_000_000_000), Gpu("Tesla T4", (7, 5), 16, "GPU-1"))
+    both, second = box.find(), box.find(CUDA_VISIBLE_DEVICES="1")
+    assert both is not None
+    assert second is not None
+    assert (both.compute_capability, both.device_memory_bytes) == ("7.5", 16)
+    assert (both.device_kind, second.device_kind) == ("NVIDIA H200", "Tesla T4")
+    capabilities = [(10, 0), (9, 0)]  # as numbers: as text 10.0 would be less than 9.0
+    box.add_gpus(*(Gpu(capability=c, uuid=f"GPU-{c}") for c in capabilities))
+    found = box.find()
+    assert found is not None
+    assert found.compute_capability == "9.0"
+
+
+def test_a_part_of_a_gpu_has_its_own_memory_and_the_whole_ones_capability(box: Box) -> None:
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    whole = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000)
+    part = Gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (0, 0), 10_000_000_000, "MIG-1", whole)
+    box.add_gpus(whole, parts=[part])
+    found = box.find(CUDA_VISIBLE_DEVICES="MIG-1,MIG-unknown")
+    assert found is not None
+    assert (found.device_kind, found.compute_capability) == (part.name, "9.0")
+    assert (found.device_count, found.device_memory_bytes) == (1, 10_000_000_000)
+
+
+def test_a_gpu_that_cannot_be_asked_is_no_secret(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    box.add_gpus(Gpu())
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
+    with pytest.warns(PrejitWarning, match=r"NVIDIA GPU .*nvidia-ml-py is not installed.*\[cuda\]"):
+        assert box.find() is None
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="NVML works here")
+def test_what_nvml_itself_says_is_passed_on(box: Box) -> None:
+    """The real pynvml, on a machine without its library."""
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    box.add_gpus()
+    sys.modules["pynvml"] = pynvml  # the fixture's monkeypatch puts back what was there
+    with pytest.warns(PrejitWarning, match="the driver says: NVML Shared Library Not Found"):
+        assert box.find() is None
+
+
+def test_nvml_is_shut_down_when_it_fails_halfway(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.install("jax-cuda13-pjrt", "0.12.0.1")
+    nvml = box.add_gpus(Gpu())
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(nvml, "nvmlSystemGetDriverVersion", fail)
+    with pytest.warns(PrejitWarning, match="GPU is lost"):
+        assert box.find() is None
+    assert nvml.open == 0
+
+
+# TPU
+
+
+@pytest.mark.parametrize(
+    ("device", "chips", "kind", "topology"),
+    [
+        ("0x0063", 1, "TPU v5 lite", "1x1"),
+        ("0x0063", 4, "TPU v5 lite", "2x2"),
+        ("0x0063", 8, "TPU v5 lite", "2x4"),
+        ("0x006f", 1, "TPU v6 lite", "1x1"),
+        ("0x006f", 8, "TPU v6 lite", "2x4"),
+        ("0x0062", 1, "TPU v5", "1x1x1"),
+        ("0x0062", 4, "TPU v5", "2x2x1"),
+        ("0x005e", 4, "TPU v4", "2x2x1"),
+        ("0x0063", 3, "TPU v5 lite", None),
+    ],
+)
+def test_a_tpu_is_told_by_its_place_on_the_bus(
+    device: str, chips: int, kind: str, topology: str | None, box: Box
+) -> None:
+    box.install("libtpu", "0.0.51")
+    box.add_pci("0x8086", "0x0063", "0x1237")  # Intel's device of the same number is no TPU
+    box.add_pci("0x1ae0", "0x0042", *[device] * chips)  # Google's network card is none either
+    found = box.find()
+    assert found is not None
+    assert (found.platform, found.plugin) == ("tpu", "libtpu 0.0.51")
+    assert (found.device_kind, found.device_count) == (kind, chips)
+    assert found.topology == topology
+    known = {t.device_kind: t.memory_bytes for t in catalogue().values() if t.platform == "tpu"}
+    assert found.device_memory_bytes == known.get(kind)
+
+
+def test_every_tpu_of_the_catalogue_is_found_as_it_stands_there(box: Box) -> None:
+    """Or no machine would ever load what was compiled for it."""
+    box.install("libtpu", "0.0.51")
+    ids = {chip.kind: pci for pci, chip in accelerator._CHIPS.items()}
+    for number, target in enumerate(t for t in catalogue().values() if t.platform == "tpu"):
+        root = box.root / str(number)
+        root.mkdir()
+        machine = Box(root, box.monkeypatch)
+        machine.add_pci("0x1ae0", *[ids[target.device_kind or ""]] * target.device_count)
+        found = machine.find()
+        assert found is not None
+        assert found.topology == target.topology
+        assert found.device_count == target.device_count
+        assert (found.device_memory_bytes or 0) >= (target.memory_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "topology"),
+    [
+        ({}, 4, "2x2"),
+        ({"TPU_TOPOLOGY": "4x4"}, 4, "4x4"),
+        ({"TPU_TOPOLOGY": ""}, 4, "2x2"),
+        ({"TPU_TOPOLOGY": "4x4", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}, 4, "4x4"),
+        ({"TPU_TOPOLOGY": "4x4x4", "TPU_ACCELERATOR_TYPE": "v5p-128"}, 4, "2x2"),
+        ({"TPU_VISIBLE_CHIPS": "0"}, 1, "1x1"),
+        ({"TPU_VISIBLE_DEVICES": "0,1"}, 2, "1x2"),
+        ({"TPU_VISIBLE_CHIPS": "0", "TPU_TOPOLOGY": "4x4"}, 1, "1x1"),
+    ],
+)
+def test_the_environment_says_what_the_bus_cannot(
+    environ: dict[str, str], count: int, topology: str, box: Box
+) -> None:
+    box.install("libtpu", "0.0.51")
+    box.add_pci("0x1ae0", *["0x0063"] * 4)
+    found = box.find(**environ)
+    assert found is not None
+    assert (found.device_count, found.topology) == (count, topology)
+
+
+# Which of them
+
+
+@pytest.mark.parametrize(
+    ("platforms", "chosen"),
+    [
+        (None, "tpu"),
+        ("", "tpu"),
+        ("cpu", None),
+        ("cuda", "cuda"),
+        ("gpu", "cuda"),
+        ("tpu", "tpu"),
+        ("cuda,tpu", "cuda"),
+        ("tpu,cpu", "tpu"),
+        ("cpu,tpu", None),
+        (" cuda , cpu", "cuda"),
+    ],
+)
+def test_jax_platforms_chooses_as_it_does_for_jax(
+    platforms: str | None, chosen: str | None, box: Box
+) -> None:
+    for name in ("jax-cuda13-pjrt", "libtpu"):
+        box.install(name, "1.0")
+    box.add_gpus(Gpu())
+    box.add_pci("0x1ae0", "0x0063")
+    found = box.find(**({} if platforms is None else {"JAX_PLATFORMS": platforms}))
+    assert (found and found.platform) == chosen
+
+
+def test_the_first_platform_that_is_there_wins(box: Box) -> None:
+    box.install("jax-cuda13-pjrt", "1.0")
+    box.add_gpus(Gpu())
+    found = box.find(JAX_PLATFORMS="tpu,cuda,cpu")
+    assert found is not None
+    assert found.platform == "cuda"
+    assert box.find(JAX_PLATFORMS="tpu,cpu") is None
+    assert box.find(JAX_PLATFORMS="rocm,cpu") is None
+
+
+@pytest.mark.parametrize("platforms", ["tpu", "cuda,tpu", "gpuu", "CPU", ","])
+def test_a_platform_that_is_not_there_is_an_error_as_it_is_for_jax(
+    platforms: str, box: Box
+) -> None:
+    with pytest.raises(UsageError, match="JAX_PLATFORMS: expected a platform that is there") as it:
+        box.find(JAX_PLATFORMS=platforms)
+    assert "JAX_PLATFORMS" in (it.value.hint or "")
+
+
+# The fingerprint
+
+
+def test_the_fingerprint_has_the_accelerator_in_it(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the environment alone: what `current` calls is not replaced."""
+    box.install("libtpu", "0.0.51")
+    box.add_pci("0x1ae0", "0x0063")
+    real = accelerator.find_accelerator
+    monkeypatch.setattr(
+        "prejit.runtime.machine.fingerprint.find_accelerator",
+        lambda environ: real(environ, box.root),
+    )
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_x=1")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    before = Fingerprint.current()
+    assert (before.platform, before.device_kind, before.topology) == ("tpu", "TPU v5 lite", "1x1")
+    assert before.environment == ("LIBTPU_INIT_ARGS=--xla_tpu_x=1",)
+    monkeypatch.setenv(  # what `import jax` does to it, jax/_src/cloud_tpu_init.py
+        "LIBTPU_INIT_ARGS", "--xla_tpu_x=1 --xla_tpu_use_enhanced_launch_barrier=true"
+    )
+    assert Fingerprint.current() == before
+    monkeypatch.setenv("TPU_TOPOLOGY", "two by two")
+    with pytest.raises(UsageError, match="topology: expected the form of '2x2'"):
+        Fingerprint.current()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="needs a GPU")
+def test_what_nvml_says_of_a_real_gpu_is_what_jax_says() -> None:
+    found = find_accelerator({"JAX_PLATFORMS": "cuda,cpu"})
+    if found is None:
+        pytest.skip("needs jax's CUDA plugin")
+    told = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import jax; d = jax.devices('cuda'); "
+            "print(d[0].device_kind, d[0].compute_capability, len(d), sep='|')",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cuda,cpu"},
+    ).stdout.strip()
+    assert told == f"{found.device_kind}|{found.compute_capability}|{found.device_count}"

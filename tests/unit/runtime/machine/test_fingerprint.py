@@ -1,0 +1,725 @@
+"""Verdicts, axis by axis, and saved fingerprints."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
+from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.format.index import encode_index
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import REQUIREMENT
+from prejit.runtime.format.opening import match, open_index
+from prejit.runtime.format.schema import Index
+from prejit.runtime.loader import load
+from prejit.runtime.machine.compare import compare, preference
+from prejit.runtime.machine.environment import effective_xla_flags
+from prejit.runtime.machine.fingerprint import CPU_FEATURES, Fingerprint
+from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
+
+MACHINE = Fingerprint(
+    platform="cpu",
+    architecture="x86_64",
+    cpu_features=("avx", "avx2", "fma", "sse2"),
+    jaxlib="0.12.0",
+    cpu_model="Some CPU",
+    cpu_count=4,
+    memory_bytes=1 << 34,
+)
+NEEDS = Requirement("cpu", "x86_64", ("avx", "avx2"), "0.12.0")
+
+
+@pytest.mark.parametrize(
+    ("axis", "needs", "machine"),
+    [
+        ("platform", {"platform": "cuda"}, {}),
+        ("platform", {}, {"platform": "tpu"}),
+        ("architecture", {"architecture": "aarch64"}, {}),
+        ("architecture", {}, {"architecture": "aarch64"}),
+        ("cpu_features", {"cpu_features": ("avx512f",)}, {}),
+        ("cpu_features", {}, {"cpu_features": ("avx", "sse2")}),
+        ("cpu_features", {}, {"cpu_features": ()}),
+        ("jaxlib", {"jaxlib": "0.11.2"}, {}),
+        ("jaxlib", {}, {"jaxlib": "0.12.0.1"}),
+        ("jaxlib", {}, {"jaxlib": "0.12.0.dev20260101"}),
+        ("jaxlib", {}, {"jaxlib": "0.12"}),
+    ],
+)
+def test_a_mismatch_names_its_axis_and_both_sides(
+    axis: str, needs: dict[str, Any], machine: dict[str, Any]
+) -> None:
+    assert compare("t", NEEDS, MACHINE).matches
+    wants = dataclasses.replace(NEEDS, **needs)
+    verdict = compare("t", wants, dataclasses.replace(MACHINE, **machine))
+    assert not verdict.matches
+    [found] = verdict.mismatches
+    assert found.name == axis
+    assert found.needed != found.found
+    assert verdict.reason().startswith(f"{axis}: needs ")
+    assert found.needed in verdict.reason()
+    assert found.found in verdict.reason()
+    assert len(verdict.axes) == 4, "a verdict shows every axis, also those that match"
+
+
+@pytest.mark.parametrize(
+    ("needs", "machine"),
+    [
+        ({}, {}),
+        ({"cpu_features": ()}, {}),
+        ({"cpu_features": ("avx2", "avx")}, {}),
+        ({"cpu_features": ("avx", "avx2", "fma", "sse2")}, {}),
+        ({}, {"cpu_features": ("amx-int8", "avx", "avx2", "avx512f")}),
+        ({}, {"cpu_model": "Another CPU"}),
+        ({}, {"cpu_count": 1}),
+        ({}, {"memory_bytes": 1}),
+    ],
+)
+def test_what_does_not_matter_does_not_mismatch(
+    needs: dict[str, Any], machine: dict[str, Any]
+) -> None:
+    wants = dataclasses.replace(NEEDS, **needs)
+    verdict = compare("t", wants, dataclasses.replace(MACHINE, **machine))
+    assert verdict.matches
+    assert verdict.mismatches == ()
+    assert verdict.reason() == ""
+
+
+def test_all_axes_that_mismatch_are_named_at_once() -> None:
+    other = Fingerprint("tpu", "aarch64", (), "1", "", 1, 1)
+    verdict = compare("t", NEEDS, other)
+    assert [axis.name for axis in verdict.mismatches] == [
+        *("platform", "architecture", "cpu_features", "jaxlib")
+    ]
+    assert verdict.reason().count("; ") == 3
+
+
+def test_wider_vectors_go_before_more_extensions() -> None:
+    """Code for x86-64-v2 may use as many extensions as code for v3, and would be taken for it."""
+    machine = dataclasses.replace(
+        MACHINE, cpu_features=("avx", "avx2", "fma", "sse", "sse2", "sse3")
+    )
+    v2 = dataclasses.replace(NEEDS, cpu_features=("sse", "sse2", "sse3"))
+    v3 = dataclasses.replace(NEEDS, cpu_features=("avx", "fma"))
+    v4 = dataclasses.replace(NEEDS, cpu_features=("avx512f",))
+    ranked = sorted([v2, v3, v4], key=lambda needs: preference(needs, machine))
+    assert ranked == [v4, v3, v2]
+
+
+def test_missing_features_are_listed_and_no_others() -> None:
+    verdict = compare(
+        "t", dataclasses.replace(NEEDS, cpu_features=("avx", "gfni", "bmi2")), MACHINE
+    )
+    [axis] = verdict.mismatches
+    assert axis.found == "all but bmi2 gfni"
+
+
+def test_this_machine_is_told_as_the_kernel_tells_it() -> None:
+    machine = Fingerprint.current()
+    assert machine == Fingerprint.current(), "it must not change from one look to the next"
+    assert machine.platform == "cpu"
+    assert machine.architecture == platform.machine()
+    assert machine.cpu_count == len(os.sched_getaffinity(0))
+    assert list(machine.cpu_features) == sorted(set(machine.cpu_features))
+    assert set(machine.cpu_features) <= CPU_FEATURES.keys()
+    from jaxlib import version
+
+    assert machine.jaxlib == version.__version__
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+def test_features_are_those_of_the_flags_line(tmp_path: Path, monkeypatch: Any) -> None:
+    import builtins
+
+    text = """processor\t: 0
+vendor_id\t: AuthenticAMD
+model name\t: Some: CPU
+flags\t\t: fpu lm sse sse2 pni abm sse4_2 avx512_vnni unheard_of
+
+processor\t: 1
+model name\t: Another
+flags\t\t: fpu avx2
+"""
+    (tmp_path / "cpuinfo").write_text(text)
+    real = builtins.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(tmp_path / "cpuinfo" if path == "/proc/cpuinfo" else path, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", opened)
+    machine = Fingerprint.current()
+    assert machine.cpu_features == (
+        *("64bit", "avx512vnni", "crc32", "lzcnt", "sse", "sse2", "sse3", "sse4.2"),
+    )
+    assert machine.cpu_model == "Some: CPU"
+
+
+def test_a_machine_without_proc_has_no_features(monkeypatch: Any, tmp_path: Path) -> None:
+    import builtins
+
+    real = builtins.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(tmp_path / "none" if path == "/proc/cpuinfo" else path, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", opened)
+    assert Fingerprint.current().cpu_features == ()
+    assert not compare("t", NEEDS, Fingerprint.current()).matches
+
+
+def test_no_two_features_share_a_flag_by_mistake() -> None:
+    flags = list(CPU_FEATURES.values())
+    shared = {flag for flag in flags if flags.count(flag) > 1}
+    assert shared == {"sse4_2"}, "crc32 is part of SSE4.2; no others are"
+    assert list(CPU_FEATURES) == sorted(CPU_FEATURES)
+
+
+def test_a_saved_fingerprint_is_read_back(tmp_path: Path, prejit: Any) -> None:
+    for text in (
+        prejit("fingerprint").stdout,
+        to_json(MACHINE).decode(),
+        to_json(MACHINE).decode() + "\n\n",
+    ):
+        (tmp_path / "machine.json").write_text(text)
+        expected = MACHINE if "Some CPU" in text else Fingerprint.current()
+        assert Fingerprint.read(tmp_path / "machine.json") == expected
+
+
+def test_a_fingerprint_that_a_person_formatted_is_read(tmp_path: Path, prejit: Any) -> None:
+    """As jq, an editor or a form of one's own leave it: it is a person's file, and none of a bundle's."""
+    plain = json.loads(to_json(MACHINE))
+    backwards = dict(reversed(plain.items()))
+    backwards["cpu_features"] = plain["cpu_features"][::-1]
+    for text in (
+        json.dumps(plain, indent=2),
+        json.dumps(plain, indent="\t").replace("\n", "\r\n"),
+        f"\n {json.dumps(backwards)}\n\n",
+        "\ufeff" + json.dumps(plain, ensure_ascii=False),
+    ):
+        (tmp_path / "machine.json").write_text(text, encoding="utf-8")
+        assert Fingerprint.read(tmp_path / "machine.json") == MACHINE
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{}", b"[]", b"garbage", b"[" * 100_000),
+        to_json(MACHINE).replace(b'"cpu_count":4', b'"cpu_count":"4"'),
+        to_json(MACHINE).replace(b'"cpu_count":4,', b""),
+        to_json(MACHINE).replace(b'"platform"', b'"platfrom"'),
+        to_json(MACHINE).replace(b"{", b'{"jaxlib":"0.0.1",'),
+        to_json(MACHINE).replace(b"17179869184", b"1" + b"0" * 400),
+        to_json(MACHINE).replace(b"17179869184", b"1" + b"0" * 9000),
+        to_json(MACHINE).replace(b"17179869184", b"1.5"),
+        to_json(MACHINE).replace(b'"Some CPU"', b"[" * 900 + b"]" * 900),
+    ],
+)
+def test_what_is_no_fingerprint_says_how_to_get_one(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_bytes(content)
+    with pytest.raises(RejectError) as caught:
+        Fingerprint.read(tmp_path / "machine.json")
+    assert caught.value.path == str(tmp_path / "machine.json")
+    assert "prejit fingerprint >" in (caught.value.hint or "")
+
+
+def test_a_fingerprint_that_cannot_be_read_is_a_store_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(StoreError, match="cannot read a fingerprint"):
+            Fingerprint.read(path)
+
+
+# Every axis on every platform: what still matches, what falls back, what is refused
+
+CPU = (
+    Requirement(
+        *("cpu", "x86_64", ("avx", "avx2"), "0.12.0"),
+        device_count=2,
+        xla_flags=("--xla_a=1",),
+        environment=(),
+        glibc="2.34",
+    ),
+    dataclasses.replace(MACHINE, xla_flags=("--xla_a=1",), glibc="2.36"),
+)
+CUDA = (
+    Requirement(
+        *("cuda", "x86_64", (), "0.12.0"),
+        plugin="jax-cuda13-pjrt 0.12.0",
+        cuda="13.0",
+        driver="580.65.06",
+        device_kind="NVIDIA L4",
+        compute_capability="8.9",
+        device_count=2,
+        device_memory_bytes=10_000_000_000,
+        xla_flags=(),
+        environment=("NVIDIA_TF32_OVERRIDE=0",),
+    ),
+    dataclasses.replace(
+        MACHINE,
+        platform="cuda",
+        plugin="jax-cuda13-pjrt 0.12.0",
+        cuda="13.0.96",
+        driver="580.65.06",
+        device_kind="NVIDIA L4",
+        compute_capability="8.9",
+        device_count=2,
+        device_memory_bytes=10_000_000_000,
+        environment=("NVIDIA_TF32_OVERRIDE=0",),
+    ),
+)
+TPU = (
+    Requirement(
+        *("tpu", "x86_64", (), "0.12.0"),
+        plugin="libtpu 0.0.50",
+        device_kind="TPU v5 lite",
+        device_count=4,
+        topology="2x2",
+        device_memory_bytes=10_000_000_000,
+        xla_flags=(),
+        environment=(),
+    ),
+    dataclasses.replace(
+        MACHINE,
+        platform="tpu",
+        plugin="libtpu 0.0.50",
+        device_kind="TPU v5 lite",
+        device_count=4,
+        topology="2x2",
+        device_memory_bytes=16_000_000_000,
+    ),
+)
+BASES = {"cpu": CPU, "cuda": CUDA, "tpu": TPU}
+SAME = object()
+"""As in the base."""
+NOT_ASKED = "the requirement does not speak of it: whatever the machine has, it fits"
+NEVER = "the axis is for information there, or has no limit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Changes of one axis, as (what is needed, what the machine has).
+
+    Attributes:
+        fits: still matches.
+        falls_back: does not, by this axis alone; a text: why nothing could.
+    """
+
+    fits: tuple[Any, Any]
+    falls_back: tuple[Any, Any] | str
+
+
+CASES = {
+    "cpu": {
+        "platform": Case((SAME, SAME), (SAME, "tpu")),
+        "architecture": Case(("aarch64", "aarch64"), (SAME, "aarch64")),
+        "cpu_features": Case((("avx",), ("amx-int8", "avx")), (SAME, ("avx", "sse2"))),
+        "jaxlib": Case(("0.12.0.1", "0.12.0.1"), (SAME, "0.12.0.1")),
+        "plugin": Case((SAME, "any 1.0"), NOT_ASKED),
+        "cuda": Case((SAME, "12.0"), NOT_ASKED),
+        "driver": Case((SAME, "1"), NOT_ASKED),
+        "device_kind": Case((SAME, "NVIDIA L4"), NOT_ASKED),
+        "compute_capability": Case((SAME, "7.5"), NOT_ASKED),
+        "device_count": Case((8, None), NEVER),
+        "topology": Case((SAME, "2x2"), NOT_ASKED),
+        "device_memory_bytes": Case((SAME, 1), NOT_ASKED),
+        "xla_flags": Case(((), ()), (SAME, ())),
+        "environment": Case((("A=1",), ("A=1",)), (SAME, ("A=1",))),
+        "glibc": Case((SAME, "2.100"), (SAME, "2.31")),
+    },
+    "cuda": {
+        "platform": Case((SAME, SAME), (SAME, "tpu")),
+        "architecture": Case(("aarch64", "aarch64"), (SAME, "aarch64")),
+        "cpu_features": Case((SAME, ()), (("avx512f",), SAME)),
+        "jaxlib": Case(("0.11.2", "0.11.2"), (SAME, "0.12")),
+        "plugin": Case(("any 1.0", "any 1.0"), (SAME, "jax-cuda12-pjrt 0.12.0")),
+        "cuda": Case((SAME, "13.1"), (SAME, "12.9.79")),
+        "driver": Case((SAME, "1000.1"), (SAME, "580.65.05")),
+        "device_kind": Case((SAME, "NVIDIA L40S"), NEVER),
+        "compute_capability": Case(("12.0", "12.0"), (SAME, "9.0")),
+        "device_count": Case((SAME, 8), (SAME, 1)),
+        "topology": Case((SAME, "2x2"), NOT_ASKED),
+        "device_memory_bytes": Case((SAME, 10_000_000_001), (SAME, 9_999_999_999)),
+        "xla_flags": Case((("--xla_a=1",), ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
+        "environment": Case(((), ()), (SAME, ())),
+        "glibc": Case((SAME, "2.17"), NOT_ASKED),
+    },
+    "tpu": {
+        "platform": Case((SAME, SAME), (SAME, "cpu")),
+        "architecture": Case(("aarch64", "aarch64"), ("aarch64", SAME)),
+        "cpu_features": Case((SAME, ()), (("avx512f",), SAME)),
+        "jaxlib": Case(("0.11.2", "0.11.2"), (SAME, "0.11.2")),
+        "plugin": Case(("libtpu 0.0.51", "libtpu 0.0.51"), (SAME, "libtpu 0.0.51")),
+        "cuda": Case((SAME, "13.0"), NOT_ASKED),
+        "driver": Case((SAME, "1"), NOT_ASKED),
+        "device_kind": Case(("TPU v6 lite", "TPU v6 lite"), (SAME, "TPU v6 lite")),
+        "compute_capability": Case((SAME, "9.0"), NOT_ASKED),
+        "device_count": Case((1, SAME), (SAME, 1)),
+        "topology": Case(("2x4", "2x4"), (SAME, "4x1")),
+        "device_memory_bytes": Case((None, None), (SAME, None)),
+        "xla_flags": Case((None, ("--xla_a=1",)), (SAME, ("--xla_a=1",))),
+        "environment": Case((None, ("A=1",)), (SAME, ("LIBTPU_INIT_ARGS=--a --b",))),
+        "glibc": Case((SAME, "2.17"), NOT_ASKED),
+    },
+}
+REFUSED = {
+    # JSON values that nothing could mean
+    "platform": ["CPU", "", "c p u", 1],
+    "architecture": ["X86", "", "x86-64"],
+    "cpu_features": [["AVX"], [""], ["avx,avx2"], "avx"],
+    "jaxlib": ["latest", "", "v0.12", "0.12 "],
+    "plugin": ["libtpu", "libtpu  0.0.50", "0.0.50"],
+    "cuda": ["cu13", "", "13."],
+    "driver": ["r580", "", 580],
+    "device_kind": ["", "NVIDIA\nL4", "\u00e9"],
+    "compute_capability": ["9", "sm_90", "9.0a", "\u0669.\u0660"],
+    "device_count": [0, -1, "2", 1.5, True],
+    "topology": ["x", "2x0", "2x", "2*2"],
+    "device_memory_bytes": [-1, "16 GB", 1.5],
+    "xla_flags": [["xla_a"], ["-xla_a"], ["--xla a"], ["--"], "--xla_a"],
+    "environment": [["a=1"], ["A"], ["=1"], ["A=1\nB=2"]],
+    "glibc": ["2", "", "glibc 2.36", "2.36 ", 2],
+}
+AXES = [field.name for field in dataclasses.fields(Requirement)]
+
+
+def changed(platform: str, field: str, change: tuple[Any, Any]) -> tuple[Requirement, Fingerprint]:
+    needs, machine = BASES[platform]
+    needed, found = change
+    if needed is not SAME:
+        needs = dataclasses.replace(needs, **{field: needed})
+    if found is not SAME:
+        machine = dataclasses.replace(machine, **{field: found})
+    return needs, machine
+
+
+FALLING_BACK = [
+    pytest.param(platform, field, case.falls_back, id=f"{platform}-{field}")
+    for platform, cases in CASES.items()
+    for field, case in cases.items()
+    if not isinstance(case.falls_back, str)
+]
+
+
+def axis_of(field: str) -> str:
+    """The name in a verdict; the unit is in the values."""
+    return field.removesuffix("_bytes")
+
+
+def test_no_axis_is_forgotten() -> None:
+    """A field that is added to Requirement needs a rule, a form, a place in Fingerprint and cases here."""
+    for cases in (*CASES.values(), REFUSED):
+        assert sorted(cases) == sorted(AXES)
+    assert list(_AXIS_FORMS) == AXES
+    assert set(AXES) <= {field.name for field in dataclasses.fields(Fingerprint)}
+    seen = {
+        axis.name for needs, machine in BASES.values() for axis in compare("t", needs, machine).axes
+    }
+    assert seen == set(map(axis_of, AXES))
+    documented = compare.__doc__ or ""
+    for name in seen:
+        assert re.search(rf"^ *- (\w+, )*{name}(, \w+)*:", documented, re.M), (
+            f"no reason for {name}"
+        )
+    for name in AXES:
+        assert re.search(rf"\b{name}\b", Requirement.__doc__ or "")
+        assert re.search(rf"\b{name}\b", Fingerprint.__doc__ or "")
+
+
+@pytest.mark.parametrize("field", AXES)
+@pytest.mark.parametrize("platform", BASES)
+def test_what_fits_is_not_turned_away(platform: str, field: str) -> None:
+    case = CASES[platform][field]
+    assert compare("t", *BASES[platform]).matches
+    needs, machine = changed(platform, field, case.fits)
+    verdict = compare("t", needs, machine)
+    assert verdict.matches, verdict.reason()
+    told = axis_of(field) in {axis.name for axis in verdict.axes}
+    assert told == (getattr(needs, field) is not None)
+    assert (case.falls_back == NOT_ASKED) == (
+        not told and getattr(BASES[platform][0], field) is None
+    )
+
+
+@pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
+def test_what_does_not_fit_falls_back_by_that_axis_alone(
+    platform: str, field: str, change: tuple[Any, Any]
+) -> None:
+    [axis] = compare("t", *changed(platform, field, change)).mismatches
+    assert axis.name == axis_of(field)
+    assert axis.needed != axis.found, "both sides must show what differs"
+
+
+def mesh_of(needs: Requirement) -> Mesh | None:
+    """A mesh of as many devices as a requirement counts; a bundle that says otherwise is refused."""
+    many = needs.device_count is not None and needs.device_count > 1
+    return Mesh(1, needs.device_count) if many else None
+
+
+@pytest.mark.parametrize(("platform", "field", "change"), FALLING_BACK)
+def test_loading_falls_back_with_the_axis_in_its_warning(
+    platform: str, field: str, change: tuple[Any, Any], recipe: Any, tmp_path: Path
+) -> None:
+    needs, machine = changed(platform, field, change)
+
+    def require(config: Any) -> Any:
+        return dataclasses.replace(config, requirement=needs, mesh=mesh_of(needs))
+
+    path = recipe.only("cpu-host").configured(require).write(tmp_path / "bundle")
+    with pytest.warns(FallbackWarning, match=rf"closest is cpu-host: {axis_of(field)}: needs "):
+        loaded = load(path, fingerprint=machine)
+    assert not loaded.matched
+    with pytest.raises(MismatchError, match=rf"\({axis_of(field)}: needs [^;]*\)$") as caught:
+        load(path, on_mismatch="error", fingerprint=machine)
+    [verdict] = caught.value.verdicts
+    assert [axis.name for axis in verdict.mismatches] == [axis_of(field)]
+
+
+REFUSALS = [(field, value) for field, values in REFUSED.items() for value in values]
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSALS)
+def test_a_requirement_without_meaning_is_rejected_by_its_axis(
+    field: str, value: Any, recipe: Any, tmp_path: Path
+) -> None:
+    """It never falls back: who wrote it did not write a bundle."""
+    path = recipe.only("cpu-host").write(tmp_path / "bundle")
+    index = from_json(Index, (path / "index.json").read_bytes(), "")
+    [descriptor] = index.manifests
+    plain = json.loads((descriptor.annotations or {})[REQUIREMENT])
+    text = to_json({**plain, field: value}).decode()
+    forged = {**(descriptor.annotations or {}), REQUIREMENT: text}
+    content = encode_index("example", (dataclasses.replace(descriptor, annotations=forged),))
+    (path / "index.json").write_bytes(content)
+    with pytest.raises(RejectError, match=rf"\b{field}\b.*: expected") as caught:
+        load(path)
+    assert caught.value.path == str(path / "index.json")
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSALS)
+def test_a_saved_fingerprint_without_meaning_is_rejected_by_its_axis(
+    field: str, value: Any, tmp_path: Path
+) -> None:
+    plain = json.loads(to_json(MACHINE))
+    (tmp_path / "machine.json").write_bytes(to_json({**plain, field: value}))
+    with pytest.raises(RejectError, match=rf"\b{field}\b.*: expected") as caught:
+        Fingerprint.read(tmp_path / "machine.json")
+    assert caught.value.path == str(tmp_path / "machine.json")
+
+
+def test_a_fingerprint_of_before_the_accelerators_still_reads(tmp_path: Path) -> None:
+    old = (
+        b'{"architecture":"x86_64","cpu_count":4,"cpu_features":["avx","avx2","fma","sse2"],'
+        b'"cpu_model":"Some CPU","jaxlib":"0.12.0","memory_bytes":17179869184,"platform":"cpu"}\n'
+    )
+    (tmp_path / "machine.json").write_bytes(old)
+    assert Fingerprint.read(tmp_path / "machine.json") == MACHINE
+
+
+# Rules in detail
+
+
+@pytest.mark.parametrize(
+    ("needed", "found", "fits"),
+    [
+        ("580.65.06", "580.65.06", True),
+        ("580.65.06", "580.65.6", True),
+        ("580.65.06", "580.9.1", False),
+        ("580.65.06", "1000.1", True),
+        ("580.65.06", "580", False),
+        ("580.0", "580", True),
+        ("580", "580.95.05", True),
+        ("580.65.06", None, False),
+        ("580", "9" * 5000, True),
+        ("9" * 5000, "580", False),
+        ("0" * 5000 + "580", "580", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(needed: str, found: str | None, fits: bool) -> None:
+    needs, machine = changed("cuda", "driver", (needed, found))
+    assert compare("t", needs, machine).matches == fits
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"),
+    [("13", True), ("13.0", True), ("13.2.1", True), ("14.0", False), ("12.9", False)],
+)
+def test_cuda_is_compatible_within_a_major_version(found: str, fits: bool) -> None:
+    needs, machine = changed("cuda", "cuda", (SAME, found))
+    assert compare("t", needs, machine).matches == fits
+
+
+def test_flags_are_compared_one_by_one() -> None:
+    """Joined by spaces, these two would look the same."""
+    needs, machine = changed("cuda", "environment", (("A=1 B=2",), ("A=1", "B=2")))
+    assert not compare("t", needs, machine).matches
+
+
+@pytest.mark.parametrize(
+    ("flags", "effective"),
+    [
+        ("", ()),
+        ("--xla_b=1 --xla_a=2", ("--xla_a=2", "--xla_b=1")),
+        ("--xla_a=1 --xla_a=2", ("--xla_a=2",)),
+        ("--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8", ()),
+        ("--xla_cpu_max_isa=AVX2 -v noise", ()),
+    ],
+)
+def test_flags_that_change_nothing_do_not_count(flags: str, effective: tuple[str, ...]) -> None:
+    assert effective_xla_flags(flags) == effective
+
+
+def test_the_flags_of_this_process_are_in_its_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=x")
+    assert Fingerprint.current().xla_flags == ("--xla_b=1",)
+    (tmp_path / "flags").write_text("--xla_a=1\n--xla_b=1\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert Fingerprint.current().xla_flags == ("--xla_a=1", "--xla_b=1")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "none"))
+    with pytest.raises(StoreError, match="XLA_FLAGS names"):
+        Fingerprint.current()
+
+
+# Which target a machine loads
+
+
+def targets_of(path: Path, machine: Fingerprint) -> list[tuple[str, bool]]:
+    with Layout(path) as layout:
+        index, _ = open_index(layout)
+        return [(t.name, t.verdict.matches) for t in match(layout, index, machine)]
+
+
+@pytest.fixture
+def two_levels(recipe: Any, tmp_path: Path) -> Path:
+    """A bundle whose targets say that they need avx, and avx and avx2 (the poorer is listed first)."""
+    needs = {"cpu-host": ("avx",), "cpu-x86-64-v3": ("avx", "avx2")}
+
+    def change(config: Any) -> Any:
+        return dataclasses.replace(
+            config,
+            requirement=dataclasses.replace(NEEDS, cpu_features=needs[config.target]),
+        )
+
+    return recipe.configured(change).write(tmp_path / "two-levels")
+
+
+def test_the_target_that_uses_most_of_the_machine_is_taken(two_levels: Path) -> None:
+    assert targets_of(two_levels, MACHINE) == [("cpu-x86-64-v3", True), ("cpu-host", True)]
+    poorer = dataclasses.replace(MACHINE, cpu_features=("avx",))
+    assert targets_of(two_levels, poorer) == [("cpu-x86-64-v3", False), ("cpu-host", True)]
+
+
+def test_what_is_tuned_for_the_very_device_goes_before_what_uses_more_of_the_cpu(
+    recipe: Any, tmp_path: Path
+) -> None:
+    kinds = {"cpu-host": "NVIDIA L40S", "cpu-x86-64-v3": "NVIDIA L4"}
+    features = {"cpu-host": ("avx", "avx2"), "cpu-x86-64-v3": ()}
+
+    def change(config: Any) -> Any:
+        name = config.target
+        told = {"device_kind": kinds[name], "cpu_features": features[name]}
+        return dataclasses.replace(config, requirement=dataclasses.replace(CUDA[0], **told))
+
+    path = recipe.configured(change).write(tmp_path / "kinds")
+    l4, l40s, other = (
+        dataclasses.replace(CUDA[1], device_kind=kind)
+        for kind in ("NVIDIA L4", "NVIDIA L40S", "NVIDIA RTX 4000")
+    )
+    assert targets_of(path, l4) == [("cpu-x86-64-v3", True), ("cpu-host", True)]
+    assert targets_of(path, l40s) == [("cpu-host", True), ("cpu-x86-64-v3", True)]
+    assert targets_of(path, other) == [("cpu-host", True), ("cpu-x86-64-v3", True)]
+    features["cpu-host"] = ()
+    path = recipe.configured(change).write(tmp_path / "equal")
+    assert targets_of(path, other) == [("cpu-host", True), ("cpu-x86-64-v3", True)], "as listed"
+
+
+def test_the_closest_target_is_one_of_the_machines_platform(recipe: Any, tmp_path: Path) -> None:
+    """That a GPU is no CPU helps nobody who has a target for GPUs."""
+    needs = {"cpu-host": CPU[0], "cpu-x86-64-v3": CUDA[0]}
+
+    def change(config: Any) -> Any:
+        wanted = needs[config.target]
+        return dataclasses.replace(config, requirement=wanted, mesh=mesh_of(wanted))
+
+    path = recipe.configured(change).write(tmp_path / "bundle")
+    found = {"platform": "cuda", "driver": "535.1", "compute_capability": "7.5"}
+    machine = dataclasses.replace(CPU[1], **{**found, "plugin": CUDA[1].plugin, "cuda": "13.0"})
+    with pytest.warns(FallbackWarning, match="closest is cpu-x86-64-v3: driver: needs"):
+        load(path, fingerprint=machine)
+
+
+def test_a_mismatch_of_every_target_is_told_of_every_target(two_levels: Path) -> None:
+    machine = dataclasses.replace(MACHINE, cpu_features=(), jaxlib="9")
+    with pytest.raises(MismatchError) as caught:
+        load(two_levels, on_mismatch="error", fingerprint=machine)
+    message = str(caught.value)
+    for part in ("cpu-host", "cpu-x86-64-v3", "all but avx", "avx2", "needs 0.12.0, found 9"):
+        assert part in message
+    assert [verdict.target for verdict in caught.value.verdicts] == ["cpu-x86-64-v3", "cpu-host"]
+    assert caught.value.exit_code == 3
+    assert "[[target]]" in (caught.value.hint or "")
+
+
+def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: Path) -> None:
+    machine = dataclasses.replace(MACHINE, cpu_features=("avx",), jaxlib="9")
+    with pytest.warns(FallbackWarning, match="closest is cpu-host: jaxlib: needs 0.12.0, found 9"):
+        loaded = load(two_levels, fingerprint=machine)
+    assert not loaded.matched
+    assert loaded.target == "cpu-host"
+
+
+# What a format part may import
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("accelerator", "bundle", "errors", "fingerprint", "fleet", "fleet_page", "layout"),
+        *("receipt", "target", "verify"),
+    ],
+)
+def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:
+    run_python(
+        f"import sys, prejit.runtime.{module}\n"
+        "heavy = {'jax', 'jaxlib', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", ["fingerprint", "explain", "explain --fleet . --page p.html", "inspect", "verify"]
+)
+def test_commands_that_run_nothing_import_no_jax(
+    command: str, settled_dir: Path, run_python: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "machine.json").write_bytes(to_json(Fingerprint.current()))
+    name, *options = command.split()
+    argv = [name] if name == "fingerprint" else [name, str(settled_dir), *options]
+    run_python(
+        "import sys\n"
+        "from prejit.runtime.__main__ import main\n"
+        f"status = main({argv!r})\n"
+        # jaxlib.version is how the version is told: jaxlib itself is small, its core is not.
+        "heavy = {'jax', 'jaxlib._jax', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else status)"
+    )
+
+
+def test_the_cpu_features_table_is_plain_data() -> None:
+    """Every name as LLVM spells it: lower case, digits, dots and dashes."""
+    source = Path(inspect.getfile(Fingerprint)).read_text()
+    assert ast.parse(source)
+    for name, flag in CPU_FEATURES.items():
+        assert name == name.lower().strip("+ ")
+        assert flag == flag.lower()
+        assert "_" not in name

@@ -1,0 +1,451 @@
+"""What a fallback compiled is kept: for this machine only, bounded, and whatever happens to it heals."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime.errors import PrejitWarning, UsageError
+from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs import compile_cache
+from prejit.runtime.programs.compile_cache import Portable, compiled_here, is_kept
+
+MACHINE = Fingerprint.current()
+
+
+def program(number: int) -> Portable:
+    return Portable(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
+
+
+PROGRAM = program(1)
+
+
+def made(content: bytes) -> Callable[[], bytes]:
+    return lambda: content
+
+
+def never() -> bytes:
+    pytest.fail("compiled again")
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    """What zstd cannot make smaller."""
+    return np.random.default_rng(seed).bytes(size)
+
+
+@pytest.fixture
+def directory(runtime_cache: Path) -> Path:
+    return runtime_cache / "compiled" / "v1"
+
+
+def keep(number: int, content: bytes) -> None:
+    assert compiled_here(program(number), MACHINE, made(content)) == (content, True)
+
+
+def kept(number: int) -> bool:
+    return is_kept(program(number), MACHINE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"jaxlib": "0.0.1"},
+        {"cpu_features": ("avx",)},
+        {"cpu_count": MACHINE.cpu_count + 1},
+        {"architecture": "aarch64"},
+        {"platform": "tpu"},
+        {"plugin": "jax-cuda12-plugin 0.10.2"},
+        {"device_kind": "NVIDIA L4"},
+        {"compute_capability": "8.9"},
+        {"device_count": 3},
+        {"topology": "2x2"},
+        {"xla_flags": ("--xla_cpu_enable_fast_math=true",)},
+        {"environment": ("NVIDIA_TF32_OVERRIDE=0",)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_machine_never_takes_a_kept_executable(change: dict[str, Any]) -> None:
+    """A home directory may be shared by machines that are not alike."""
+    keep(1, b"ours")
+    other = replace(MACHINE, **change)
+    assert not is_kept(PROGRAM, other)
+    assert compiled_here(PROGRAM, other, made(b"theirs")) == (b"theirs", True)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory_bytes": 1 << 30},
+        {"cpu_model": "Another"},
+        {"driver": "999.1"},
+        {"cuda": "12.9"},
+        {"device_memory_bytes": 1 << 30},
+        {"glibc": "2.28"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_no_executable_costs_no_compile(change: dict[str, Any]) -> None:
+    """A container that is given more memory, a driver that is updated."""
+    keep(1, b"ours")
+    other = replace(MACHINE, **change)
+    assert compiled_here(PROGRAM, other, never) == (b"ours", False)
+
+
+def test_every_axis_of_a_fingerprint_was_thought_of() -> None:
+    """A new axis belongs in the key, or in the test above."""
+    axes = {field.name for field in dataclasses.fields(Fingerprint)}
+    tested = [
+        mark.args[1]
+        for test in (
+            test_another_machine_never_takes_a_kept_executable,
+            test_what_changes_no_executable_costs_no_compile,
+        )
+        for mark in test.pytestmark  # type: ignore[attr-defined]
+    ]
+    assert axes == {name for changes in tested for change in changes for name in change}
+
+
+def test_another_program_or_device_has_a_file_of_its_own() -> None:
+    keep(1, b"ours")
+    assert compiled_here(program(2), MACHINE, made(b"x")) == (b"x", True)
+    assert compiled_here(replace(PROGRAM, device="cuda"), MACHINE, made(b"y")) == (b"y", True)
+
+
+@pytest.mark.parametrize(
+    "change", [{"platforms": ("cuda", "cpu")}, {"platforms": ()}, {"mesh": Mesh(2, 1)}], ids=str
+)
+def test_what_a_bundle_says_of_a_program_is_in_the_key(change: dict[str, Any]) -> None:
+    """Another bundle may hold the same program and say something else of it."""
+    keep(1, b"ours")
+    other = replace(PROGRAM, **change)
+    assert not is_kept(other, MACHINE)
+    assert compiled_here(other, MACHINE, made(b"theirs")) == (b"theirs", True)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+
+
+def test_the_threads_that_xla_is_given_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(1, b"for as many as there are CPUs")
+    monkeypatch.setenv("NPROC", "1")
+    keep(1, b"for one")
+
+
+def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(1, b"made by an older prejit")
+    monkeypatch.setattr(compile_cache, "_our_code", lambda: "sha256:of mended code")
+    keep(1, b"ours")
+
+
+def test_slow_code_of_a_capped_start_is_not_served_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2")
+    keep(1, b"capped")
+    monkeypatch.delenv("XLA_FLAGS")
+    keep(1, b"not capped")
+
+
+def test_a_compile_that_fails_leaves_nothing_and_releases_the_lock(directory: Path) -> None:
+    def failing() -> bytes:
+        raise ValueError("out of luck")
+
+    with pytest.raises(ValueError, match="out of luck"):
+        compiled_here(PROGRAM, MACHINE, failing)
+    assert list(directory.iterdir()) == []
+    keep(1, b"good")
+    assert [path.suffix for path in directory.iterdir()] == [""]
+
+
+def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
+    keep(1, b"of another build")
+    refused = b"of another build"
+    again = compiled_here(PROGRAM, MACHINE, made(b"ours"), refused=refused)
+    assert again == (b"ours", True)
+    # A process that was refused the same one, a little later: it takes what the first one made.
+    assert compiled_here(PROGRAM, MACHINE, never, refused=refused) == (b"ours", False)
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(where=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())
+def test_no_flipped_bit_and_no_cut_file_is_ever_served(
+    directory: Path, where: float, bits: int, cut: bool
+) -> None:
+    content = b"machine code " * 40
+    compiled_here(PROGRAM, MACHINE, made(content))
+    [path] = directory.iterdir()
+    whole = path.read_bytes()
+    at = int(where * len(whole))
+    path.write_bytes(whole[:at] + (b"" if cut else bytes([whole[at] ^ bits]) + whole[at + 1 :]))
+    assert compiled_here(PROGRAM, MACHINE, made(content)) == (content, True)
+    assert compiled_here(PROGRAM, MACHINE, never) == (content, False)
+
+
+def test_the_cache_stays_in_its_limit_and_keeps_what_was_used_last(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "3500")
+    for number in (1, 2, 3):
+        keep(number, noise(1000, number))
+        time.sleep(0.02)  # the kernel's clock of mtimes ticks every 4 to 10 ms
+    compiled_here(PROGRAM, MACHINE, never)  # used: now 2 is the oldest
+    time.sleep(0.02)
+    keep(4, noise(1000, 4))
+    assert [kept(number) for number in (1, 2, 3, 4)] == [True, False, True, True]
+    keep(5, noise(3000, 5))
+    assert [kept(number) for number in (1, 2, 3, 4, 5)] == [False] * 4 + [True]
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= 3500
+
+
+def test_files_of_a_clock_that_ran_ahead_go_first(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would push out all others for years."""
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "2500")
+    keep(1, noise(1000, 1))
+    [path] = directory.iterdir()
+    os.utime(path, (time.time() + 1e6,) * 2)
+    keep(2, noise(1000, 2))
+    keep(3, noise(1000, 3))
+    assert [kept(number) for number in (1, 2, 3)] == [False, True, True]
+
+
+def test_a_program_larger_than_the_limit_pushes_nothing_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "2000")
+    keep(1, noise(1000, 1))
+    with pytest.warns(PrejitWarning, match="expected at most PREJIT_COMPILE_CACHE_BYTES=2000"):
+        keep(2, noise(3000, 2))
+    assert (kept(1), kept(2)) == (True, False)
+
+
+def test_a_limit_of_nothing_keeps_and_reads_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(1, b"before")
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "0")
+    assert not kept(1)
+    keep(1, b"now")
+    keep(2, b"now")
+    assert len(list(directory.iterdir())) == 1
+
+
+@pytest.mark.parametrize("text", ["2GB", "-1", "1e9", " 5", "9" * 19])
+def test_a_limit_that_is_no_number_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", text)
+    with pytest.raises(UsageError, match=r"PREJIT_COMPILE_CACHE_BYTES: expected a number of bytes"):
+        compiled_here(PROGRAM, MACHINE, never)
+
+
+def test_what_is_not_ours_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "1500")
+    directory.mkdir(parents=True, mode=0o700)
+    (directory / "README").write_text("notes")
+    (directory / f"{7:064x}").mkdir()
+    keep(1, noise(1000, 1))
+    keep(2, noise(1000, 2))
+    assert (directory / "README").exists()
+    assert (directory / f"{7:064x}").is_dir()
+    assert (kept(1), kept(2)) == (False, True)
+
+
+def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(directory: Path) -> None:
+    directory.mkdir(parents=True, mode=0o700)
+    dead, alive = f"{8:064x}", f"{9:064x}"
+    for key in (dead, alive):
+        (directory / f"{key}.lock").touch()
+        (directory / f".{key}.1234.abcd1234.tmp").write_bytes(b"half")
+    with open(directory / f"{alive}.lock", "rb+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        keep(1, b"ours")
+        names = {path.name for path in directory.iterdir()}
+        assert not {name for name in names if dead in name}
+        assert len({name for name in names if alive in name}) == 2
+    keep(2, b"ours")
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_readers_and_writers_and_eviction_at_once_give_right_bytes_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A limit for two of six programs: files vanish all the time."""
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "2500")
+    wrong: list[object] = []
+
+    def use(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        try:
+            for number in random.integers(1, 7, 60):
+                content = noise(1000, int(number))
+                found, _ = compiled_here(program(number), MACHINE, made(content))
+                if found != content:
+                    wrong.append(number)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_read_only_cache_serves_what_it_has_and_says_what_it_cannot(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(1, b"ours")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compile_cache, "write_file", full)
+    monkeypatch.setattr(os, "utime", full)
+    assert compiled_here(PROGRAM, MACHINE, never) == (b"ours", False)
+    with pytest.warns(PrejitWarning, match="No space left on device") as told:
+        keep(2, b"not kept")
+    assert len(told) == 1
+    keep(3, b"nor this")
+    assert (kept(2), kept(3)) == (False, False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file system")
+def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(disk / "cache"))
+        with pytest.warns(PrejitWarning, match="No space left"):
+            keep(1, noise(200_000))
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
+        keep(2, b"small")
+        assert kept(2)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+WRITE_FOR_EVER = """
+import itertools, sys
+from prejit.runtime.programs.compile_cache import Portable, compiled_here
+from prejit.runtime.machine.fingerprint import Fingerprint
+machine = Fingerprint.current()
+for turn in itertools.count():
+    for number in range(4):
+        content = bytes([number]) * 200_000
+        refused = content if turn % 2 else None
+        program = Portable(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
+        compiled_here(program, machine, lambda: content, refused=refused)
+    if turn == 0:
+        print("running", flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
+    directory: Path,
+) -> None:
+    """Processes write without a pause and are killed at random moments."""
+    random = np.random.default_rng(0)
+    for _ in range(12):
+        command = [sys.executable, "-c", WRITE_FOR_EVER]
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"running\n"
+            time.sleep(random.uniform(0, 0.05))
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+        for number in range(4):
+            content = bytes([number]) * 200_000
+            found, _ = compiled_here(program(number), MACHINE, made(content))
+            assert found == content
+    keep(99, b"one more, which removes what was left")
+    names = [path.name for path in directory.iterdir()]
+    assert all(len(name) == 64 for name in names), names
+    assert len(names) == 5
+
+
+HOLD = f"""
+import time
+from prejit.runtime.programs.compile_cache import Portable, compiled_here
+from prejit.runtime.machine.fingerprint import Fingerprint
+def compile_for_ever():
+    print("compiling", flush=True)
+    time.sleep(1000)
+compiled_here({PROGRAM!r}, Fingerprint.current(), compile_for_ever)
+"""
+
+
+def test_a_process_killed_while_it_compiles_blocks_nobody() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"compiling\n"
+        process.kill()
+    started = time.monotonic()
+    keep(1, b"made")
+    assert time.monotonic() - started < 5
+
+
+def test_who_waited_for_a_lock_that_was_removed_still_compiles_alone(directory: Path) -> None:
+    """Each holder removes the lock file: two must never hold two files of one name."""
+    inside = most = 0
+    guard = threading.Lock()
+
+    def failing() -> bytes:  # nothing is kept, so that every thread compiles in turn
+        nonlocal inside, most
+        with guard:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.005)
+        with guard:
+            inside -= 1
+        raise ValueError
+
+    def use() -> None:
+        for _ in range(5):
+            with pytest.raises(ValueError):  # noqa: PT011
+                compiled_here(PROGRAM, MACHINE, failing)
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert list(directory.iterdir()) == []
+
+
+def test_the_digest_stands_before_the_frame(directory: Path) -> None:
+    """What an earlier release kept is read by a later one, or not at all."""
+    keep(1, b"ours")
+    [path] = directory.iterdir()
+    content = path.read_bytes()
+    assert content[:32] == hashlib.sha256(content[32:]).digest()
+    assert content[32:36] == b"\x28\xb5\x2f\xfd"  # zstd's magic number
+    assert path.stat().st_mode & 0o777 == 0o600

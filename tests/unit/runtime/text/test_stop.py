@@ -1,0 +1,106 @@
+"""Stop strings: what is given out does not depend on how the text was cut, and no part of one leaks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.text.stop import StopStrings
+from prejit.runtime.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
+LETTERS = "ab\n🙂"  # few, so that stop strings come, overlap and repeat
+
+
+def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The text before the match that ends first, by looking at every place."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.text(LETTERS, max_size=60),
+    st.lists(st.text(LETTERS, min_size=1, max_size=6), max_size=4),
+    st.lists(st.integers(1, 7), min_size=1),
+)
+@example("aab", ["aab", "ab", "b"], [1])  # one ends another
+@example("aaab", ["aab"], [1])  # a match begins inside a false start
+@example("abab", ["abc", "b"], [2])  # one lies inside another
+def test_text_is_cut_at_the_first_match_however_it_comes(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    stream = StopStrings(stops)
+    longest = max(map(len, stops), default=1)
+    given_out, place, turn = "", 0, 0
+    while place < len(text) and stream.found is None:
+        size = sizes[turn % len(sizes)]
+        piece = text[place : place + size]
+        given_out += stream.push(piece)
+        place, turn = place + len(piece), turn + 1
+        if stream.found is None:
+            assert place - len(given_out) <= longest - 1, (
+                "held back more than could be a stop string"
+            )
+    given_out += stream.finish()
+    assert (given_out, stream.found) == cut(text, stops)
+
+
+def test_nothing_comes_after_a_stop_string() -> None:
+    stream = StopStrings(["END"])
+    assert stream.push("text EN") == "text "
+    assert stream.push("D more END") == ""
+    assert stream.found == "END"
+    assert stream.push("more") == ""
+    assert stream.finish() == ""
+
+
+def test_one_stop_string_is_no_list_of_its_letters() -> None:
+    stream = StopStrings("ab")
+    assert stream.push("b a") == "b "
+    assert stream.push("b") == ""
+    assert stream.found == "ab"
+
+
+@pytest.mark.parametrize("stops", [[""], ["a", ""], "", [3], [None]])
+def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
+    with pytest.raises(UsageError, match="stop: expected strings of at least one character"):
+        StopStrings(stops)
+
+
+def test_a_push_costs_the_same_after_much_text() -> None:
+    stream = StopStrings(["\n\n\n", "</s>", "ab" * 400 + "c"])
+
+    def cost() -> float:
+        best = 1.0
+        for _ in range(20):
+            started = time.perf_counter()
+            for _ in range(100):
+                stream.push("abababab")  # all but the last letter of the long one is always held
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    early = cost()
+    for _ in range(20_000):
+        stream.push("abababab")
+    assert cost() < 5 * early
+
+
+@given(
+    st.text(st.sampled_from("aé…😀你 \n�") | st.characters(codec="utf-8"), max_size=30),
+    st.text(st.sampled_from("aé…😀你 \n"), min_size=1, max_size=3),
+)
+def test_stop_strings_span_tokens_and_characters_span_tokens(text: str, stop: str) -> None:
+    tokenizer = Tokenizer(DEMO.read_bytes(), str(DEMO))
+    pieces, stream = tokenizer.stream([]), StopStrings([stop])
+    given_out = "".join(stream.push(pieces.push(token)) for token in tokenizer.encode(text))
+    given_out += stream.push(pieces.finish()) + stream.finish()
+    assert given_out == text.partition(stop)[0]

@@ -1,0 +1,328 @@
+"""Text of tokens as they come: whole characters, the same text as decoding all at once, at a flat cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.runtime.errors import ContextError, RejectError, UsageError
+from prejit.runtime.text.tokenizer import TextStream, Tokenizer
+
+DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"
+VOCAB = 4096
+TEXT = st.text(st.sampled_from("aé…😀你好 \n�") | st.sampled_from(list("def x(y):")), max_size=40)
+
+
+@cache
+def byte_level() -> Tokenizer:
+    return Tokenizer(DEMO.read_bytes(), str(DEMO))
+
+
+@cache
+def sentencepiece() -> Tokenizer:
+    """In the manner of Llama 2: a space before the text, words with their space, bytes for the rest."""
+    vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    vocab += [*"abcdefxy():\n", "ab", "▁a", "▁▁", "de", "def", "▁def"]
+    merges = [["a", "b"], ["▁", "a"], ["▁", "▁"], ["d", "e"], ["de", "f"], ["▁", "def"]]
+    return Tokenizer(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [
+                    {
+                        **{"id": place, "content": vocab[place], "special": True},
+                        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+                    }
+                    for place in range(3)
+                ],
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [
+                        {"type": "Prepend", "prepend": "▁"},
+                        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                    ],
+                },
+                "pre_tokenizer": None,
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [
+                        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                    "pair": [
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                        {"Sequence": {"id": "B", "type_id": 1}},
+                    ],
+                    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+                },
+                "decoder": {
+                    "type": "Sequence",
+                    "decoders": [
+                        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                        {"type": "ByteFallback"},
+                        {"type": "Fuse"},
+                        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+                    ],
+                },
+                "truncation": {
+                    **{"direction": "Right", "max_length": 6},
+                    **{"strategy": "LongestFirst", "stride": 0},
+                },
+                "padding": {
+                    **{"strategy": {"Fixed": 6}, "direction": "Right", "pad_to_multiple_of": None},
+                    **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"},
+                },
+                "model": {
+                    **{"type": "BPE", "dropout": None, "unk_token": "<unk>", "fuse_unk": True},
+                    **{"continuing_subword_prefix": None, "end_of_word_suffix": None},
+                    **{"byte_fallback": True, "ignore_merges": False},
+                    "vocab": {token: place for place, token in enumerate(vocab)},
+                    "merges": merges,
+                },
+            }
+        ).encode(),
+        "tokenizer.json",
+    )
+
+
+TOKENIZERS = pytest.mark.parametrize("made", [byte_level, sentencepiece])
+
+
+def streamed(stream: TextStream, tokens: list[int]) -> str:
+    return "".join(map(stream.push, tokens)) + stream.finish()
+
+
+def readings(tokenizer: Tokenizer, prompt: list[int], piece: str) -> list[str]:
+    """The whole text by a piece that follows a prompt: what the prompt leaves unfinished comes whole."""
+    before = [tokenizer.decode(prompt[: len(prompt) - begun]) for begun in range(4)]
+    return [text + piece for text in (*before, before[0].rstrip("\ufffd"))]
+
+
+@TOKENIZERS
+@given(text=TEXT, share=st.floats(0, 1))
+def test_pieces_are_the_text_wherever_the_prompt_ends(
+    made: type[Tokenizer], text: str, share: float
+) -> None:
+    tokenizer = made()
+    ids = tokenizer.encode(text)
+    prompt, new = ids[: int(share * len(ids))], ids[int(share * len(ids)) :]
+    whole = tokenizer.decode(ids)
+    piece = streamed(tokenizer.stream(prompt), new)
+    assert whole in readings(tokenizer, prompt, piece)
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("text", ["\ufffdéé:", "é\ufffdé", "\ufffd\ufffd😀é", "\ufffd😀\ufffdé"])
+def test_pieces_after_a_prompt_of_replacement_characters(
+    made: Callable[[], Tokenizer], text: str
+) -> None:
+    """A prompt may end in a character begun that follows U+FFFD itself."""
+    tokenizer = made()
+    ids = tokenizer.encode(text)
+    for share in range(len(ids) + 1):
+        piece = streamed(tokenizer.stream(ids[:share]), ids[share:])
+        assert tokenizer.decode(ids) in readings(tokenizer, ids[:share], piece), share
+
+
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), max_size=20),
+    new=st.lists(st.integers(0, VOCAB - 1), max_size=60),
+)
+def test_any_tokens_of_a_byte_level_model_give_the_text_of_all_at_once(
+    prompt: list[int], new: list[int]
+) -> None:
+    tokenizer = byte_level()
+    whole = tokenizer.decode(prompt + new)
+    piece = streamed(tokenizer.stream(prompt), new)
+    assert whole in readings(tokenizer, prompt, piece)
+
+
+@given(st.lists(st.integers(0, 276), max_size=60))
+def test_bytes_that_are_no_text_end_no_stream(tokens: list[int]) -> None:
+    """`tokenizers.decoders.DecodeStream` raises on some."""
+    tokenizer = sentencepiece()
+    stream = tokenizer.stream([1])
+    pieces = [stream.push(token) for token in tokens]
+    text = "".join(pieces) + stream.finish()
+    if "\ufffd" not in tokenizer.decode(tokens):
+        assert text == tokenizer.decode([1, *tokens])
+
+
+def test_a_character_comes_whole_with_its_last_token() -> None:
+    tokenizer = sentencepiece()
+    stream = tokenizer.stream([1])
+    pieces = [stream.push(token) for token in tokenizer.encode("a😀b")[1:]]
+    assert pieces == ["a", "", "", "", "😀", "b"]
+
+
+def test_an_unfinished_character_comes_at_the_end() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("x 你")
+    stream = tokenizer.stream([])
+    assert "".join(map(stream.push, ids[:-1])) == "x "
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_the_space_after_a_prompt_is_kept_and_that_of_a_text_is_not() -> None:
+    tokenizer = sentencepiece()
+    word = tokenizer.encode("def")[1:]
+    assert streamed(tokenizer.stream([1]), word) == "def"
+    assert streamed(tokenizer.stream(tokenizer.encode("a")), word) == " def"
+    # Special tokens make no text: the word before them still counts.
+    assert streamed(tokenizer.stream([*tokenizer.encode("a"), *[1] * 40]), word) == " def"
+
+
+def test_a_long_prompt_of_byte_tokens_is_not_cut_within_a_character() -> None:
+    tokenizer = sentencepiece()
+    for extra in range(4):
+        prompt, new = tokenizer.encode("a" * extra + "😀" * 10), tokenizer.encode("😀")[-4:]
+        for cut in range(4):  # the prompt may end within one as well
+            begun, rest = [*prompt, *new[:cut]], new[cut:]
+            assert streamed(tokenizer.stream(begun), rest) == "😀"
+
+
+def test_a_replacement_character_of_the_prompt_is_not_given_again() -> None:
+    tokenizer = byte_level()
+    prompt = tokenizer.encode("a\ufffd")
+    assert streamed(tokenizer.stream(prompt), tokenizer.encode(" b")) == " b"
+
+
+def test_special_tokens_make_no_text_and_unknown_ids_neither() -> None:
+    tokenizer = sentencepiece()
+    a, b = tokenizer.encode("ab")[-1], 10_000_000
+    assert streamed(tokenizer.stream([1]), [a, 2, b, 1, a, *[b] * 40, a]) == "ababab"
+
+
+def junk() -> int:
+    return next(i for i in range(VOCAB) if byte_level().decode([i]) == "\ufffd")
+
+
+@pytest.mark.parametrize(
+    "what", ["text", "special tokens", "bytes that are no text", "unknown ids"]
+)
+def test_a_push_costs_the_same_after_100_000_tokens(what: str) -> None:
+    tokenizer = byte_level()
+    text = tokenizer.encode("def f(x):\n    return x + 1\n" * 200)
+    tokens = {
+        "text": text,
+        "special tokens": [0] * 1000,
+        "bytes that are no text": [junk()] * 1000,
+        "unknown ids": [10_000_000] * 1000,
+    }[what][:1000]
+    stream = tokenizer.stream([])
+
+    def cost() -> float:
+        best = 1.0
+        for _ in range(5):
+            started = time.perf_counter()
+            for token in tokens:
+                stream.push(token)
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    early = cost()
+    for _ in range(100_000 // len(tokens) - 10):
+        for token in tokens:
+            stream.push(token)
+    assert cost() < 4 * early
+
+
+def test_a_long_prompt_is_not_decoded_for_the_first_token() -> None:
+    tokenizer = byte_level()
+    short = tokenizer.encode("def f(x):\n    return x + 1\n" * 4)
+    long = short * 2000
+
+    def cost(prompt: list[int]) -> float:
+        best = 1.0
+        for _ in range(20):
+            started = time.perf_counter()
+            tokenizer.stream(prompt).push(prompt[0])
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    assert cost(long) < 10 * cost(short)
+
+
+def test_special_tokens_that_a_text_spells_are_added_once_where_asked() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.encode("<s>ab")[:2] == [1, 1]
+    assert tokenizer.encode("<s>ab", add_special_tokens=False).count(1) == 1
+    many = tokenizer.encode_batch(["<s>ab", ""], add_special_tokens=False)
+    assert many == [tokenizer.encode(x, add_special_tokens=False) for x in ("<s>ab", "")]
+
+
+def test_truncation_and_padding_of_the_file_do_not_cut_prompts() -> None:
+    """sentence-transformers publishes tokenizer.json with both."""
+    tokenizer = sentencepiece()
+    text = "abdef" * 20
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("")) < 6
+    assert tokenizer.encode_batch([text, "a"]) == [tokenizer.encode(text), tokenizer.encode("a")]
+
+
+def test_text_that_no_encoding_has_is_a_usage_error() -> None:
+    for encode in (byte_level().encode, lambda text: byte_level().encode_batch(["a", text])):
+        with pytest.raises(UsageError, match=r"lone surrogate '\\ud800' at character 1"):
+            encode("a\ud800")
+
+
+def test_a_file_that_is_no_tokenizer_is_rejected() -> None:
+    with pytest.raises(RejectError, match=r"somewhere: expected a tokenizer\.json"):
+        Tokenizer(b"{}", "somewhere")
+
+
+def crafted(model: Mapping[str, object], **parts: object) -> bytes:
+    """A tokenizer.json with this model and nothing else but the given parts."""
+    empty = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    tree = {"version": "1.0", "added_tokens": [], **dict.fromkeys(empty), **parts, "model": model}
+    return json.dumps(tree).encode()
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+"""Onig gives up on 40 `a`s: it has tried as many ways to match them as it may."""
+
+
+def test_a_panic_of_the_library_ends_the_process() -> None:
+    """A panic is a BaseException that is no Exception: a server that does not expect it ends."""
+    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UsageError, match="somewhere encodes, found one that it fails on: Onig"):
+            encode("a" * 40)
+    assert tokenizer.encode("a") == [0], "a panic must not spoil what follows"
+
+
+def test_a_panic_while_a_tokenizer_is_read_ends_the_process() -> None:
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(RejectError, match=r"somewhere: expected a tokenizer\.json: Precompiled"):
+        Tokenizer(crafted(WORDS, normalizer=charsmap), "somewhere")
+
+
+def test_a_text_that_the_tokenizer_has_no_token_for_is_a_usage_error() -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    tokenizer = Tokenizer(crafted(model), "somewhere")
+    with pytest.raises(UsageError, match=r"somewhere encodes, .*Missing \[UNK\]"):
+        tokenizer.encode("b")
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
+def test_ids_that_the_library_does_not_take_are_usage_errors(token_id: int) -> None:
+    for made in (byte_level, sentencepiece):
+        for decode in (made().decode, made().stream):
+            with pytest.raises(UsageError, match=rf"token ids that .* decodes, found \[{token_id}"):
+                decode([token_id])
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
+    tokenizer = Tokenizer(crafted(WORDS, pre_tokenizer=SLOW), "somewhere")
+    with pytest.raises(ContextError, match=r"at most 4 tokens .*, found a text of 4097 characters"):
+        tokenizer.encode("a" * 4097, max_tokens=4)
+    assert len(byte_level().encode("ab" * 2048, max_tokens=4)) > 4, "near the bound: tokens decide"
