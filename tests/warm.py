@@ -7,8 +7,10 @@ real new processes.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -82,6 +84,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
 def _serve() -> None:
     from transformers import AutoConfig  # noqa: F401 (transformers imports it when it is named)
 
+    import prejit.compiler
+
+    for module in pkgutil.walk_packages(prejit.compiler.__path__, "prejit.compiler."):
+        importlib.import_module(module.name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
     for line in sys.stdin:
         wanted = json.loads(line)
