@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from .parity.cases import Case
 
@@ -109,3 +111,28 @@ def build(
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return directory / "decoder"
+
+
+@pytest.fixture(scope="session")
+def make_decoder(
+    tmp_path_factory: pytest.TempPathFactory, build_cache: Path
+) -> Callable[..., Path]:
+    """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
+
+    The model is a family of this module, with random weights, or a directory.
+    """
+
+    def make(model: str | Path, **buckets: Any) -> Path:
+        directory = tmp_path_factory.mktemp("decoder")
+        source = Path(model)
+        if isinstance(model, str):
+            source = write_random(model, directory / model)
+        return build(source, directory, build_cache, **buckets)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder_dir(make_decoder: Callable[..., Path]) -> Path:
+    """A GPT-2 of 48 tokens: every kind of program, two buckets of each size."""
+    return make_decoder("gpt2", batch=(1, 3), prompt=(3, 10), context=(24, 72))

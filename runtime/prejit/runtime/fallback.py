@@ -60,7 +60,7 @@ def mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:
         f"{layout.path}: this machine is none of the bundle's targets: {reasons}",
         verdicts=tuple(target.verdict for target in targets),
         hint="add a [[target]] for this machine and build again, or allow compiling here "
-        '(on_mismatch="jit", without --require-aot)',
+        '(on_mismatch="jit")',
     )
 
 

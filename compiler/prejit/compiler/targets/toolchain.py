@@ -20,7 +20,7 @@ from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.environments import Environment, worker_command
 from prejit.compiler.targets.target_table import cross_compiles
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.cli.tuning import Tuning
+from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.catalogue import capabilities
 from prejit.runtime.machine.environment import effective_environment, read_xla_flags

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from prejit.runtime import Fingerprint, load
 from prejit.runtime.base.process import peak_memory_bytes, private_memory_bytes, seconds_since_exec
@@ -18,7 +18,7 @@ from prejit.runtime.errors import PrejitError
 
 def use_once(
     path: str,
-    require_aot: bool,
+    on_mismatch: Literal["jit", "error"],
     fingerprint: str | None,
     program: str | None,
     prompt: list[int],
@@ -28,7 +28,7 @@ def use_once(
 
     Args:
         path: of the bundle.
-        require_aot: fail rather than compile.
+        on_mismatch: see `prejit.runtime.load`.
         fingerprint: of the machine that this one is taken for, as a file.
         program: one to run on zeros; None: generate or encode, as the bundle can.
         prompt: token ids, or those of a sentence.
@@ -40,7 +40,7 @@ def use_once(
     """
     bundle = load(
         path,
-        on_mismatch="error" if require_aot else "jit",
+        on_mismatch=on_mismatch,
         fingerprint=Fingerprint.read(fingerprint) if fingerprint else None,
     )
     first = 0.0

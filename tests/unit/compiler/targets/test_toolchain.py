@@ -21,7 +21,7 @@ from prejit.compiler.targets.toolchain import (
     host_toolchain,
     read_tuning,
 )
-from prejit.runtime.cli.tuning import Tuning, write
+from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -17,9 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import __main__
-from prejit.runtime.bench import measure
-from prejit.runtime.bench.measure import Setup, ratio_in_turns
-from prejit.runtime.bench.page import page
+from prejit.runtime.bench.processes import Setup, _fresh_process
 from prejit.runtime.bench.report import (
     GROUPS,
     MIN_P95_SAMPLES,
@@ -41,7 +39,9 @@ from prejit.runtime.bench.report import (
     summarize,
     text,
 )
+from prejit.runtime.bench.rounds import ratio_in_turns
 from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
+from prejit.runtime.pages.bench import bench_page
 from prejit.runtime.programs.programs import ProgramReport
 
 MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
@@ -403,7 +403,7 @@ def test_names_stay_text_on_the_page() -> None:
     )
     comparison = compare(before, after, other=EVIL, tolerance=0.25)
     assert comparison.regressions
-    found = Elements(page(after, comparison))
+    found = Elements(bench_page(after, comparison))
     tags = [tag for tag, _ in found.found]
     assert not {"script", "img"} & set(tags)
     assert not any(name.startswith("on") for _, attributes in found.found for name in attributes)
@@ -425,7 +425,7 @@ def test_the_page_needs_nothing_beside_itself_and_shows_everything() -> None:
     memory = row("bytes row", [1e8], unit="bytes", group="memory")
     after = report(*rows, memory, FULL.rows[2])
     before = report(*(dataclasses.replace(one, minimum=one.minimum / 2) for one in rows), memory)
-    source = page(after, beside(before, after))
+    source = bench_page(after, beside(before, after))
     found = Elements(source)
     for _, attributes in found.found:
         assert not {"src", "href", "action", "data", "xlink:href"} & attributes.keys()
@@ -447,7 +447,7 @@ def test_pictures_stay_inside_their_frame(rows: list[list[float]]) -> None:
     made = [row(f"r{i}", samples, items=1, item="tokens") for i, samples in enumerate(rows)]
     turned = [row(f"r{i}", samples) for i, samples in enumerate(reversed(rows))]
     after = report(*made)
-    for tag, attributes in Elements(page(after, beside(report(*turned), after))).found:
+    for tag, attributes in Elements(bench_page(after, beside(report(*turned), after))).found:
         for name in ("x", "x1", "x2", "cx", "width"):
             if tag in ("line", "rect", "circle", "text") and name in attributes:
                 assert 0 <= float(attributes[name] or "nan") <= 1000
@@ -506,7 +506,7 @@ def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: 
         (tmp_path / "nowhere", 6, "error[store]"),
     ):
         with pytest.raises(ProcessError, match=re.escape(told)) as caught:
-            measure._fresh_process(Setup(str(path)), use)
+            _fresh_process(Setup(str(path)), use)
         assert caught.value.exit_code == status
         assert f"a fresh process ended with {status}" in str(caught.value)
     assert ProcessError("killed", -9).exit_code == 137

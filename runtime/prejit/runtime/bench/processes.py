@@ -1,0 +1,107 @@
+"""What is measured in fresh processes: start-up and memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from prejit.runtime.bench.probes import NEW_TOKENS, PROMPTS, random_prompt
+from prejit.runtime.bench.rounds import Head, Rounds, Say
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.errors import ProcessError
+from prejit.runtime.loader import load
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a bundle is loaded, in this process and in fresh ones.
+
+    Attributes:
+        path: of the bundle.
+        on_mismatch: see `prejit.runtime.load`.
+        fingerprint: of the machine that this one is taken for, as a file.
+    """
+
+    path: str
+    on_mismatch: Literal["jit", "error"] = "jit"
+    fingerprint: str | None = None
+
+    def load(self) -> Bundle:
+        """Loads it. Raises as `load`."""
+        return load(
+            self.path,
+            on_mismatch=self.on_mismatch,
+            fingerprint=Fingerprint.read(self.fingerprint) if self.fingerprint else None,
+        )
+
+
+# ---------------------------------------------------------------------- fresh processes
+
+
+def measure_fresh_processes(
+    setups: Sequence[Setup], bundles: Sequence[Bundle], runs: int, say: Say
+) -> list[Rounds]:
+    """Starts and memory of processes that load a bundle and use it once, after one that warms caches."""
+    uses = [_use_once(bundle) for bundle in bundles]
+    found: list[Rounds] = [{} for _ in setups]
+    for number in range(runs + 1):
+        say(f"start-up: fresh process {number + 1} of {runs + 1}")
+        sides = list(range(len(setups)))
+        for side in sides if number % 2 else sides[::-1]:
+            what, use = uses[side]
+            facts = _fresh_process(setups[side], use)
+            for fact, head in fresh_heads(what).items():
+                if number and facts[fact] is not None:
+                    found[side].setdefault(head, []).append([facts[fact]])
+    return found
+
+
+def fresh_heads(what: str) -> dict[str, Head]:
+    """The row of each fact that a fresh process gives."""
+    return {
+        "first_seconds": Head("start-up", "exec to first result", what),
+        "load_seconds": Head("start-up", "load", what),
+        "peak_bytes": Head("memory", "peak RSS", what, "bytes"),
+        "private_bytes": Head("memory", "private", what, "bytes"),
+        "device_bytes": Head("memory", "device", what, "bytes"),
+    }
+
+
+def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
+    """What a fresh process shall do, in words and as bench_child.py wants it."""
+    if bundle.config.decoder is not None:
+        decoder = bundle.decoder
+        length = max(1, min(PROMPTS[0], decoder.contexts[-1] // 2))
+        new_tokens = min(NEW_TOKENS, decoder.contexts[-1] - length)
+        prompt = random_prompt(length, decoder.decoder.vocab_size, 0)
+        what = f"a prompt of {length} tokens; {new_tokens} new ones"
+        return what, {"program": None, "prompt": prompt, "new_tokens": new_tokens}
+    if bundle.config.encoder is not None:
+        length = min(PROMPTS[0], bundle.encoder.max_tokens)
+        sentence = random_prompt(length, bundle.encoder.encoder.vocab_size, 0)
+        what = f"a sentence of {length} tokens"
+        return what, {"program": None, "prompt": sentence, "new_tokens": 0}
+    programs = [program for program in bundle.config.programs if program.kind == "call"]
+    smallest = min(programs, key=lambda program: math.prod(program.bucket.values()))
+    what = f"{smallest.name} on zeros"
+    return what, {"program": smallest.name, "prompt": [], "new_tokens": 0}
+
+
+def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
+    given = json.dumps({**asdict(setup), **use})
+    command = [sys.executable, "-m", "prejit.runtime.bench.child", given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ProcessError(
+            f"{setup.path}: a fresh process ended with {done.returncode}: {done.stderr[-500:].strip()}",
+            done.returncode,
+            hint="`prejit generate` or `prejit call` on this bundle may say more",
+        )
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
