@@ -77,9 +77,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process, count, coordinator = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
 jax.distributed.initialize(coordinator, count, process)
 
-from prejit.runtime.generation import batch
+from prejit.runtime.generation import decode
 
-batch._CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
+decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
 
 Build = Callable[..., Path]

@@ -16,11 +16,12 @@ from prejit.runtime.device.executable import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.format.schema import Program
 from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.decode import steps_per_call
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, run
 from prejit.runtime.generation.kv_cache import KVCache
-from prejit.runtime.generation.request import Request
-from prejit.runtime.generation.sampling import Sampling
+from prejit.runtime.generation.options import Request, Sampling
+from prejit.runtime.generation.sampling import place_sampling
 
 _REQUEST_WEIGHT = 4
 """The share of time of a request, where a single program has 1: percentiles need more samples."""
@@ -31,8 +32,6 @@ _REQUESTS, _REQUEST_TOKENS = 16, 128
 """The number of requests that arrive together, and the maximum tokens of a prompt."""
 _SENTENCES, _SENTENCE_TOKENS = 32, 128
 """The number of sentences that arrive together, and the maximum tokens of a sentence."""
-_CALL_SECONDS = 0.01
-"""A call of a decode program takes as many steps as fit in here, as Batch does."""
 _YARDSTICK_BYTES = 64 << 20
 
 
@@ -231,7 +230,7 @@ def _programs(decoder: DecoderPrograms) -> Iterable[Probe]:
 def _fixed(decoder: DecoderPrograms, batch: int) -> dict[str, DeviceArray]:
     """Return sampling arguments and a new history, which programs may donate."""
     history = decoder.device.put(np.zeros((batch, decoder.decoder.vocab_size), np.int32))
-    return {**decoder.place_sampling([Sampling()] * batch, [0] * batch), "history": history}
+    return {**place_sampling(decoder, [Sampling()] * batch, [0] * batch), "history": history}
 
 
 def _tokens(decoder: DecoderPrograms, *shape: int) -> DeviceArray:
@@ -251,7 +250,7 @@ def _prefill(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Prob
     head = Head(
         "prefill", program.name, "an empty cache", items=batch * length, item="prompt tokens"
     )
-    return Probe((head,), _timed(lambda: to_numpy(decoder.run(program, inputs, cache)["token"])))
+    return Probe((head,), _timed(lambda: to_numpy(cache.run(program, inputs)["token"])))
 
 
 def _decode(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe:
@@ -262,21 +261,17 @@ def _decode(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe
         "position": put(np.full(batch, context // 2, np.int32)),
         "live": put(np.ones(batch, np.int32)),
     }
-    most, steps = 1, 1
-    if decoder.takes(program, "steps"):
-        results = decoder.programs.results(program.name)
-        most = next(array.shape[0] for array in results if array.path == ("tokens",))
-        most = max(1, min(most, context // 2))
+    most, steps = min(decoder.max_steps(program), context // 2), 1
 
     def run_once() -> Sequence[Sequence[float]]:
         nonlocal steps
         given = {**inputs, "steps": put(np.array(steps, np.int32))}
         started = time.perf_counter()
-        results = decoder.run(program, given, cache)
+        results = cache.run(program, given)
         to_numpy(results.get("tokens", results.get("token")))
         seconds = (time.perf_counter() - started) / steps
         inputs["history"] = results.get("history", inputs["history"])
-        steps = max(1, min(most, int(_CALL_SECONDS / seconds)))
+        steps = steps_per_call(seconds, most)
         return [[seconds]]
 
     work = f"at position {context // 2}; several steps a call where they are quick"
@@ -294,7 +289,7 @@ def _verify(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe
     }
 
     def pass_once() -> None:
-        results = decoder.run(program, inputs, cache)
+        results = cache.run(program, inputs)
         to_numpy(results["tokens"])
         inputs["history"] = results["history"]
 

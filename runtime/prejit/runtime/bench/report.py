@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.programs.programs import ProgramReport
+from prejit.runtime.programs.ready import ProgramReport
 
 REPORT_VERSION = 1
 """The version changes when the name of a row means other work, or when a reader cannot read older files."""

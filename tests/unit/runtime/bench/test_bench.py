@@ -39,7 +39,7 @@ from prejit.runtime.bench.rounds import ratio_in_turns
 from prejit.runtime.bench.wording import notes, regression, spelled, spelled_programs, text
 from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
 from prejit.runtime.pages.bench import bench_page
-from prejit.runtime.programs.programs import ProgramReport
+from prejit.runtime.programs.ready import ProgramReport
 
 MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
 times = st.floats(1e-6, 1e3)
