@@ -10,6 +10,7 @@ where there is none, the tests of its room. When the time is over, the rest is l
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -111,6 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     if given.list or not tests:
         print("\n".join(tests) or "no unit test touches what changed")
         return 0
+    # What tests build is kept for the next time: keys hold everything that decides it.
+    os.environ.setdefault("PREJIT_TEST_CACHE", str(REPOSITORY / ".environments" / "build-cache"))
     deadline = Deadline(given.seconds)
     plugins: list[Any] = [deadline]
     status = pytest.main(["-q", "--maxfail=5", *tests], plugins=plugins)

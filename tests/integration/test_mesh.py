@@ -114,10 +114,10 @@ def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bu
     from prejit.compiler.build.plan import Inputs
     from prejit.compiler.manifest.manifest import read_manifest
     from prejit.compiler.progress import Quiet
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
 
     directory = tmp_path_factory.mktemp("mesh")
-    cache = Cache.open(build_cache)
+    cache = DirectoryStore.open(build_cache)
 
     def build_one(
         source: Path,
