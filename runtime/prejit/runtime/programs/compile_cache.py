@@ -35,6 +35,7 @@ import zstandard
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh
