@@ -114,8 +114,8 @@ def import_graphs() -> str:
     """Return the pictures of the import graphs, for those that lie in docs/architecture."""
     parts = []
     for root in ("runtime", "compiler"):
-        for when, title in (("after", "now"), ("before", "before the rooms")):
-            picture = DOCS / "architecture" / f"imports-{when}-{root}.svg"
+        for name, title in (("imports", "now"), ("imports-before", "before the rooms")):
+            picture = DOCS / "architecture" / f"{name}-{root}.svg"
             if picture.exists():
                 parts += [f"### Imports of prejit.{root}, {title}", "", f"![]({picture.name})", ""]
     return "\n".join(parts)
