@@ -564,8 +564,8 @@ _INTRODUCTION = """\
 # Imports, before and after
 
 `make graphs` writes this page and its pictures; `make lint` fails when they are not current. Before is the
-state with one folder for each side. Every import counts, also inside functions and for types only. A level is a
-place in the longest chain of imports. A circle is a set of files, or of packages, that reach each other.
+state with one folder for each side. Every import counts, also inside functions and for types only. A level
+is a place in the longest chain of imports. A circle is a set of files, or of packages, that reach each other.
 """
 
 
@@ -595,8 +595,8 @@ def page(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         lines += [
             "## The way of a build, and the first token",
             "",
-            "A build of manifests/demo.toml for this machine, everything cached. A place is a line of another file",
-            "that calls into the file; a call is a time that it does.",
+            "A build of manifests/demo.toml for this machine, everything cached. A place is a line of",
+            "another file that calls into the file; a call is a time that it does.",
             "",
             row("", "before", "now"),
             row("---", "---:", "---:"),
