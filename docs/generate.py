@@ -114,10 +114,11 @@ def import_graphs() -> str:
     """Return the pictures of the import graphs, for those that lie in docs/architecture."""
     parts = []
     for root in ("runtime", "compiler"):
-        for name, title in (("imports", "now"), ("imports-before", "before the rooms")):
+        for name, title in (("imports", "now"), ("imports-before", "before there were rooms")):
             picture = DOCS / "architecture" / f"{name}-{root}.svg"
             if picture.exists():
-                parts += [f"### Imports of prejit.{root}, {title}", "", f"![]({picture.name})", ""]
+                heading = f"Imports of prejit.{root}, {title}"
+                parts += [f"### {heading}", "", f"![{heading}]({picture.name})", ""]
     return "\n".join(parts)
 
 

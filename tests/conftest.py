@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest_plugins = (
+    "tests.warm",
     "tests.recipes",
     "tests.kernel_bundles",
     "tests.decoders",

@@ -33,7 +33,8 @@ def kernel_recipe(
 
     from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import executable
     from prejit.runtime.format.arrays import Array
@@ -48,7 +49,7 @@ def kernel_recipe(
     from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
-    cache = Cache.open(tmp_path_factory.mktemp("recipe") / "cache")
+    cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")
     name = kernel_target("scale", library.digest)
 
     def with_kernel(x: jax.Array) -> Any:
@@ -58,7 +59,7 @@ def kernel_recipe(
     x = jax.ShapeDtypeStruct((5,), jnp.float32)
     executable.register_kernels(content)
     portable = export(lambda x: x * jnp.float32(2.5), x)
-    compiled = executable.compile_portable(export(with_kernel, x, custom_calls=(name,)))
+    compiled = compile_portable(export(with_kernel, x, custom_calls=(name,)))
 
     def frame(raw: bytes) -> Segment:
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
@@ -126,11 +127,11 @@ def with_kernels(build_cache: Path) -> Any:
 def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
     """A library of kernels out of a build cache, which makes it once, with its content."""
     from prejit.compiler.native.library import KernelLibrary, build_kernels
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
     from prejit.compiler.targets.target_table import target
     from prejit.compiler.targets.toolchain import host_toolchain
 
-    opened = Cache.open(cache)
+    opened = DirectoryStore.open(cache)
     versions = {name: version(name) for name in ("jax", "jaxlib")}
     toolchain = host_toolchain(target(target_name), versions)
     built = build_kernels(toolchain, opened, sources=sources)

@@ -28,7 +28,7 @@ COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
 from prejit.compiler.compile.disassembly import declared_features
-from prejit.runtime.device.executable import CompileFor, compile_portable
+from prejit.compiler.compile.xla import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
@@ -159,9 +159,9 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
 
     from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
-    from prejit.runtime.device.executable import compile_portable
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
@@ -179,7 +179,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     }
     lowered = {f"score/b{size}": _lower_score(size) for size in buckets}
     lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
-    cache = Cache.open(at / "cache")
+    cache = DirectoryStore.open(at / "cache")
     on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
     targets = {
         "cpu-host": {

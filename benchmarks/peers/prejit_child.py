@@ -105,7 +105,7 @@ def answer(decoder: DecoderPrograms, program: Program, cache: KVCache) -> None:
         elif name in ("length", "live", "steps", "top_p", "repetition_penalty"):
             value[...] = len(prompt) if name == "length" else 1
         inputs[name] = decoder.device.put(value)
-    results = decoder.run(program, inputs, cache)
+    results = cache.run(program, inputs)
     to_numpy(results["token"])
 
 

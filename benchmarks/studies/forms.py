@@ -28,7 +28,7 @@ from prejit.compiler.native.form_table import (
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
 from prejit.compiler.progress import Progress, open_progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.base.files import write_file
@@ -49,7 +49,7 @@ MINILM: Shapes = ((384, 384), (384, 1536), (1536, 384))
 """sentence-transformers/all-MiniLM-L6-v2, config.json."""
 
 
-def recorded_products(cache: Cache) -> dict[str, tuple[Product, ...]]:
+def recorded_products(cache: DirectoryStore) -> dict[str, tuple[Product, ...]]:
     """Return the products to measure by the name of a model."""
 
     def products(
@@ -69,7 +69,9 @@ def recorded_products(cache: Cache) -> dict[str, tuple[Product, ...]]:
     }
 
 
-def record(level: str, wanted: tuple[Product, ...], cache: Cache, progress: Progress) -> None:
+def record(
+    level: str, wanted: tuple[Product, ...], cache: DirectoryStore, progress: Progress
+) -> None:
     """Measure products for a level and add them to the recorded table."""
     toolchain = host_toolchain(target(f"cpu-{level}"), versions("jax", "jaxlib"))
     library = build_kernels(toolchain, cache, progress)
@@ -103,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.again:
         RECORDED.unlink(missing_ok=True)
-    cache = Cache.open()
+    cache = DirectoryStore.open()
     models = recorded_products(cache)
     chosen = options.only or list(models)
     wanted = tuple(dict.fromkeys(each for name in chosen for each in models[name]))

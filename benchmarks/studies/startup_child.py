@@ -29,7 +29,8 @@ FUNCTIONS = {
     "prejit.runtime.format.opening": {
         "open_index": "bundle",
         "match": "bundle",
-        "read_contents": "bundle",
+        "read_manifests": "bundle",
+        "check_config_blob": "bundle",
     },
     "prejit.runtime.format.blobs": {"check_blobs": "bundle", "Blobs.layers": "bundle"},
     "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
@@ -42,13 +43,13 @@ FUNCTIONS = {
         "Device.load": "programs",
         "to_numpy": "run",
     },
-    "prejit.runtime.programs.programs": {"Programs.weights": "weights"},
+    "prejit.runtime.programs.ready": {"Programs.weights": "weights"},
     "prejit.runtime.generation.kv_cache": {"KVCache.__init__": "first array"},
     "prejit.runtime.generation.decoder_programs": {
         "DecoderPrograms.__init__": "bundle",
         "DecoderPrograms.run": "run",
-        "DecoderPrograms.place_sampling": "first array",
     },
+    "prejit.runtime.generation.sampling": {"place_sampling": "first array"},
     "prejit.runtime.text.tokenizer": {
         "Tokenizer.__init__": "tokenizer",
         "Tokenizer.encode": "tokenizer",

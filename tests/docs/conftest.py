@@ -35,11 +35,11 @@ Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Caches of this session's own, as environment variables; PREJIT_TEST_CACHE keeps the build cache."""
+def caches(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The build cache of the run and other caches of these tests' own, as environment variables."""
     root = tmp_path_factory.mktemp("docs-caches")
     return {
-        "PREJIT_CACHE": os.environ.get("PREJIT_TEST_CACHE") or str(root / "build"),
+        "PREJIT_CACHE": str(build_cache),
         "PREJIT_ENVIRONMENTS": str(root / "environments"),
         "PREJIT_RUNTIME_CACHE": str(root / "runtime"),
     }

@@ -93,6 +93,8 @@ def check_command(command: str, where: object) -> None:
     elif words[:2] == ["-m", "pytest"]:
         for path in words[2:]:
             assert (ROOT / path.partition("::")[0]).exists(), f"{where}: no file {path}"
+    elif words[0] == "-m":
+        _check_script([f"{words[1].replace('.', '/')}.py", *words[2:]], where)
     else:
         assert words[0].endswith(".py"), f"{where}: a command that no test knows: {command}"
         _check_script(words, where)

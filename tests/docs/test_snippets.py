@@ -61,7 +61,6 @@ def test_python_is_python(snippet: Snippet) -> None:
     compile(snippet.code, str(snippet), "exec")
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("page", _RUN, ids=_name)
 def test_a_page_runs_from_top_to_bottom(page: Path, page_directory: Path, shell: Shell) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}

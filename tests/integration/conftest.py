@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from tests.warm import WarmPython
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
@@ -18,10 +19,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def run(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs `prejit ARGUMENTS` in a fresh process with caches of this session's own."""
+def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs `prejit ARGUMENTS` in a process of its own with the caches of the tests.
+
+    A build's process is forked from a warm one, all others are new.
+    """
     base = {
-        **os.environ,
         "PREJIT_CACHE": str(build_cache),
         "PREJIT_RUNTIME_CACHE": str(tmp_path_factory.mktemp("caches") / "runtime"),
     }
@@ -29,11 +32,15 @@ def run(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run(
         *arguments: str | Path, status: int = 0, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
-        done = subprocess.run(
-            command, env={**base, **env}, capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
+        if arguments[0] in ("build", "plan"):
+            done = warm.prejit(*arguments, env={**base, **env})
+        else:
+            command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
+            environment = {**os.environ, **base, **env}
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=600, check=False
+            )
+        assert done.returncode == status, f"{done.args}\n{done.stdout}\n{done.stderr}"
         return done
 
     return run

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.compile.jobs import CompileJob, Source
-from prejit.compiler.compile.pool import CompilePool
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.environments import Wanted
@@ -218,15 +218,14 @@ def test_a_worker_compiles_in_an_environment_with_another_jax(
 
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     exported = export.export(jax.jit(lambda x: x @ x + 1), platforms=("cpu",))(x)
-    cache = Cache.open(tmp_path / "cache")
+    cache = DirectoryStore.open(tmp_path / "cache")
     portable = cache.put_blob(bytes(exported.mlir_module_serialized))
     level = target("cpu-x86-64-v2")
     source = Source(portable, ("cpu",))
     key = Key("compile", "square", ())
     job = CompileJob("square", toolchain_of(level, made), source, key)
-    with CompilePool(cache) as pool:
-        pool.submit(job)
-        compiled = pool.results()["square", "cpu-x86-64-v2"]
+    with WorkerPool(cache) as pool:
+        compiled = pool.submit(job).result()
     assert compiled.executable.raw_size > 0
     assert level.cpu_features is not None
     assert set(compiled.cpu_features) <= set(level.cpu_features), "exact: not the build host's"

@@ -25,10 +25,13 @@ from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.device.executable import to_numpy
 from prejit.runtime.generation import batch as engine
+from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix
-from prejit.runtime.generation.request import Logprob, Request, Token
-from prejit.runtime.generation.sampling import bias_row, history_row
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.rows import Token
+from prejit.runtime.generation.sampling import Logprob, bias_row, history_row, place_sampling
 
 from .conftest import SHARED
 
@@ -129,12 +132,12 @@ class Subject:
             history = np.zeros((batch, vocab), np.int32)
             history[0] = history_row(prompt, generated, vocab)
             history[0, text[place]] -= 2  # which decode adds
-            inputs = decoder.place_sampling(
-                [sampling, *[Sampling()] * (batch - 1)], [1, *[0] * (batch - 1)], bias
+            inputs = place_sampling(
+                decoder, [sampling, *[Sampling()] * (batch - 1)], [1, *[0] * (batch - 1)], bias
             )
             inputs |= {"token": row(text[place]), "position": row(place), "live": row(1)}
             inputs |= {"steps": put(np.array(1, np.int32)), "history": put(history)}
-            results = decoder.run(program, inputs, cache)
+            results = cache.run(program, inputs)
             if place >= len(prompt) - 1:
                 token = int(to_numpy(results["tokens"])[0, 0])
                 text.append(token)
@@ -239,8 +242,8 @@ def engine_with(steps: Sequence[int], lasting: int) -> Iterator[None]:
     """
     given = itertools.cycle(steps)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_CALL_SECONDS", 1e9)
-        patch.setattr(engine, "_steps_of", lambda *_: next(given))
+        patch.setattr(decode, "CALL_SECONDS", 1e9)
+        patch.setattr(DecoderPrograms, "max_steps", lambda *_: next(given))
         patch.setattr(engine, "_LASTING_TOKENS", lasting)
         yield
 

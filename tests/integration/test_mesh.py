@@ -77,9 +77,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 process, count, coordinator = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
 jax.distributed.initialize(coordinator, count, process)
 
-from prejit.runtime.generation import batch
+from prejit.runtime.generation import decode
 
-batch._CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
+decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
 
 Build = Callable[..., Path]
@@ -114,10 +114,10 @@ def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bu
     from prejit.compiler.build.plan import Inputs
     from prejit.compiler.manifest.manifest import read_manifest
     from prejit.compiler.progress import Quiet
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
 
     directory = tmp_path_factory.mktemp("mesh")
-    cache = Cache.open(build_cache)
+    cache = DirectoryStore.open(build_cache)
 
     def build_one(
         source: Path,

@@ -225,9 +225,9 @@ def _inputs(
 ) -> Inputs:
     from prejit.compiler.build.plan import Inputs
     from prejit.compiler.manifest.manifest import read_manifest
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
 
-    return Inputs(read_manifest(manifest), Cache.open(cache), targets, forms=forms)
+    return Inputs(read_manifest(manifest), DirectoryStore.open(cache), targets, forms=forms)
 
 
 @commands.command(epilog="Examples:\n\n\b\n  prejit targets\n  prejit targets --json")

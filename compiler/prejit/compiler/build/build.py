@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,9 @@ from prejit.compiler.build.packaging import Layer, PackedTarget, Tensor
 from prejit.compiler.build.plan import Inputs, Lowered, file_digest, versions
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob
-from prejit.compiler.compile.pool import CompilePool
+from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.specs import ENCODER_KINDS, ProgramSpec
 from prejit.compiler.native.form_table import merge_into, own_path, read_own
@@ -132,7 +134,8 @@ def build(
         progress.note(reason)
     if measure is not False:
         _measure_forms(inputs, toolchains, progress, workers, timeout_seconds, fresh=bool(measure))
-    with CompilePool(
+    futures: dict[tuple[str, str], Future[Compiled]] = {}
+    with WorkerPool(
         inputs.cache, workers=workers, progress=progress, timeout_seconds=timeout_seconds
     ) as pool:
         for spec in inputs.specs:
@@ -141,10 +144,11 @@ def build(
                 source = inputs.source(spec, toolchain.target, program)
                 libraries[spec.name, name] = source.kernels
                 key = keys[spec.name, name] = inputs.compile_key(toolchain, spec, source)
-                pool.submit(CompileJob(spec.name, toolchain, source, key))
+                job = CompileJob(spec.name, toolchain, source, key)
+                futures[spec.name, name] = pool.submit(job)
         with progress.phase("packing weights"):
             weights = _weights(inputs, lowered)
-        results = pool.results()
+        results = collect(futures)
     measured = Key("measure", "accuracy", (("weights", weights.digest if weights else "none"),))
     with progress.phase("measuring accuracy"), inputs.cache.making(measured):
         accuracy = _accuracy(inputs, weights)
@@ -558,7 +562,7 @@ def _check_tokenizer(inputs: Inputs, path: Path, content: bytes, progress: Progr
             *versions("tokenizers", "transformers").items(),
         ),
     )
-    if inputs.cache.lookup(key) is not None:
+    if inputs.cache.get(key) is not None:
         return
     from prejit.compiler.models import registry
 
@@ -569,7 +573,7 @@ def _check_tokenizer(inputs: Inputs, path: Path, content: bytes, progress: Progr
     )
     with progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, shape.vocab_size)
-    inputs.cache.store(key, {"passed": True})
+    inputs.cache.put(key, {"passed": True})
 
 
 def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
@@ -595,7 +599,7 @@ def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
         return None
     key = Key("weights", inputs.manifest.bundle.name, tuple(ingredients))
     with inputs.cache.making(key):
-        result = inputs.cache.lookup(key)
+        result = inputs.cache.get(key)
         if result is None:
             tensors: list[Tensor] = []
             if model is not None:
@@ -610,7 +614,7 @@ def _weights(inputs: Inputs, lowered: Mapping[str, Lowered]) -> Layer | None:
             with inputs.cache.blob_writer() as blob:
                 packaging.write_weights(tensors, blob)
             result = {"digest": blob.digest, "size": blob.size}
-            inputs.cache.store(key, result, blobs=[blob.digest])
+            inputs.cache.put(key, result, blobs=[blob.digest])
     path = inputs.cache.blob_path(result["digest"])
     if path is None:
         raise BuildError("the weights are gone from the build cache", hint="build again")
@@ -644,7 +648,7 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         *versions("jax", "jaxlib", "flax", "transformers").items(),
     ]
     key = Key("accuracy", inputs.manifest.bundle.name, tuple(ingredients))
-    if (known := inputs.cache.lookup(key)) is not None:
+    if (known := inputs.cache.get(key)) is not None:
         return Accuracy(**known)
     from prejit.compiler.build import accuracy
     from prejit.compiler.models import registry
@@ -674,7 +678,7 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         )
         name = accuracy.RANDOM if file is None else file.name
         found = accuracy.of_encoder(model.dtype, exact, stored, name, *sentences)
-    inputs.cache.store(key, asdict(found))
+    inputs.cache.put(key, asdict(found))
     return found
 
 

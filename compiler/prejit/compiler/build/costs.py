@@ -8,15 +8,17 @@ nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prejit.compiler.build.measuring import measuring_alone, worker
+from prejit.compiler.build.measuring import measuring_alone
 from prejit.compiler.build.plan import Lowered
 from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.machine.compare import compare
@@ -32,7 +34,7 @@ def measured(
     programs: Mapping[str, Compiled],
     lowered: Mapping[str, Lowered],
     weights: Path,
-    cache: Cache,
+    cache: Store,
     kernels: str | None,
     progress: Progress,
     timeout_seconds: float,
@@ -76,27 +78,23 @@ def measured(
         missing = [spec for spec in specs if spec.name not in known]
         if not missing:
             return known
-        request = {
-            "weights": str(weights),
-            "kernels": kernels,
-            "programs": [
-                {
-                    "executable": programs[spec.name].executable.digest,
-                    "weight_sets": list(lowered[spec.name].weight_sets.values()) or [[]],
-                    "arguments": lowered[spec.name].arguments,
-                }
-                for spec in missing
-            ],
-        }
-        with worker(toolchain, cache, timeout_seconds) as ask:
-            costs = ask({"measure": request})
+        requests = [
+            {
+                "executable": programs[spec.name].executable.digest,
+                "weight_sets": list(lowered[spec.name].weight_sets.values()) or [[]],
+                "arguments": lowered[spec.name].arguments,
+            }
+            for spec in missing
+        ]
+        with WorkerProcess(toolchain, cache, os.environ) as worker:
+            costs = worker.measure(requests, weights, kernels, timeout_seconds)
         for spec, microseconds in zip(missing, costs, strict=True):
-            cache.store(under[spec.name], {"microseconds": microseconds})
+            cache.put(under[spec.name], {"microseconds": microseconds})
             known[spec.name] = microseconds
     return known
 
 
-def _known(cache: Cache, keys: Mapping[str, Key]) -> dict[str, int]:
+def _known(cache: Store, keys: Mapping[str, Key]) -> dict[str, int]:
     """Return earlier measurements by name."""
-    found = {name: cache.lookup(key) for name, key in keys.items()}
+    found = {name: cache.get(key) for name, key in keys.items()}
     return {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}

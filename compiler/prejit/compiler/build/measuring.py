@@ -9,64 +9,25 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
+from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, compile_ingredients
-from prejit.compiler.compile.pool import CompilePool
-from prejit.compiler.compile.worker_process import JOB_SECONDS, Death, WorkerProcess
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.native.form_table import FormTable, Measured, conditions_of
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-Ask = Callable[[dict[str, Any]], Any]
-"""Sends a request of worker.py, gives its result; BuildError: it has none."""
-
 
 @contextmanager
-def worker(
-    toolchain: Toolchain, cache: Cache, timeout_seconds: float = JOB_SECONDS
-) -> Iterator[Ask]:
-    """A worker process for requests of one's own, one after another.
-
-    Args:
-        toolchain: what it runs with.
-        cache: holds the executables.
-        timeout_seconds: how long one request may take; then the worker is killed.
-    """
-    process = WorkerProcess(toolchain, cache, os.environ)
-
-    def ask(request: dict[str, Any]) -> Any:
-        answer = process.ask(request, timeout_seconds)
-        if not isinstance(answer, Death) and "result" in answer:
-            return answer["result"]
-        name = toolchain.target.name
-        if isinstance(answer, Death):
-            raise BuildError(
-                f"target {name}: cannot measure its programs on this machine: {answer}",
-                hint=answer.hint,
-            )
-        reason = answer["error"]["message"]
-        raise BuildError(
-            f"target {name}: its programs fail on this machine, which it fits: {reason}",
-            hint="what compiled them has an error: try another jax",
-        )
-
-    try:
-        yield ask
-    finally:
-        process.release()
-
-
-@contextmanager
-def measuring_alone(cache: Cache, progress: Progress) -> Iterator[None]:
+def measuring_alone(cache: Store, progress: Progress) -> Iterator[None]:
     """Held by the one build of a cache that measures: two at once would measure each other."""
     with ExitStack() as stack:
         with progress.phase("waiting for another build, which measures"):
@@ -85,7 +46,7 @@ def measure_products(
     products: Sequence[Product],
     toolchain: Toolchain,
     library: KernelLibrary,
-    cache: Cache,
+    cache: Store,
     progress: Progress,
     *,
     workers: int | None = None,
@@ -110,19 +71,13 @@ def measure_products(
         compiled = _compile(forms, toolchain, library, cache, workers, timeout_seconds)
     conditions, today = conditions_of(toolchain, library), _today()
     measured = []
-    with worker(toolchain, cache, timeout_seconds) as ask:
+    with WorkerProcess(toolchain, cache, os.environ) as worker:
         for number, product in enumerate(products, 1):
-            request = {
-                "product": str(product),
-                "forms": {
-                    form: compiled[product, form].executable.digest for form in product.forms
-                },
-                "kernels": library.digest,
-            }
+            executables = {f: compiled[product, f].executable.digest for f in product.forms}
             with progress.phase(
                 f"measuring {product} for {toolchain.target.name} ({number}/{len(products)})"
             ):
-                times = ask({"measure_forms": request})
+                times = worker.measure_forms(product, executables, library.digest, timeout_seconds)
             measured.append(Measured(product, times, conditions, today))
     return FormTable(tuple(measured))
 
@@ -131,21 +86,23 @@ def _compile(
     forms: Sequence[tuple[Product, str]],
     toolchain: Toolchain,
     library: KernelLibrary,
-    cache: Cache,
+    cache: Store,
     workers: int | None,
     timeout_seconds: float,
 ) -> dict[tuple[Product, str], Compiled]:
     from prejit.compiler.lowering.product import lower_product
 
-    with CompilePool(cache, workers=workers, timeout_seconds=timeout_seconds) as pool:
+    target = toolchain.target.name
+    with WorkerPool(cache, workers=workers, timeout_seconds=timeout_seconds) as pool:
+        futures = {}
         for product, form in forms:
             program = cache.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)
             name = f"forms/{toolchain.target.name}/{product} by {form}"
             key = Key("compile", name, compile_ingredients(toolchain, source))
-            pool.submit(CompileJob(f"{product} by {form}", toolchain, source, key))
-        results = pool.results()
-    target = toolchain.target.name
+            job = CompileJob(f"{product} by {form}", toolchain, source, key)
+            futures[job.program, target] = pool.submit(job)
+        results = collect(futures)
     return {(product, form): results[f"{product} by {form}", target] for product, form in forms}
 
 

@@ -28,7 +28,8 @@ from prejit.compiler.build.packaging import Tensor
 from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters
-from prejit.compiler.compile.jobs import Source, compile_ingredients, find_compiled
+from prejit.compiler.compile.executor import find_compiled
+from prejit.compiler.compile.jobs import Source, compile_ingredients
 from prejit.compiler.lowering.user_code import UserModules
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
@@ -54,8 +55,8 @@ from prejit.compiler.native.library import (
 )
 from prejit.compiler.native.products import Product
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
 from prejit.compiler.store.code import LOWERING, code_digest, jax_configuration
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.target_table import can_build, chosen
@@ -212,7 +213,7 @@ class Inputs:
     def __init__(
         self,
         manifest: Manifest,
-        cache: Cache,
+        cache: Store,
         only: tuple[str, ...] = (),
         *,
         forms: Path | None = None,
@@ -338,7 +339,7 @@ class Inputs:
 
     def cached(self, spec: ProgramSpec) -> Lowered | None:
         """A model's lowered program, where it is in the cache."""
-        result = self.cache.lookup(self.lower_key(spec))
+        result = self.cache.get(self.lower_key(spec))
         return Lowered.from_json(result) if result is not None else None
 
     def lower(self, spec: ProgramSpec) -> Lowered:
@@ -360,7 +361,7 @@ class Inputs:
         program = lower_decoder(self.model, self.shape, spec, self.manifest.mesh)
         lowered = self._store(program, asdict(self.shape))
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
-        self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
+        self.cache.put(self.lower_key(spec), asdict(lowered), blobs=blobs)
         return lowered
 
     def check(self) -> None:
@@ -471,7 +472,7 @@ class Inputs:
         chosen: Mapping[Product, str] = {}
         while True:
             key = self._native_key(spec, chosen)
-            if (known := self.cache.lookup(key)) is None:
+            if (known := self.cache.get(key)) is None:
                 return why(self.cache.last_key(key.kind, key.name), key)
             native = Native.from_json(known)
             if not native.products:
@@ -502,7 +503,7 @@ class Inputs:
         """
         chosen = chosen or {}
         key = self._native_key(spec, chosen)
-        if (known := self.cache.lookup(key)) is not None:
+        if (known := self.cache.get(key)) is not None:
             return Native.from_json(known)
         from prejit.compiler.lowering.decoder import lower_decoder
         from prejit.compiler.lowering.encoder import lower_encoder
@@ -516,7 +517,7 @@ class Inputs:
             program = lower_decoder(self.model, self.shape, spec, None, forms)
         digest = self.cache.put_blob(program.portable)
         native = Native(digest, tuple((each, forms.form(each)) for each in sorted(forms.met)))
-        self.cache.store(key, asdict(native), blobs=[digest])
+        self.cache.put(key, asdict(native), blobs=[digest])
         return native
 
     def products(self) -> tuple[Product, ...]:
@@ -570,7 +571,7 @@ class Inputs:
             estimated_microseconds=program.estimated_microseconds,
         )
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
-        self.cache.store(self.lower_key(spec), asdict(lowered), blobs=blobs)
+        self.cache.put(self.lower_key(spec), asdict(lowered), blobs=blobs)
         return lowered
 
     @cached_property

@@ -1,8 +1,9 @@
-"""Measures bundles: fresh processes for start-up and memory, then everything else in turns in this one.
+"""Measure a bundle, or two in alternation, and judge the result.
 
-What is measured in one process goes in rounds: every probe gets its share of the time in each of them, in
-an order of the round's own, so that a drift of the machine falls on all rows alike. A probe that takes
-longer than its share pauses for some rounds. Two bundles take turns within a probe.
+Start-up and memory are measured in fresh processes, everything else in this one, in rounds: every probe
+gets a share of the time in each round, in a random order, so that a drift of the machine falls on all rows
+alike. A probe that takes longer than its share pauses for some rounds. Two bundles alternate within each
+probe.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 
+from prejit.runtime.bench.comparison import Comparison, Ratio, better_of, compare_reports
 from prejit.runtime.bench.probes import probes_of
 from prejit.runtime.bench.processes import Setup, fresh_heads, measure_fresh_processes
 from prejit.runtime.bench.report import (
     GROUPS,
     REPORT_VERSION,
     YARDSTICK,
-    Comparison,
-    Ratio,
-    Report,
+    BenchReport,
     Row,
-    better_of,
-    compare,
     summarize,
 )
 from prejit.runtime.bench.rounds import Head, Rounds, Say, ratio_in_turns, run_in_rounds
@@ -36,28 +34,28 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 def judge(
     setups: Sequence[Setup],
     bundles: Sequence[Bundle],
-    baseline: Report | None,
+    baseline: BenchReport | None,
     *,
     runs: int,
     seconds: float,
     tolerance: float,
     say: Say,
     other: str = "",
-) -> tuple[Report, Comparison | None]:
-    """Measures a bundle and compares it: with a second one in turns, or with a baseline.
+) -> tuple[BenchReport, Comparison | None]:
+    """Measure a bundle and compare it with a second bundle or with a baseline.
 
-    Rows that look worse are measured once more, and the better of both times counts: a regression is
-    there again, a neighbour on the machine mostly is not.
+    Rows that look worse are measured a second time and the better result counts: a real regression shows
+    again, while other work on the machine mostly does not.
 
     Args:
         setups: how fresh processes load the bundles.
-        bundles: the same, loaded here; the first is judged by the second, where there is one.
-        baseline: where there is no second.
-        runs: as `measure`.
-        seconds: as `measure`.
-        tolerance: as Comparison.
-        say: is told what goes on.
-        other: what to call the other side.
+        bundles: the loaded bundles; the first is compared with the second, if there is one.
+        baseline: the report to compare with if there is no second bundle; None: compare with nothing.
+        runs: see `measure`.
+        seconds: see `measure`.
+        tolerance: see Comparison.
+        say: shows a line of progress.
+        other: the name of the other side in messages.
 
     Raises:
         UsageError: a fresh process failed.
@@ -69,7 +67,7 @@ def judge(
         if before is None:
             return None
         turns = in_turns if len(bundles) > 1 else None
-        return compare(before, reports[0], other=other, tolerance=tolerance, in_turns=turns)
+        return compare_reports(before, reports[0], other=other, tolerance=tolerance, in_turns=turns)
 
     comparison = compared()
     if comparison is not None and (worse := {delta.name for delta in comparison.regressions}):
@@ -92,19 +90,19 @@ def measure(
     seconds: float,
     say: Say,
     only: Collection[str] | None = None,
-) -> tuple[list[Report], dict[str, Ratio]]:
-    """Measures one bundle, or two in turns.
+) -> tuple[list[BenchReport], dict[str, Ratio]]:
+    """Measure one bundle, or two in alternation.
 
     Args:
-        setups: how fresh processes load them.
-        bundles: the same, loaded here.
-        runs: fresh processes of each bundle, after one that warms caches.
-        seconds: of each bundle, for all that is measured in this process.
-        say: is told what goes on.
-        only: names of rows to measure, with those that come with them; None: all.
+        setups: how fresh processes load the bundles.
+        bundles: the loaded bundles.
+        runs: the number of fresh processes of each bundle, after one that warms the caches.
+        seconds: the time of each bundle for all measurements in this process.
+        say: shows a line of progress.
+        only: the names of rows to measure; rows of the same probe are measured too; None: all rows.
 
     Returns:
-        The reports; and of two bundles the ratios of the first to the second within each turn, by row.
+        The reports; for two bundles also the ratio of the first to the second, by the name of the row.
 
     Raises:
         UsageError: a fresh process failed.
@@ -148,17 +146,17 @@ def _row(head: Head, rounds: Iterable[Sequence[float]]) -> Row:
     )
 
 
-def _report(bundle: Bundle, rows: tuple[Row, ...], runs: int, seconds: float) -> Report:
+def _report(bundle: Bundle, rows: tuple[Row, ...], runs: int, seconds: float) -> BenchReport:
     packages = ("prejit", "jax", "jaxlib", "numpy")
     machine = {name: value for name, value in asdict(Fingerprint.current()).items() if value}
-    return Report(
+    return BenchReport(
         report_version=REPORT_VERSION,
         bundle=bundle.name,
         digest=bundle.digest,
         target=bundle.target,
         matched=bundle.matched,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=json.loads(json.dumps(machine)),  # tuples are lists in a file
+        machine=json.loads(json.dumps(machine)),  # a JSON file has lists for tuples
         versions={
             "python": ".".join(map(str, sys.version_info[:3])),
             **{name: metadata.version(name) for name in packages},

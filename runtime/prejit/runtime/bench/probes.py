@@ -1,4 +1,4 @@
-"""What is measured of a bundle in one process: latency, throughput, single programs."""
+"""What to measure of a bundle in one process: latency, throughput, single programs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from prejit.runtime.device.executable import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.format.schema import Program
 from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.decode import steps_per_call
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, run
 from prejit.runtime.generation.kv_cache import KVCache
-from prejit.runtime.generation.request import Request
-from prejit.runtime.generation.sampling import Sampling
+from prejit.runtime.generation.options import Request, Sampling
+from prejit.runtime.generation.sampling import place_sampling
 
 _REQUEST_WEIGHT = 4
-"""Of what users see, beside 1 of a single program: those need more samples for their percentiles."""
+"""The share of time of a request, where a single program has 1: percentiles need more samples."""
 PROMPTS = (16, 64, 256, 1024)
-"""Lengths, as far as the context goes. Not those of the buckets: bundles of other buckets must compare."""
+"""Lengths of prompts, up to the context. They are fixed, so that bundles with other buckets compare."""
 NEW_TOKENS = 32
 _REQUESTS, _REQUEST_TOKENS = 16, 128
-"""How many arrive together, and the most tokens of a prompt."""
+"""The number of requests that arrive together, and the maximum tokens of a prompt."""
 _SENTENCES, _SENTENCE_TOKENS = 32, 128
-"""How many come together, and the most tokens of one."""
-_CALL_SECONDS = 0.01
-"""A call of a decode program takes as many steps as fit in here, as Batch does."""
+"""The number of sentences that arrive together, and the maximum tokens of a sentence."""
 _YARDSTICK_BYTES = 64 << 20
 
 
@@ -46,7 +45,7 @@ def _timed(function: Callable[[], object]) -> Callable[[], Sequence[Sequence[flo
 
 
 def probes_of(bundle: Bundle) -> Iterable[Probe]:
-    """Everything that is measured of a bundle in this process."""
+    """Return the probes of everything that a bundle can do."""
     yield _yardstick()
     if bundle.config.decoder is not None:
         decoder = bundle.decoder
@@ -54,7 +53,7 @@ def probes_of(bundle: Bundle) -> Iterable[Probe]:
         yield _serving(decoder)
         yield from _programs(decoder)
     if bundle.config.encoder is not None:
-        bundle.prepare()  # or a thread of the encoder's would do it meanwhile
+        bundle.prepare()  # otherwise a background thread loads programs while others are measured
         yield from _encoding(bundle.encoder)
     for program in bundle.config.programs:
         if program.kind == "call":
@@ -62,7 +61,7 @@ def probes_of(bundle: Bundle) -> Iterable[Probe]:
 
 
 def _yardstick() -> Probe:
-    """NumPy's sum of an array larger than caches, in one thread: bandwidth and a share of the CPU."""
+    """Return the probe of the machine: NumPy's sum of an array larger than the caches, in one thread."""
     array = np.ones(_YARDSTICK_BYTES // 4, np.float32)
     head = Head("machine", YARDSTICK, "NumPy's sum of float32, one thread")
     return Probe((head,), _timed(array.sum))
@@ -70,13 +69,13 @@ def _yardstick() -> Probe:
 
 def _runner(bundle: Bundle, program: Program) -> Probe:
     sizes = ", ".join(f"{name} {size}" for name, size in program.bucket.items())
-    # A manifest names programs as it likes, `load` and `peak RSS` too.
+    # The prefix keeps a program that is called `load` or `peak RSS` apart from the rows of these names.
     head = Head("call", f"call {program.name}", f"a call on zeros{f' ({sizes})' if sizes else ''}")
     return Probe((head,), _timed(bundle.runner_with_zeros(program)))
 
 
 def _encoding(encoder: EncoderPrograms) -> Iterable[Probe]:
-    """Sentences that fill each shape, and sentences of mixed lengths; token ids, no tokenizer."""
+    """Return probes of sentences that fill each shape, and of mixed lengths; as token ids, untokenized."""
     for bucket in encoder.buckets:
         lengths = [bucket.length] * bucket.batch
         yield _sentences(encoder, f"encode {bucket}", lengths, with_padding=False)
@@ -109,7 +108,7 @@ def _sentences(
 
 
 def _log_uniform(order: random.Random, least: int, most: int) -> int:
-    """Short ones are as common as people make them."""
+    """Return a random length; short ones are as common as in text that people write."""
     return round(math.exp(order.uniform(math.log(least), math.log(most))))
 
 
@@ -120,7 +119,7 @@ def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def _latency(decoder: DecoderPrograms) -> Iterable[Probe]:
-    """First tokens for each length of prompt, and further tokens for each batch."""
+    """Return probes of the first token for each prompt length, and of further tokens for each batch."""
     longest = decoder.contexts[-1]
     lengths = [length for length in PROMPTS if length < longest] or [longest]
     for length in lengths:
@@ -132,7 +131,7 @@ def _latency(decoder: DecoderPrograms) -> Iterable[Probe]:
 
 
 def _request(decoder: DecoderPrograms, rows: int, length: int, new_tokens: int) -> Probe:
-    """Requests that begin together in slots of their own, each step timed."""
+    """Return the probe of requests that begin together, each in its own slot, with each step timed."""
     vocab = decoder.decoder.vocab_size
     requests = [
         Request(random_prompt(length, vocab, row), max_new_tokens=new_tokens, stop_token_ids=())
@@ -169,7 +168,7 @@ def _request(decoder: DecoderPrograms, rows: int, length: int, new_tokens: int) 
 
 
 def _serving(decoder: DecoderPrograms) -> Probe:
-    """Requests of different lengths that arrive at once and take as many slots as there are."""
+    """Return the probe of requests of different lengths that arrive at once and fill all slots."""
     longest = decoder.contexts[-1]
     order = seeded_random(SEED)
     top = max(1, min(_REQUEST_TOKENS, longest // 2))
@@ -207,11 +206,8 @@ def _serving(decoder: DecoderPrograms) -> Probe:
     return Probe(heads, run_once, _REQUEST_WEIGHT)
 
 
-# ---------------------------------------------------------------------- programs
-
-
 def _programs(decoder: DecoderPrograms) -> Iterable[Probe]:
-    """Each program by itself; those of a bucket share a cache. In prefill all rows are full."""
+    """Return a probe of each program. Programs of a bucket share a cache; prefill fills all rows."""
     caches = {
         (batch, context): KVCache(decoder, batch, context)
         for batch in decoder.batches
@@ -232,9 +228,9 @@ def _programs(decoder: DecoderPrograms) -> Iterable[Probe]:
 
 
 def _fixed(decoder: DecoderPrograms, batch: int) -> dict[str, DeviceArray]:
-    """Sampling arguments and a history of the caller's own: programs may donate it."""
+    """Return sampling arguments and a new history, which programs may donate."""
     history = decoder.device.put(np.zeros((batch, decoder.decoder.vocab_size), np.int32))
-    return {**decoder.place_sampling([Sampling()] * batch, [0] * batch), "history": history}
+    return {**place_sampling(decoder, [Sampling()] * batch, [0] * batch), "history": history}
 
 
 def _tokens(decoder: DecoderPrograms, *shape: int) -> DeviceArray:
@@ -254,7 +250,7 @@ def _prefill(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Prob
     head = Head(
         "prefill", program.name, "an empty cache", items=batch * length, item="prompt tokens"
     )
-    return Probe((head,), _timed(lambda: to_numpy(decoder.run(program, inputs, cache)["token"])))
+    return Probe((head,), _timed(lambda: to_numpy(cache.run(program, inputs)["token"])))
 
 
 def _decode(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe:
@@ -265,21 +261,17 @@ def _decode(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe
         "position": put(np.full(batch, context // 2, np.int32)),
         "live": put(np.ones(batch, np.int32)),
     }
-    most, steps = 1, 1
-    if decoder.takes(program, "steps"):
-        results = decoder.programs.results(program.name)
-        most = next(array.shape[0] for array in results if array.path == ("tokens",))
-        most = max(1, min(most, context // 2))
+    most, steps = min(decoder.max_steps(program), context // 2), 1
 
     def run_once() -> Sequence[Sequence[float]]:
         nonlocal steps
         given = {**inputs, "steps": put(np.array(steps, np.int32))}
         started = time.perf_counter()
-        results = decoder.run(program, given, cache)
+        results = cache.run(program, given)
         to_numpy(results.get("tokens", results.get("token")))
         seconds = (time.perf_counter() - started) / steps
         inputs["history"] = results.get("history", inputs["history"])
-        steps = max(1, min(most, int(_CALL_SECONDS / seconds)))
+        steps = steps_per_call(seconds, most)
         return [[seconds]]
 
     work = f"at position {context // 2}; several steps a call where they are quick"
@@ -297,7 +289,7 @@ def _verify(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe
     }
 
     def pass_once() -> None:
-        results = decoder.run(program, inputs, cache)
+        results = cache.run(program, inputs)
         to_numpy(results["tokens"])
         inputs["history"] = results["history"]
 
@@ -308,7 +300,7 @@ def _verify(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe
 def _growth(decoder: DecoderPrograms, batch: int, longer: int, cache: KVCache) -> Probe:
     def grow() -> None:
         arrays = cache.grown(longer).arrays
-        # A GPU works in order, and to read from it costs more than to grow; on a CPU reading is free.
+        # A GPU works in order and reading from it costs more than growing, so the last array is enough.
         for array in arrays if decoder.device.platform == "cpu" else arrays[-1:]:
             to_numpy(array)
 

@@ -1,4 +1,4 @@
-"""What is measured in fresh processes: start-up and memory."""
+"""Measure start-up and memory in fresh processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a bundle is loaded, in this process and in fresh ones.
+    """How to load a bundle, in this process and in fresh ones.
 
     Attributes:
-        path: of the bundle.
+        path: the directory of the bundle.
         on_mismatch: see `prejit.runtime.load`.
-        fingerprint: of the machine that this one is taken for, as a file.
+        fingerprint: a file with a fingerprint to use instead of this machine's; None: this machine's.
     """
 
     path: str
@@ -33,7 +33,7 @@ class Setup:
     fingerprint: str | None = None
 
     def load(self) -> Bundle:
-        """Loads it. Raises as `load`."""
+        """Load the bundle. Raises the errors of `prejit.runtime.load`."""
         return load(
             self.path,
             on_mismatch=self.on_mismatch,
@@ -41,13 +41,10 @@ class Setup:
         )
 
 
-# ---------------------------------------------------------------------- fresh processes
-
-
 def measure_fresh_processes(
     setups: Sequence[Setup], bundles: Sequence[Bundle], runs: int, say: Say
 ) -> list[Rounds]:
-    """Starts and memory of processes that load a bundle and use it once, after one that warms caches."""
+    """Return start-up times and memory of `runs` processes, after one process that warms the caches."""
     uses = [_use_once(bundle) for bundle in bundles]
     found: list[Rounds] = [{} for _ in setups]
     for number in range(runs + 1):
@@ -63,7 +60,7 @@ def measure_fresh_processes(
 
 
 def fresh_heads(what: str) -> dict[str, Head]:
-    """The row of each fact that a fresh process gives."""
+    """Return the row of each value that a fresh process reports."""
     return {
         "first_seconds": Head("start-up", "exec to first result", what),
         "load_seconds": Head("start-up", "load", what),
@@ -74,7 +71,7 @@ def fresh_heads(what: str) -> dict[str, Head]:
 
 
 def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
-    """What a fresh process shall do, in words and as bench_child.py wants it."""
+    """Return what a fresh process does: as text, and as arguments of `child.use_once`."""
     if bundle.config.decoder is not None:
         decoder = bundle.decoder
         length = max(1, min(PROMPTS[0], decoder.contexts[-1] // 2))
@@ -94,6 +91,11 @@ def _use_once(bundle: Bundle) -> tuple[str, dict[str, Any]]:
 
 
 def _fresh_process(setup: Setup, use: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a fresh process reports.
+
+    Raises:
+        ProcessError: the process failed.
+    """
     given = json.dumps({**asdict(setup), **use})
     command = [sys.executable, "-m", "prejit.runtime.bench.child", given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

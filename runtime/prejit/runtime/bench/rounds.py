@@ -7,23 +7,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prejit.runtime.bench.report import MIN_QUARTILE_SAMPLES, Ratio, quantile
+import numpy as np
+
+from prejit.runtime.bench.comparison import MIN_QUARTILE_SAMPLES, Ratio
 
 Say = Callable[[str], None]
-"""Takes a line of progress."""
+"""A function that shows one line of progress."""
 
 SEED = 20_260_101
-"""Of prompts and of the order in which things are measured: two runs do the same work."""
+"""The seed of prompts and of the order of measurements: two runs do the same work."""
 _ROUNDS = 20
-"""Into which the time is divided; more where probes are quick."""
+"""The time is divided into this many rounds; quick probes get more."""
 _MIN_TURNS = 3
-"""Of every probe, even if that takes twice the time: a spread needs as many. One it gets at any price."""
+"""Every probe runs this often, up to twice the given time, because a spread needs it; once in any case."""
 _MAX_REPEATS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a row is called, and what one of its samples is: see Row."""
+    """The name of a row, and what one of its samples is; the attributes are those of Row."""
 
     group: str
     name: str
@@ -35,12 +37,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Something that is done again and again, and gives samples of some rows each time.
+    """Something to measure repeatedly.
 
     Attributes:
-        heads: the rows.
-        run: does it once; gives the samples of each row, in the order of `heads`.
-        weight: of its share of the time.
+        heads: the rows that it gives samples of.
+        run: runs it once and returns the samples of each row, in the order of `heads`.
+        weight: its relative share of the time.
     """
 
     heads: tuple[Head, ...]
@@ -49,24 +51,24 @@ class Probe:
 
 
 Rounds = dict[Head, list[list[float]]]
-"""Of each row the samples of each round, which may be none."""
+"""The samples of each row, round by round. A round may have none."""
 
 
 def ratio_in_turns(after: Sequence[Sequence[float]], before: Sequence[Sequence[float]]) -> Ratio:
-    """How two sides compare that took turns: by the ratio of their medians in each round.
+    """Return the ratio of two sides that alternated: the median of the ratios of each round.
 
     Args:
-        after: the samples of each round; rounds in which a side has none do not count.
-        before: the same of the other side.
+        after: the samples of each round. Rounds in which a side has no samples do not count.
+        before: the same for the other side.
     """
     pairs = [(new, old) for new, old in zip(after, before, strict=True) if new and old]
-    ratios = sorted(quantile(sorted(new), 0.5) / quantile(sorted(old), 0.5) for new, old in pairs)
+    ratios = [float(np.median(new) / np.median(old)) for new, old in pairs]
     outer = 0.25 if len(ratios) >= MIN_QUARTILE_SAMPLES else 0.0
     return Ratio(
         least=min(min(new) for new, _ in pairs) / min(min(old) for _, old in pairs),
-        middle=quantile(ratios, 0.5),
-        low=quantile(ratios, outer),
-        high=quantile(ratios, 1 - outer),
+        middle=float(np.median(ratios)),
+        low=float(np.quantile(ratios, outer)),
+        high=float(np.quantile(ratios, 1 - outer)),
     )
 
 
@@ -75,13 +77,14 @@ def ratio_in_turns(after: Sequence[Sequence[float]], before: Sequence[Sequence[f
 
 @dataclass(slots=True)
 class _Turns:
-    """The probes of one thing, one of each side, and its account of time.
+    """The probes of one row, one for each side, and the time that they may use.
 
     Attributes:
-        probes: with the number of their side.
-        credit: seconds that it may still take.
-        spent, calls: so far.
-        rounds: in which it had a turn.
+        probes: each with the number of its side.
+        credit: seconds that they may still use.
+        spent: seconds that they have used.
+        calls: how often they have run.
+        rounds: the number of rounds in which they ran.
     """
 
     probes: list[tuple[int, Probe]]
@@ -91,13 +94,13 @@ class _Turns:
     rounds: int = 0
 
     def repeats(self, share: float, least_rounds: int) -> int:
-        """How many calls its next turn has, given another share of the time."""
+        """Return how often to run in the next round, given another share of the time in seconds."""
         self.credit += share
         affordable = int(self.credit * self.calls / self.spent) if self.calls else 1
         return min(_MAX_REPEATS, max(affordable, self.rounds < least_rounds))
 
     def take(self, repeats: int, found: Sequence[Rounds], share: float) -> None:
-        """Adds samples to the last round of each side."""
+        """Run the probes and add their samples to the last round of each side."""
         started = time.perf_counter()
         self.rounds += 1
         probes = self.probes if self.rounds % 2 else self.probes[::-1]
@@ -108,12 +111,12 @@ class _Turns:
         took = time.perf_counter() - started
         self.spent += took
         self.calls += repeats
-        # What is too quick to use up its share saves nothing.
+        # A probe that does not use up its share cannot save the rest for later.
         self.credit = min(self.credit - took, share)
 
 
 def run_in_rounds(sides: Sequence[Sequence[Probe]], seconds: float, say: Say) -> list[Rounds]:
-    """Runs the probes of all sides for some seconds, in turns; gives each side's samples."""
+    """Run the probes of all sides in alternation for `seconds`. Return the samples of each side."""
     things: dict[str, _Turns] = {}
     for side, probes in enumerate(sides):
         for probe in probes:
@@ -121,7 +124,7 @@ def run_in_rounds(sides: Sequence[Sequence[Probe]], seconds: float, say: Say) ->
     for number, (name, thing) in enumerate(things.items(), 1):
         say(f"first calls: {number} of {len(things)}: {name}")
         for _, probe in thing.probes:
-            probe.run()  # loads programs, which the second call need not do
+            probe.run()  # the first call loads programs, so it is not measured
     found: list[Rounds] = [{h: [] for p in probes for h in p.heads} for probes in sides]
     turns = list(things.values())
     share = seconds / _ROUNDS / sum(thing.probes[0][1].weight for thing in turns)

@@ -14,16 +14,17 @@ from prejit.runtime.errors import UsageError
 
 def bench(options: Namespace) -> int:
     """Measure a bundle; compare it with another bundle or with a saved baseline."""
-    from prejit.runtime.bench import report as reports
     from prejit.runtime.bench.measure import judge
     from prejit.runtime.bench.processes import Setup
+    from prejit.runtime.bench.report import read
+    from prejit.runtime.bench.wording import notes, regression, text
     from prejit.runtime.pages.bench import bench_page
 
     for name, least in (("runs", 1), ("seconds", 0), ("tolerance", 0)):
         value = getattr(options, name)
         if not least <= value < float("inf"):
             raise UsageError(f"--{name}: expected {least} or more, found {value}")
-    baseline = reports.read(options.baseline) if options.baseline is not None else None
+    baseline = read(options.baseline) if options.baseline is not None else None
     paths = [options.bundle, *([] if options.against is None else [options.against])]
     with progress() as show:
         report, comparison = judge(
@@ -43,10 +44,10 @@ def bench(options: Namespace) -> int:
         write_text(options.page, bench_page(report, comparison))
     if options.json:
         print_json(described)
-        for note in reports.notes(comparison) if comparison is not None else ():
+        for note in notes(comparison) if comparison is not None else ():
             print_text(f"note: {note}", file=sys.stderr)
     else:
-        print_text(reports.text(report, comparison))
+        print_text(text(report, comparison))
     if comparison is not None and comparison.regressions:
-        raise reports.regression(comparison)
+        raise regression(comparison)
     return 0

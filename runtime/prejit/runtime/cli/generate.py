@@ -6,22 +6,18 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.base.tables import table
 from prejit.runtime.cli.loading import load_bundle
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import NumbersError, UsageError, printable
+from prejit.runtime.generation.options import OPTIONS
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.generation.generate import Piece
-
-_GENERATE_OPTIONS = (
-    *("max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "seed", "logprobs", "prompt_lookup"),
-)
 
 
 def generate(options: Namespace) -> int:
@@ -33,8 +29,8 @@ def generate(options: Namespace) -> int:
     # Text of a model is data. Only a terminal acts on control characters, so they are escaped there alone.
     terminal = sys.stdout is not None and sys.stdout.isatty()
     started = time.perf_counter()
-    asked = {name: getattr(options, name) for name in _GENERATE_OPTIONS}
-    given = {name: value for name, value in asked.items() if value is not None}
+    flags = {name: getattr(options, name) for name, option in OPTIONS.items() if option.flag}
+    given: Any = {name: value for name, value in flags.items() if value is not None}
     for piece in bundle.stream(prompt, **given):
         if not pieces:
             first_seconds, started = seconds_since_exec(), time.perf_counter()

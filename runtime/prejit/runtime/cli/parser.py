@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from prejit.runtime.generation.options import OPTIONS, Option
 
 BUILD_COMMANDS = {
     "plan": "show programs x targets of a manifest: what is cached, what will compile and why",
@@ -120,36 +123,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="a user's message; the bundle's chat template makes the prompt",
     )
-    command.add_argument(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help="stop after N tokens (default: the bundle's limit)",
-    )
-    command.add_argument(
-        "--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated"
-    )
-    for name, kind, text in (
-        ("temperature", float, "0: the most likely token (default, unless the bundle has its own)"),
-        ("top-k", int, "0: all tokens (default, unless the bundle has its own)"),
-        ("top-p", float, "1: all (default, unless the bundle has its own)"),
-        ("min-p", float, "0: all (default, unless the bundle has its own)"),
-        ("repetition-penalty", float, "1: none (default, unless the bundle has its own)"),
-        ("presence-penalty", float, "0: none (default)"),
-        ("frequency-penalty", float, "0: none (default)"),
-        ("seed", int, "seed of the sampling (default 0)"),
-        (
-            "logprobs",
-            int,
-            "with --json: log-probabilities of each token and of the L most likely ones, 0 to 20",
-        ),
-    ):
-        command.add_argument(f"--{name}", type=kind, metavar=name[0].upper(), help=text)
-    command.add_argument(
-        "--prompt-lookup",
-        action="store_true",
-        help="draft tokens from the text so far: the same tokens, faster where the text repeats itself",
-    )
+    for option in OPTIONS.values():
+        _add_option(command, option)
     command.add_argument("--stats", action="store_true", help="print statistics on stderr")
     _add_loading(command)
 
@@ -219,6 +194,26 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--page", metavar="FILE.html", help="write the report as an HTML page")
     _add_loading(command)
     return top
+
+
+_METAVARS = {int: "N", float: "X", list: "TEXT"}
+"""What the help shows for the value of a generation option, by its type."""
+
+
+def _add_option(command: argparse.ArgumentParser, option: Option) -> None:
+    """Add the flag of a generation option, if it has one. The value None means that it is not given."""
+    flag = f"--{option.name.replace('_', '-')}"
+    text = option.help.replace("%", "%%")
+    if option.flag is None:
+        return
+    if option.flag is bool:
+        command.add_argument(flag, action="store_true", help=text)
+        return
+    if option.default not in (None, ()):
+        own = ", unless the bundle has its own" if option.published else ""
+        text = f"{text} (default {option.default:g}{own})"
+    kind: dict[str, Any] = {"action": "append"} if option.flag is list else {"type": option.flag}
+    command.add_argument(flag, metavar=_METAVARS[option.flag], help=text, **kind)
 
 
 def _add_fingerprint(command: argparse._ActionsContainer) -> None:

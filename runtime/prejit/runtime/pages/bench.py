@@ -6,12 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prejit.runtime.bench.report import (
-    GROUPS,
-    Comparison,
-    Delta,
-    Report,
-    Row,
+from prejit.runtime.bench.comparison import Comparison, Delta
+from prejit.runtime.bench.report import GROUPS, BenchReport, Row
+from prejit.runtime.bench.wording import (
     by_group,
     notes,
     spelled,
@@ -81,7 +78,7 @@ class Picture:
         return _STEP * len(self.lines) + (_HEAD + 6 if self.ticks else 4)
 
 
-def bench_page(report: Report, comparison: Comparison | None) -> str:
+def bench_page(report: BenchReport, comparison: Comparison | None) -> str:
     """Return the page as HTML.
 
     Args:
@@ -112,7 +109,7 @@ def bench_page(report: Report, comparison: Comparison | None) -> str:
     )
 
 
-def _tiles(report: Report) -> list[tuple[str, str]]:
+def _tiles(report: BenchReport) -> list[tuple[str, str]]:
     """Return the figures that people look for first, each with its meaning."""
     rows = {row.name: row for row in report.rows}
     tiles: list[tuple[str, str]] = []

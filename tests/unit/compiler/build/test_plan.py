@@ -19,7 +19,7 @@ from prejit.compiler.build.plan import Inputs, make_plan
 from prejit.compiler.compile import jobs
 from prejit.compiler.manifest.manifest import read_manifest
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import CheckpointError, ManifestError
 
@@ -47,7 +47,7 @@ def inputs(
         f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [{context}]\n"
         + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
     )
-    return Inputs(read_manifest(manifest), Cache.open(at / "cache"), only)
+    return Inputs(read_manifest(manifest), DirectoryStore.open(at / "cache"), only)
 
 
 def lower_keys(found: Inputs) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from prejit.compiler.build.plan import Inputs, Lowered
 from prejit.compiler.manifest.manifest import read_manifest
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import BuildError, ManifestError
 
 MANIFEST = """
@@ -36,7 +36,7 @@ def inputs(directory: Path, module: str, **others: str) -> Inputs:
         path = directory / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    return Inputs(read_manifest(directory / "m.toml"), Cache.open(directory / "cache"))
+    return Inputs(read_manifest(directory / "m.toml"), DirectoryStore.open(directory / "cache"))
 
 
 def lower(inputs: Inputs) -> Lowered:

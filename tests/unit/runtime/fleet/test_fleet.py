@@ -21,7 +21,7 @@ from prejit.compiler.manifest.manifest import read_manifest
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.fallback import closest_verdict
+from prejit.runtime.fallback import closest_target
 from prejit.runtime.fleet import cover
 from prejit.runtime.fleet.cover import fewest_sets
 from prejit.runtime.fleet.machines import Machine, read_fleet
@@ -413,7 +413,7 @@ def test_it_is_what_the_loader_would_choose(
         for machine, verdict in report.verdicts:
             ranked = match(layout, index, machine.fingerprint)
             chosen = next((t for t in ranked if t.verdict.matches), None)
-            expected = chosen or closest_verdict(ranked)
+            expected = chosen or closest_target(ranked)
             assert verdict == expected.verdict
 
 

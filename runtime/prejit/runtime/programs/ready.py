@@ -1,4 +1,4 @@
-"""The programs of a bundle, each made ready when it is first wanted: loaded, or compiled as a fallback."""
+"""The programs of a bundle, each made ready when it is first used: loaded, or compiled as a fallback."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from prejit.runtime.base.once import once
 from prejit.runtime.device.executable import Device, DeviceArray, Executable
-from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.config_checks import check_arrays
 from prejit.runtime.format.layer_checks import check_signature
 from prejit.runtime.format.schema import Config, Program
-from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs import compile_cache
+
+if TYPE_CHECKING:
+    from prejit.runtime.programs.local import LocalCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class ProgramReport:
     Attributes:
         program: its name.
         source: `loaded` (the bundle's executable), `compiled` (here, now), `kept` (compiled here at an
-            earlier start), `compiling` (or waiting for that) or `unused` (not wanted so far).
-        seconds: that it took to get ready; 0 until it is.
+            earlier start), `compiling` (or waiting for that) or `unused` (not used so far).
+        seconds: how long it took to become ready; 0 until it is.
     """
 
     program: str
@@ -42,7 +42,12 @@ class ProgramReport:
 
 @final
 class Programs:
-    """The executables of a bundle on one device. Safe for many threads."""
+    """The executables of a bundle on one device. Safe to use from many threads.
+
+    Attributes:
+        bundle: name of the bundle.
+        table: the rows of the program table by name.
+    """
 
     def __init__(
         self,
@@ -54,23 +59,24 @@ class Programs:
         *,
         serve_smaller: bool = False,
     ) -> None:
-        """Binds the programs to a device.
+        """Bind the programs to a device.
 
         Args:
             config: the program table.
             device: where they run.
-            executables: None where the machine does not match: programs are compiled from portable.
+            executables: None if the machine does not match: programs are compiled from portable.
             portable: StableHLO of the same programs.
-            weights: tensors of the weights layer, by name.
-            serve_smaller: whether a request is served with what is ready while its programs compile.
+            weights: tensors of the weights layer by name.
+            serve_smaller: whether a request may use other programs that are ready while its own compile.
         """
+        self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
         self._config = config
         self._device = device
         self._executables = executables
         self._portable = portable
         self._weights = weights
-        # In a cluster every process must run the same programs, whatever it has ready.
+        # In a cluster every process must run the same programs, whichever of them are ready.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self._ready: dict[str, Executable] = {}
@@ -79,9 +85,9 @@ class Programs:
         self._results: dict[str, tuple[Array, ...]] = {}
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
-        # Not ready, but wanted: being made, or in the queue of the thread that makes them.
+        # Needed but not ready: being made, or in the queue of the background thread.
         self._underway: set[str] = set()
-        self._failed: set[str] = set()  # in that thread: whoever wants one meets its error
+        self._failed: set[str] = set()  # in that thread; the caller who needs one gets its error
         self._queue: list[tuple[bool, int, str]] = []
         self._queue_lock = threading.Lock()
         self._working = False
@@ -89,11 +95,11 @@ class Programs:
         self._remember: Callable[[tuple[str, ...]], object] | None = None
 
     def __getitem__(self, name: str) -> Executable:
-        """The executable of a program.
+        """Return the executable of a program, making it ready first if necessary.
 
         Raises:
-            RejectError: its bytes are not those that the program table names.
-            BuildError: it had to be compiled here, and XLA refused.
+            RejectError: its bytes are not those in the program table.
+            BuildError: it had to be compiled here, and XLA failed.
         """
         if (executable := self._ready.get(name)) is not None:
             return executable
@@ -111,53 +117,26 @@ class Programs:
             return self._ready[name]
 
     def _obtain(self, program: Program) -> tuple[Executable, str]:
-        results = self.results(program.name)
-        if self._executables is not None:
-            path = self._executables.path
-            serialized = self._executables.unpack(program.executable)
-            executable = self._device.load(serialized, path, results)
-            self._check_signature(program, executable, path)
-            return executable, "loaded"
+        """Return the executable of a program and its source: loaded, compiled or kept."""
+        if self._executables is None:
+            return self._compiler.obtain(program, self.results(program.name))
+        path = self._executables.path
+        serialized = self._executables.unpack(program.executable)
+        executable = self._device.load(serialized, path, self.results(program.name))
+        self._check_signature(program, executable, path)
+        return executable, "loaded"
 
-        def compile_here() -> Executable:
-            portable = self._portable.unpack(program.portable)
-            executable = self._device.compile(portable, program.platforms or (), results)
-            self._check_signature(program, executable, self._portable.path)
-            return executable
+    @once
+    def _compiler(self) -> LocalCompiler:
+        from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
 
-        if self._device.in_cluster:
-            # Processes of a cluster compile together: XLA shares out its autotuning among them. Who held
-            # the cache's lock would wait for those that wait for the lock.
-            return compile_here(), "compiled"
-        compiled: list[Executable] = []
-
-        def compile_program() -> bytes:
-            compiled.append(compile_here())
-            return compiled[0].serialize()
-
-        refused = None
-        while True:
-            serialized, now = compile_cache.compiled_here(
-                self._as_kept(program),
-                self._machine,
-                compile_program,
-                refused=refused,
-            )
-            if now:
-                return compiled[0], "compiled"
-            try:
-                executable = self._device.load(serialized, self._portable.path, results)
-            except MismatchError:  # kept by another build of jaxlib, say
-                refused = serialized
-                continue
-            self._check_signature(program, executable, self._portable.path)
-            return executable, "kept"
+        return LocalCompiler(self._device, self._portable, self._check_signature)
 
     def _check_signature(self, program: Program, executable: Executable, path: str) -> None:
-        """Compares what a program takes and gives with the program table, before anything is run.
+        """Compare the arguments and results of an executable with the program table, before it is run.
 
         Raises:
-            RejectError: they differ. XLA would refuse the arguments, or results be read as what they are not.
+            RejectError: they differ. XLA would fail on the arguments, or we would misread the results.
         """
         if (compiled := executable.signature()) is None:
             return
@@ -172,7 +151,7 @@ class Programs:
         )
 
     def _of_weights(self, name: str | None) -> list[Array]:
-        """The tensors of a weight set, as arguments."""
+        """Return the tensors of a weight set as arguments of a program."""
         if name is None:
             return []
         shardings = self._config.weight_shardings or {}
@@ -183,59 +162,48 @@ class Programs:
             for split in (parse_sharding(shardings.get(tensor, ""), value.ndim),)
         ]
 
-    def _as_kept(self, program: Program) -> compile_cache.Portable:
-        """A program as the cache of what is compiled here knows it."""
-        return compile_cache.Portable(
-            program.portable.raw_digest,
-            program.platforms or (),
-            self._device.platform,
-            self._device.mesh,
-        )
-
-    @once
-    def _machine(self) -> Fingerprint:
-        return Fingerprint.current()
-
     @property
     def are_loaded(self) -> bool:
-        """Whether programs come out of the bundle; else they are compiled here."""
+        """Whether programs come out of the bundle; if not, they are compiled here."""
         return self._executables is not None
 
     def ready(self, name: str) -> bool:
-        """Whether a request should take this program rather than another that could serve it.
+        """Return whether a request should take this program rather than another that could serve it.
 
-        Always, unless requests are served with what is ready: then, whether nothing need be compiled.
+        It is always yes, unless requests may use other programs while theirs compile (`serve_smaller`): then
+        it is whether this one needs no compiling.
         """
         if not self._serve_smaller or name in self._ready:
             return True
-        return compile_cache.is_kept(self._as_kept(self.table[name]), self._machine)
+        return self._compiler.is_kept(self.table[name])
 
     def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
-        """Begins to make ready what the first request will likely run first, before there is one.
+        """Begin to make the program ready that the first request will probably run first.
 
         Args:
-            names: as they were remembered; those that this bundle has not are ignored.
-            remember: is told, in a thread, what the first request prepares, if that is anything else.
+            names: the programs that an earlier process prepared for its first request; unknown ones are
+                ignored.
+            remember: called in a thread with the programs that the first request prepares, if they differ.
         """
-        # The first alone: others would compete with the imports for what the first token needs.
+        # Only the first one: more would compete with the imports that the first token needs.
         self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
         self._expected, self._remember = tuple(names), remember
 
     def prepare(self, *names: str) -> None:
-        """Begins to make programs ready, in this order, in a thread; errors show when they are wanted."""
+        """Begin to make programs ready in a thread, in this order. Errors are raised when one is used."""
         remember, self._remember = self._remember, None
         if remember is not None and names != self._expected:
             with contextlib.suppress(RuntimeError):  # no more threads
                 threading.Thread(target=remember, args=(names,)).start()
         self._enqueue([(False, place, name) for place, name in enumerate(names)])
 
-    def wish(self, *names: str) -> None:
-        """Begins to make programs ready that would serve better than those that do now.
+    def prepare_later(self, *names: str) -> None:
+        """Begin to make programs ready that would serve better than those that are ready now.
 
-        They come after what is waited for, the smallest first, one at a time.
+        They come after programs that somebody waits for, the smallest first, one at a time.
 
         Raises:
-            BuildError, RejectError: one of them failed in the thread, and fails again.
+            BuildError, RejectError: one of them failed in the thread before, and fails again.
         """
         for name in names:
             if name in self._failed:
@@ -253,28 +221,26 @@ class Programs:
             self._queue.sort()
             if self._working or not self._queue:
                 return
-            # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no more threads, as while the interpreter ends
+            # Not a daemon: the interpreter would stop it inside XLA at exit, and that aborts the process.
+            with contextlib.suppress(RuntimeError):  # no more threads, as at exit
                 threading.Thread(target=self._work).start()
                 self._working = True
 
     def _work(self) -> None:
         while True:
             with self._queue_lock:
-                # The interpreter waits for this thread to end.
+                # At exit the interpreter waits for this thread.
                 if not self._queue or not threading.main_thread().is_alive():
                     self._working = False
                     return
                 _, _, name = self._queue.pop(0)
             try:
                 self[name]
-            except Exception:  # the caller who wants the program meets it again
+            except Exception:  # the caller who uses the program gets it again
                 self._failed.add(name)
 
     def weights(self, name: str | None) -> list[DeviceArray]:
-        """The tensors of a weight set, on the device: the memory of the mapped file on a CPU."""
+        """Return the tensors of a weight set on the device. On a CPU they are the mapped file itself."""
         if name is None:
             return []
         with self._lock:
@@ -288,15 +254,15 @@ class Programs:
             return self._weights_on_device[name]
 
     def arguments(self, name: str) -> tuple[Array, ...]:
-        """Those arguments of a program that follow the weights, parsed when they are first wanted.
+        """Return the arguments of a program that follow the weights.
 
         Raises:
-            RejectError: the program table spells one as the format does not.
+            RejectError: the program table has a damaged one.
         """
         return self._parsed(name, self.table[name].arguments, self._arguments)
 
     def results(self, name: str) -> tuple[Array, ...]:
-        """The results of a program, parsed when they are first wanted. Raises as `arguments`."""
+        """Return the results of a program. Raises as `arguments`."""
         return self._parsed(name, self.table[name].results, self._results)
 
     def _parsed(
@@ -308,11 +274,11 @@ class Programs:
         return known[name]
 
     def obtained(self) -> dict[str, ProgramReport]:
-        """How each program was obtained that is ready, by name."""
+        """Return how each ready program was obtained, by name."""
         return dict(self._reports)
 
     def report(self) -> tuple[ProgramReport, ...]:
-        """How each program was obtained, in the order of the table."""
+        """Return how each program was obtained, in the order of the table."""
         compiling = self._underway if self._executables is None else ()
         return tuple(
             self._reports.get(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.store.cache import Cache, default_root
+from prejit.compiler.store.directory import DirectoryStore, default_root
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import StoreError
@@ -21,22 +21,25 @@ KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("portable", "x")))
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache.open(tmp_path / "cache")
+def cache(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore.open(tmp_path / "cache")
 
 
-def temp_files(cache: Cache) -> list[Path]:
+def temp_files(cache: DirectoryStore) -> list[Path]:
     return list((cache.root / "v1" / "temp").iterdir())
 
 
-def action_file(cache: Cache) -> Path:
+def action_file(cache: DirectoryStore) -> Path:
     (path,) = (cache.root / "v1" / "actions").rglob("*.json")
     return path
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A process that runs code with a Cache at hand."""
-    setup = "import sys\nfrom pathlib import Path\nfrom prejit.compiler.store.cache import Cache\n"
+    """A process that runs code that has imported DirectoryStore."""
+    setup = (
+        "import sys\nfrom pathlib import Path\n"
+        "from prejit.compiler.store.directory import DirectoryStore\n"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", setup + code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -47,7 +50,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_what_was_stored_is_found(cache: Cache) -> None:
+def test_what_was_stored_is_found(cache: DirectoryStore) -> None:
     content = os.urandom(5000)
     digest = cache.put_blob(content)
     assert digest == digest_of(content)
@@ -58,32 +61,31 @@ def test_what_was_stored_is_found(cache: Cache) -> None:
     path = cache.blob_path(digest)
     assert path is not None
     assert path.read_bytes() == content == cache.read_blob(digest)
-    cache.store(KEY, {"executable": digest, "sizes": [1, 2]}, blobs=[digest])
-    assert cache.lookup(KEY, verify=True) == {"executable": digest, "sizes": [1, 2]}
+    cache.put(KEY, {"executable": digest, "sizes": [1, 2]}, blobs=[digest])
+    assert cache.get(KEY, verify=True) == {"executable": digest, "sizes": [1, 2]}
     assert temp_files(cache) == []
 
 
-def test_what_was_not_stored_is_a_miss(cache: Cache) -> None:
+def test_what_was_not_stored_is_a_miss(cache: DirectoryStore) -> None:
     other = Key("compile", KEY.name, (("jaxlib", "0.12.0"), ("portable", "x")))
-    cache.store(KEY, {})
-    assert cache.lookup(other) is None
-    assert cache.lookup(Key("lower", KEY.name, KEY.ingredients)) is None
+    cache.put(KEY, {})
+    assert cache.get(other) is None
+    assert cache.get(Key("lower", KEY.name, KEY.ingredients)) is None
     assert cache.read_blob(digest_of(b"")) is None
     assert cache.blob_path(digest_of(b"")) is None
-    assert not cache.verify_blob(digest_of(b""))
 
 
-def test_the_last_key_of_a_name_is_remembered(cache: Cache) -> None:
+def test_the_last_key_of_a_name_is_remembered(cache: DirectoryStore) -> None:
     newer = Key("compile", KEY.name, (("jaxlib", "0.12.0"),))
     assert cache.last_key("compile", KEY.name) is None
-    cache.store(KEY, {})
-    cache.store(newer, {})
-    cache.store(Key("lower", KEY.name, ()), {})
+    cache.put(KEY, {})
+    cache.put(newer, {})
+    cache.put(Key("lower", KEY.name, ()), {})
     assert cache.last_key("compile", KEY.name) == newer
     assert cache.last_key("compile", "../../other") is None
 
 
-def test_a_flipped_bit_in_a_blob_heals(cache: Cache) -> None:
+def test_a_flipped_bit_in_a_blob_heals(cache: DirectoryStore) -> None:
     content = b"executable" * 3
     digest = cache.put_blob(content)
     path = cache.blob_path(digest)
@@ -92,37 +94,37 @@ def test_a_flipped_bit_in_a_blob_heals(cache: Cache) -> None:
         damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
-        assert (cache.read_blob(digest) if at % 2 else cache.verify_blob(digest) or None) is None
+        assert (cache.read_blob(digest) if at % 2 else cache._blobs.verify(digest) or None) is None
         assert not path.exists()
         assert cache.put_blob(content) == digest
         assert cache.read_blob(digest) == content
 
 
 @pytest.mark.parametrize("size", [0, 5, 29, 31])
-def test_a_blob_of_another_size_is_a_miss_at_lookup(cache: Cache, size: int) -> None:
+def test_a_blob_of_another_size_is_a_miss_at_lookup(cache: DirectoryStore, size: int) -> None:
     content = b"executable" * 3
     digest = cache.put_blob(content)
-    cache.store(KEY, {}, blobs=[digest])
+    cache.put(KEY, {}, blobs=[digest])
     path = cache.blob_path(digest)
     assert path is not None
     path.write_bytes((content * 2)[:size])
-    assert cache.lookup(KEY) is None
+    assert cache.get(KEY) is None
     path.unlink()
-    assert cache.lookup(KEY) is None
+    assert cache.get(KEY) is None
     cache.put_blob(content)
-    assert cache.lookup(KEY) == {}
+    assert cache.get(KEY) == {}
 
 
-def test_a_blob_that_differs_in_content_only_is_a_miss_when_verified(cache: Cache) -> None:
+def test_a_blob_that_differs_in_content_only_is_a_miss_when_verified(cache: DirectoryStore) -> None:
     digest = cache.put_blob(b"right")
-    cache.store(KEY, {}, blobs=[digest])
+    cache.put(KEY, {}, blobs=[digest])
     path = cache.blob_path(digest)
     assert path is not None
     path.write_bytes(b"wrong")
-    assert cache.lookup(KEY, verify=True) is None
+    assert cache.get(KEY, verify=True) is None
 
 
-def test_writing_a_blob_again_replaces_a_damaged_one(cache: Cache) -> None:
+def test_writing_a_blob_again_replaces_a_damaged_one(cache: DirectoryStore) -> None:
     digest = cache.put_blob(b"right")
     path = cache.blob_path(digest)
     assert path is not None
@@ -131,8 +133,8 @@ def test_writing_a_blob_again_replaces_a_damaged_one(cache: Cache) -> None:
     assert cache.read_blob(digest) == b"right"
 
 
-def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: Cache) -> None:
-    cache.store(KEY, {"memory": 12345})
+def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: DirectoryStore) -> None:
+    cache.put(KEY, {"memory": 12345})
     path = action_file(cache)
     content = path.read_bytes()
     damages = [
@@ -140,13 +142,13 @@ def test_every_damaged_byte_of_an_action_is_a_miss_and_heals(cache: Cache) -> No
     ]
     for damaged in [*damages, b"", content[:-1], content + b" ", b"\0" * len(content)]:
         path.write_bytes(damaged)
-        assert cache.lookup(KEY) is None
+        assert cache.get(KEY) is None
         assert not path.exists()
-    cache.store(KEY, {"memory": 12345})
-    assert cache.lookup(KEY) == {"memory": 12345}
+    cache.put(KEY, {"memory": 12345})
+    assert cache.get(KEY) == {"memory": 12345}
 
 
-def test_a_block_that_fails_leaves_nothing(cache: Cache) -> None:
+def test_a_block_that_fails_leaves_nothing(cache: DirectoryStore) -> None:
     def write_half() -> None:
         with cache.blob_writer() as blob:
             blob.write(b"half")
@@ -158,17 +160,17 @@ def test_a_block_that_fails_leaves_nothing(cache: Cache) -> None:
     assert cache.blob_path(digest_of(b"half")) is None
 
 
-def test_a_result_without_its_blob_is_not_stored(cache: Cache) -> None:
+def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
     with pytest.raises(StoreError, match="expected blob sha256:"):
-        cache.store(KEY, {}, blobs=[digest_of(b"never written")])
-    assert cache.lookup(KEY) is None
+        cache.put(KEY, {}, blobs=[digest_of(b"never written")])
+    assert cache.get(KEY) is None
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])
 def test_an_unusable_directory_is_told_at_once(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write the build cache") as caught:
-        Cache.open(tmp_path / root)
+        DirectoryStore.open(tmp_path / root)
     assert caught.value.hint is not None
     assert "PREJIT_CACHE" in caught.value.hint
 
@@ -187,10 +189,10 @@ def test_the_default_directory_follows_the_environment(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def writer(cache: Cache) -> Iterator[subprocess.Popen[str]]:
+def writer(cache: DirectoryStore) -> Iterator[subprocess.Popen[str]]:
     """A process in the middle of writing a blob."""
     code = """
-with Cache(Path(sys.argv[1])).blob_writer() as blob:
+with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     blob.write(b"half" * 10000)
     print("writing", flush=True)
     sys.stdin.read()
@@ -203,14 +205,14 @@ with Cache(Path(sys.argv[1])).blob_writer() as blob:
 
 
 def test_a_killed_writer_leaves_a_temp_file_that_the_next_start_sweeps(
-    cache: Cache, writer: subprocess.Popen[str]
+    cache: DirectoryStore, writer: subprocess.Popen[str]
 ) -> None:
-    Cache.open(cache.root)
+    DirectoryStore.open(cache.root)
     assert len(temp_files(cache)) == 1  # the writer lives: its file is left alone
     writer.kill()
     writer.wait()
     assert len(temp_files(cache)) == 1
-    Cache.open(cache.root)
+    DirectoryStore.open(cache.root)
     assert temp_files(cache) == []
     assert cache.read_blob(digest_of(b"half" * 10000)) is None
 
@@ -218,14 +220,14 @@ def test_a_killed_writer_leaves_a_temp_file_that_the_next_start_sweeps(
 def test_kills_at_any_moment_leave_only_whole_results(tmp_path: Path) -> None:
     code = """
 from prejit.compiler.store.key import Key
-cache = Cache.open(Path(sys.argv[1]))
+cache = DirectoryStore.open(Path(sys.argv[1]))
 print("ready", flush=True)
 number = 0
 while True:
     number += 1
     content = f"{number}".encode() * 20000
     digest = cache.put_blob(content)
-    cache.store(Key("compile", f"{number % 7}", (("number", f"{number}"),)), {"n": number}, blobs=[digest])
+    cache.put(Key("compile", f"{number % 7}", (("number", f"{number}"),)), {"n": number}, blobs=[digest])
 """
     root = tmp_path / "cache"
     for attempt in range(5):
@@ -235,14 +237,14 @@ while True:
             assert process.stdout.readline() == "ready\n"
             time.sleep(0.01 + 0.017 * attempt)
             process.send_signal(signal.SIGKILL)
-    cache = Cache.open(root)
+    cache = DirectoryStore.open(root)
     assert temp_files(cache) == []
     blobs = list((root / "v1" / "blobs" / "sha256").iterdir())
     assert blobs
     assert all(cache.read_blob(f"sha256:{path.name}") is not None for path in blobs)
     found = 0
     for number in range(1, len(blobs) + 1):
-        result = cache.lookup(Key("compile", "", (("number", f"{number}"),)), verify=True)
+        result = cache.get(Key("compile", "", (("number", f"{number}"),)), verify=True)
         found += result == {"n": number}
         assert result in ({"n": number}, None)
     assert found >= len(blobs) - 5  # each kill may cost the one result that was under way
@@ -253,7 +255,7 @@ def test_a_full_disk_is_told_and_leaves_no_temp_files(tmp_path: Path) -> None:
     code = """
 import resource
 from prejit.runtime.errors import StoreError
-cache = Cache.open(Path(sys.argv[1]))
+cache = DirectoryStore.open(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for content in (b"x" * 1_000_000, b"y" * 100_001):
     try:
@@ -277,7 +279,7 @@ import random
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 random.seed(sys.argv[2])
-cache = Cache.open(Path(sys.argv[1]))
+cache = DirectoryStore.open(Path(sys.argv[1]))
 hits = 0
 for number in range(60):
     number %= 12
@@ -292,7 +294,7 @@ for number in range(60):
                     file.write(b"!")
             except FileNotFoundError:
                 pass
-    result = cache.lookup(key)
+    result = cache.get(key)
     found = cache.read_blob(digest_of(content))
     assert found in (None, content), "a wrong answer"
     assert result in (None, {"n": number})
@@ -300,10 +302,10 @@ for number in range(60):
     if found is None or result is None:
         digest = cache.put_blob(content)
         try:
-            cache.store(key, {"n": number}, blobs=[digest])
+            cache.put(key, {"n": number}, blobs=[digest])
         except Exception as error:  # another process has just deleted it as damaged
             assert "expected blob" in str(error), error
-    Cache.open(Path(sys.argv[1]))  # sweeps among the writers
+    DirectoryStore.open(Path(sys.argv[1]))  # sweeps among the writers
 print(hits)
 """
 
@@ -315,4 +317,4 @@ def test_eight_processes_that_damage_and_heal_one_cache_never_see_a_wrong_answer
     outputs = [racer.communicate() for racer in racers]
     assert [errors for _, errors in outputs] == [""] * 8
     assert sum(int(output) for output, _ in outputs) > 100
-    assert temp_files(Cache.open(tmp_path / "cache")) == []
+    assert temp_files(DirectoryStore.open(tmp_path / "cache")) == []
