@@ -112,9 +112,8 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 @pytest.fixture(scope="module")
 def build_one(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
-    from prejit.compiler.build.build import build
-    from prejit.compiler.build.plan import Inputs
-    from prejit.compiler.manifest.manifest import read_manifest
+    from prejit.compiler.build.run import build
+    from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.progress import Quiet
     from prejit.compiler.store.cache import Cache
 
@@ -139,8 +138,8 @@ def build_one(tmp_path_factory: pytest.TempPathFactory) -> Build:
             context=[context],
         )
         add_mesh(path, mesh)
-        inputs = Inputs(read_manifest(path), cache)
-        return build(inputs, directory, workers=2, progress=Quiet()).path
+        manifest = read_manifest(path)
+        return build(manifest, directory, store=cache, workers=2, progress=Quiet()).path
 
     return build_one
 

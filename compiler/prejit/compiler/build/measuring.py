@@ -11,12 +11,22 @@ import datetime
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
+from prejit.compiler.build.keys import measuring_key
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, compile_ingredients
 from prejit.compiler.compile.pool import CompilePool
 from prejit.compiler.compile.worker_process import JOB_SECONDS, Death, WorkerProcess
-from prejit.compiler.native.form_table import FormTable, Measured, conditions_of
+from prejit.compiler.native.form_table import (
+    FormTable,
+    KnownForms,
+    Measured,
+    conditions_of,
+    merge_into,
+    own_path,
+    read_own,
+)
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.progress import Progress
@@ -27,7 +37,10 @@ from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 Ask = Callable[[dict[str, Any]], Any]
-"""Sends a request of worker.py, gives its result; BuildError: it has none."""
+"""Sends a request to worker.py and returns its result; raises BuildError where it has none."""
+
+_FORM_SECONDS = 0.4
+"""Estimated seconds to compile and measure one form of a product, on two cores."""
 
 
 @contextmanager
@@ -70,7 +83,7 @@ def measuring_alone(cache: Cache, progress: Progress) -> Iterator[None]:
     """Held by the one build of a cache that measures: two at once would measure each other."""
     with ExitStack() as stack:
         with progress.phase("waiting for another build, which measures"):
-            stack.enter_context(cache.making(Key("measure", "alone", ())))
+            stack.enter_context(cache.making(measuring_key("alone")))
         yield
 
 
@@ -125,6 +138,63 @@ def measure_products(
                 times = ask({"measure_forms": request})
             measured.append(Measured(product, times, conditions, today))
     return FormTable(tuple(measured))
+
+
+def measure_missing(
+    known: KnownForms,
+    products: Sequence[Product],
+    toolchain: Toolchain,
+    library: KernelLibrary,
+    store: Cache,
+    progress: Progress,
+    *,
+    fresh: bool,
+    workers: int | None,
+    timeout_seconds: float,
+) -> KnownForms:
+    """Measure the forms of products that no table has, keep them in the store, and return all tables.
+
+    It runs before programs are compiled: they need the result, and the machine is quiet.
+
+    Args:
+        known: the tables so far.
+        products: the products of the build.
+        toolchain: the toolchain of a target that `runs_here`.
+        library: the target's kernels.
+        store: keeps the table of this machine.
+        progress: shows each product.
+        fresh: whether all products are measured that this machine has not measured itself; else only large
+            products that no table has.
+        workers: number of forms that are compiled side by side.
+        timeout_seconds: time limit of one compile, and of measuring one product.
+    """
+    conditions, own = conditions_of(toolchain, library), own_path(store.root)
+    if not known.missing(products, conditions, fresh=fresh):
+        return known
+    with measuring_alone(store, progress):
+        known = replace(known, own=read_own(own))  # another build may have measured meanwhile
+        missing = known.missing(products, conditions, fresh=fresh)
+        if not missing:
+            return known
+        seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
+        progress.note(
+            f"measuring the forms of {len(missing)} products for {toolchain.target.name}, "
+            f"about {seconds:.0f} s"
+        )
+        try:
+            measured = measure_products(
+                missing,
+                toolchain,
+                library,
+                store,
+                progress,
+                workers=workers,
+                timeout_seconds=timeout_seconds,
+            )
+        except BuildError as error:  # forms decide about speed alone
+            progress.note(f"cannot measure forms, using the recorded ones: {error}")
+            return known
+        return replace(known, own=merge_into(own, measured))
 
 
 def _compile(
