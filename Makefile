@@ -10,11 +10,17 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-.PHONY: help demo artifacts test test-main test-fast test-other lint format bench bench-full forms gpu parity demo-model hostile clean
+# One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
+AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder
+TESTS ?= tests
+
+.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -23,49 +29,66 @@ demo: $(READY) ## build the demo bundle, then generate from it in a new process
 	@$(BIN)/prejit build manifests/demo.toml -o artifacts --skip-unbuildable
 	@printf '%s' '$(PROMPT)'
 	@$(BIN)/python -m prejit.runtime generate artifacts/demo --prompt '$(PROMPT)' --max-new-tokens 80 \
-		--temperature 0.6 --top-p 0.9 --seed 1 --require-aot --stats
+		--temperature 0.6 --top-p 0.9 --seed 1 --on-mismatch error --stats
 
 artifacts: $(READY) ## build every manifest that this machine can build
-	@cd benchmarks && $(abspath $(BIN))/python encoder_model.py ../manifests/minilm-random
+	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) ## all tests, those of the second interpreter side by side with them
-	@$(MAKE) --no-print-directory -j2 test-main test-other
+test: test-main test-other ## all tests, on both interpreters (12 minutes on 2 cores)
 
 test-main: $(READY) ## all tests on one interpreter
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest $(AT_ONCE) tests/unit
 
-test-other: ## the unit tests on a newer interpreter and jax, where one is present
+test-other: ## on a newer interpreter and jax, where one is present, what can differ there
 ifneq ($(OTHER),)
 	@$(MAKE) --no-print-directory $(OTHER_READY)
-	$(OTHER_VENV)/bin/python -m pytest tests/unit tests/parity tests/format -q
+	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) -p tests.other_interpreter tests/unit tests/parity tests/format -q
 else
 	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
 endif
 
-lint: $(READY) ## formatter, linter, type checker
+coverage: $(READY) ## lines and branches that tests run, processes that they start included
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(AT_ONCE) $(TESTS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --skip-covered --skip-empty --sort=miss
+
+lint: $(READY) ## formatter, linter, type checker, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python -m scripts.import_graph --check
+
+check: $(READY) ## lint, and the unit tests that touch what changed, in under a minute
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m scripts.changed_tests
+
+hooks: ## have git lint before a commit, and run `make check` before a push
+	git config core.hooksPath scripts/hooks
 
 format: $(READY) ## format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+graphs: $(READY) ## draw and count the imports again (docs/architecture/imports-*)
+	$(BIN)/python -m scripts.import_graph --way manifests/demo.toml
+
 bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
-	$(BIN)/python benchmarks/run.py --quick
+	$(BIN)/python -m benchmarks.run --quick
 
 bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2, IREE as well; encoder, 1B, start-up
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 forms: $(READY) ## measure the forms of products that ship as recorded (a quiet machine, 15 minutes)
-	$(BIN)/python benchmarks/forms.py
+	$(BIN)/python -m benchmarks.studies.forms
 
 gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
-	PYTHON=$(PYTHON) benchmarks/gpu.sh
+	PYTHON=$(PYTHON) benchmarks/studies/gpu.sh
 
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
@@ -74,12 +97,17 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
 	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns
 
+docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
+	$(BIN)/python docs/generate.py .site-source
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	$(BIN)/python docs/check_site.py site
+
 demo-model: $(READY) ## train the demo model again
 	$(BIN)/python -m pip install --quiet --group demo-model
 	$(BIN)/python manifests/demo-model/train.py
 
 clean: ## remove environments, bundles and caches of this checkout
-	rm -rf .venv .venv-other .venv-gpu .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-other .venv-gpu .venv-docs site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
@@ -95,3 +123,10 @@ $(READY): pyproject.toml
 
 $(OTHER_READY): pyproject.toml
 	$(call environment,$(OTHER_VENV),$(OTHER))
+
+$(DOCS_READY): pyproject.toml
+	@echo 'setting up $(DOCS_VENV) (a minute the first time)'
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
+	@touch $@

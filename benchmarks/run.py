@@ -1,9 +1,9 @@
-"""prejit beside what a user would otherwise pick, in fresh processes that take turns: `make bench`.
+"""Compare prejit with what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
-    python benchmarks/run.py --quick         JAX and llama.cpp, under 5 minutes
-    python benchmarks/run.py                 every peer and section, hours the first time: `make bench-full`
-    python benchmarks/run.py --only prefill  one section
-    python benchmarks/run.py --row int8,JAX  rows with one of these in their names
+    python -m benchmarks.run --quick         JAX and llama.cpp, under 5 minutes
+    python -m benchmarks.run                 every peer and section, hours the first time: `make bench-full`
+    python -m benchmarks.run --only prefill  one section
+    python -m benchmarks.run --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
 (every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results.
@@ -24,12 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import chart
-import comparison
-import peers
-import report
-import workload
-from comparison import (
+from benchmarks.harness import chart, comparison, report, workload
+from benchmarks.harness.comparison import (
     CPU,
     DECODE,
     EMBEDDING,
@@ -42,7 +38,7 @@ from comparison import (
     Column,
     Goal,
 )
-from measure import (
+from benchmarks.harness.measure import (
     FailedProcessError,
     Row,
     Sample,
@@ -55,9 +51,8 @@ from measure import (
     spread,
     versions,
 )
-from peers import Work
-from report import Table, Target
-from workspace import (
+from benchmarks.harness.report import Table, Target
+from benchmarks.harness.workspace import (
     PREJIT_COMMAND,
     RESULTS,
     Bench,
@@ -66,18 +61,20 @@ from workspace import (
     prepare,
     sources_digest,
 )
+from benchmarks.peers import entrants
+from benchmarks.peers.entrants import Work
 
 
 @dataclass
 class Run:
-    """What a run was asked for, and what it has found.
+    """The options of a run, and its results so far.
 
     Attributes:
-        bench: where, and how often.
-        wanted: parts of the names of the rows that are wanted, with commas.
-        samples: by section, then by row.
-        failures: by section, then by row: why it is not there.
-        rows: by section.
+        bench: directory, and number of rounds.
+        wanted: parts of the names of rows to run, with commas.
+        samples: samples by section, then by row.
+        failures: reasons by section, then by row.
+        rows: rows by section.
     """
 
     bench: Bench
@@ -100,7 +97,7 @@ _DECODE_GOALS = (
     *(Goal(RSS, dtype, 1.1) for dtype in workload.BYTES),
 )
 FLOOR_SHARE = 92
-"""Percent of the floor that float32 decode is to reach."""
+"""Percent of the memory bandwidth that float32 decode should reach."""
 
 
 def beside_peers(
@@ -113,24 +110,26 @@ def beside_peers(
     step_bytes: Callable[[str], int] | None = None,
     note: str = "",
 ) -> tuple[list[Table], list[Target]]:
-    """Runs a work of every entrant, and compares them.
+    """Run the same work with every entrant, and compare them.
 
     Args:
-        run: asked for.
-        name: its samples are kept under.
-        title: of the table.
-        work: to do.
-        columns: of the table.
-        goals: of prejit's rows.
-        step_bytes: what a decode step reads of weights of a dtype, where its share of the floor is wanted.
-        note: below the table.
+        run: options and results of the run.
+        name: name of the section.
+        title: title of the table.
+        work: work that every entrant does.
+        columns: columns of the table.
+        goals: goals of prejit's rows.
+        step_bytes: bytes of weights that a decode step reads, by dtype; adds the share of the bandwidth.
+        note: text below the table.
     """
     bench = run.bench
     failures = run.failures.setdefault(name, {})
-    rows = run.rows[name] = peers.rows(bench, work, run.wanted, failures)
+    rows = run.rows[name] = entrants.rows(bench, work, run.wanted, failures)
     if not rows:
         return [], []
-    probe = Row("bandwidth probe", ("bandwidth_child.py", bench.weights)) if step_bytes else None
+    probe = (
+        Row("bandwidth probe", ("peers/bandwidth_child.py", bench.weights)) if step_bytes else None
+    )
     samples = run.samples[name] = interleave(rows, bench.runs, probe, failures)
     for sample in (sample for found in samples.values() for sample in found):
         sample |= sample.get("steady", {})  # latencies are columns
@@ -147,7 +146,7 @@ def beside_peers(
                     sample["peak_anonymous_bytes"] = polled
     made = comparison.tables(title, rows, samples, columns, failures, step_bytes, note)
     targets = comparison.targets(f"{name}, ", goals, rows, samples)
-    floats = samples.get(peers.PREJIT["float32"])
+    floats = samples.get(entrants.PREJIT["float32"])
     if step_bytes and floats:
         share = 100 * comparison.floor_share(floats, step_bytes("float32")).median
         what = f"{name}, float32: decode, of the floor"
@@ -156,7 +155,7 @@ def beside_peers(
 
 
 def decode(run: Run) -> tuple[list[Table], list[Target]]:
-    """The main rows: from exec to the first token and to the last, decode, memory."""
+    """Measure the main rows: exec to the first and the last token, decode, memory."""
     shutil.rmtree(run.bench.warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     tables, targets = beside_peers(
         run,
@@ -193,7 +192,7 @@ def decode(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def batch(run: Run) -> tuple[list[Table], list[Target]]:
-    """Several rows at a time."""
+    """Measure batches of several rows."""
     tables: list[Table] = []
     targets: list[Target] = []
     for size in (4, 8):
@@ -213,7 +212,7 @@ def batch(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def prefill(run: Run) -> tuple[list[Table], list[Target]]:
-    """Prompts of 512 tokens in a warm process."""
+    """Measure prompts of 512 tokens in a warm process."""
     return beside_peers(
         run,
         "prefill",
@@ -229,7 +228,7 @@ def prefill(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def encoder(run: Run) -> tuple[list[Table], list[Target]]:
-    """MiniLM's sizes."""
+    """Measure an encoder of MiniLM's sizes."""
     tables, targets = beside_peers(
         run,
         "encoder",
@@ -248,7 +247,7 @@ def encoder(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def llama(run: Run) -> tuple[list[Table], list[Target]]:
-    """A model of a billion parameters."""
+    """Measure a model of a billion parameters."""
     return beside_peers(
         run,
         "llama-1b",
@@ -271,7 +270,7 @@ FLAT_PROGRAMS: dict[str, workload.Sizes] = {
 
 
 def flat(run: Run) -> tuple[list[Table], list[Target]]:
-    """What many programs and large weights do to the start."""
+    """Measure how start-up depends on the number of programs and on the size of the weights."""
     bench, failures = run.bench, run.failures.setdefault("flat", {})
     rows = []
     for name, source, sizes in (
@@ -284,17 +283,17 @@ def flat(run: Run) -> tuple[list[Table], list[Target]]:
         except FailedProcessError as error:
             failures[name] = str(error)
         else:
-            rows.append(Row(name, ("prejit_child.py", "generate", path), bench.prejit))
+            rows.append(Row(name, ("peers/prejit_child.py", "generate", path), bench.prejit))
     samples = run.samples["flat"] = interleave(rows, bench.runs, failures=failures)
     return report.flat(samples, failures)
 
 
 def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
-    """With and without a KV cache."""
+    """Measure generation with and without a KV cache."""
     bench = run.bench
     prepare(bench, ("gpt2-4",))
-    plain = ("jax_baseline.py", "kv-cache", bench.weights)
-    bundle = ("prejit_child.py", "kv-cache", bench.bundle("gpt2-4"))
+    plain = ("peers/jax_baseline.py", "kv-cache", bench.weights)
+    bundle = ("peers/prejit_child.py", "kv-cache", bench.bundle("gpt2-4"))
     rows = [
         Row(report.EAGER, (*plain, "eager")),
         Row(report.JIT, (*plain, "jit")),
@@ -307,15 +306,19 @@ def kv_cache(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def buckets(run: Run) -> tuple[list[Table], list[Target]]:
-    """Every program of 40 once. Minutes for each JAX process, so three of them."""
+    """Run each of 40 programs once. A process of JAX takes minutes, so there are only three."""
     bench = run.bench
     prepare(bench, ("gpt2-40",))
-    plain = ("jax_baseline.py", "buckets", bench.weights, "gpt2-40")
+    plain = ("peers/jax_baseline.py", "buckets", bench.weights, "gpt2-40")
     warm = {**bench.warm, "JAX_COMPILATION_CACHE_DIR": str(bench.directory / "jax-cache-40")}
     shutil.rmtree(warm["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     progress("every bucket once; JAX compiles 40 programs in each cold process")
     rows = [
-        Row(report.PREJIT, ("prejit_child.py", "buckets", bench.bundle("gpt2-40")), bench.prejit),
+        Row(
+            report.PREJIT,
+            ("peers/prejit_child.py", "buckets", bench.bundle("gpt2-40")),
+            bench.prejit,
+        ),
         Row(report.JAX_WARM, plain, warm),
         Row(report.JAX_COLD, plain),
     ]
@@ -324,7 +327,7 @@ def buckets(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 def build(run: Run) -> tuple[list[Table], list[Target]]:
-    """Cold builds, a rebuild that changes nothing, and the least that a command costs."""
+    """Measure cold builds, a rebuild that changes nothing, and the cheapest command."""
     bench = run.bench
     prepare(bench, ("gpt2-4", "gpt2-40"))
     found: dict[str, list[Sample]] = {}
@@ -369,7 +372,7 @@ SECTIONS: dict[str, Section] = {
 
 
 def picture(run: Run, targets: Sequence[Target]) -> str:
-    """Start-up and decode as bars, with their targets."""
+    """Draw start-up and decode as bars, with their targets."""
     rows, samples = run.rows["decode"], run.samples["decode"]
     names = [row.name for row in rows if row.name in samples]
 
@@ -401,7 +404,7 @@ def write_results(
     tables: list[Table],
     targets: list[Target],
 ) -> None:
-    """Writes samples, page and picture."""
+    """Write samples, page and picture."""
     directory.mkdir(parents=True, exist_ok=True)
     content = {
         **facts,
@@ -425,7 +428,7 @@ def write_results(
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -439,7 +442,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Parse the command line, measure, and write the results."""
     given = options()
     bench = Bench(bench_directory(), given.runs, given.quick)
     # Two threads everywhere, whatever the machine has. Children inherit it.
@@ -471,7 +474,7 @@ def main() -> None:
     targets.append(Target("rows that failed", failed, 0))
     took_part = {name for found in run.samples.values() for name in found}
     facts |= {
-        "versions": {**versions(), **peers.versions(bench, took_part)},
+        "versions": {**versions(), **entrants.versions(bench, took_part)},
         "load_average_after": os.getloadavg()[0],
         "sources_changed": digest_now() != sources_digest(),
         "seconds": round(time.perf_counter() - started),

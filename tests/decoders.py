@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .parity.cases import Case
+from .warm import WarmPython
 
 VOCABULARY = 48
 LARGEST_CONTEXT = 72
@@ -75,6 +76,7 @@ def write_random(family: str, directory: Path) -> Path:
 
 
 def build(
+    warm: WarmPython,
     source: Path,
     directory: Path,
     cache: Path,
@@ -100,12 +102,31 @@ def build(
     command: tuple[str, ...] = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
     if forms is not None:
         command += ("--no-measure", "--forms", str(forms))
-    done = subprocess.run(
-        [sys.executable, "-m", "prejit.runtime", *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = warm.prejit(*command)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return directory / "decoder"
+
+
+@pytest.fixture(scope="session")
+def make_decoder(
+    tmp_path_factory: pytest.TempPathFactory, build_cache: Path, warm: WarmPython
+) -> Callable[..., Path]:
+    """Builds a decoder for this machine: `make_decoder("mistral", batch=(2,), prompt=(10,), context=(24,))`.
+
+    The model is a family of this module, with random weights, or a directory.
+    """
+
+    def make(model: str | Path, **buckets: Any) -> Path:
+        directory = tmp_path_factory.mktemp("decoder")
+        source = Path(model)
+        if isinstance(model, str):
+            source = write_random(model, directory / model)
+        return build(warm, source, directory, build_cache, **buckets)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder_dir(make_decoder: Callable[..., Path]) -> Path:
+    """A GPT-2 of 48 tokens: every kind of program, two buckets of each size."""
+    return make_decoder("gpt2", batch=(1, 3), prompt=(3, 10), context=(24, 72))

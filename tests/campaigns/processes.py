@@ -21,7 +21,7 @@ from typing import Any
 
 _PRELOADED = (
     *("prejit.compiler.cli", "prejit.compiler.build.run", "prejit.compiler.lowering.export"),
-    *("prejit.compiler.models", "prejit.runtime.cli.commands", "transformers", "tokenizers"),
+    *("prejit.compiler.models", "prejit.runtime.cli.inspect", "transformers", "tokenizers"),
 )
 _UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""

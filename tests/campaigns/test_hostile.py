@@ -208,7 +208,7 @@ def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign: Campai
 
 _GENERATE = (
     *("generate", "out/m", "--prompt-ids", "1,2", "--max-new-tokens", "4"),
-    *("--logprobs", "1", "--json", "--require-aot"),
+    *("--logprobs", "1", "--json", "--on-mismatch", "error"),
 )
 _ENCODE = ("encode", "out/m")
 

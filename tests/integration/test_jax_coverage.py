@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prejit.compiler.compile.xla import CompileFor, compile_portable
 from prejit.compiler.lowering.function import UserFunction, lower_function
 from prejit.compiler.lowering.user_code import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.runtime.device.executable import CompileFor, Device, compile_portable, to_numpy
+from prejit.runtime.device.executable import Device, to_numpy
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.catalogue import PLATFORMS
 from prejit.runtime.programs import pytree

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.e2e
-
 ROOT = Path(__file__).parents[2]
 BUILD_SIDE = ("click", "flax", "orbax", "pydantic", "rich", "safetensors", "transformers")
 BY_TOKENIZERS = ("click", "rich")  # they come with its huggingface_hub, and are not imported

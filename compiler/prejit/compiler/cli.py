@@ -71,9 +71,9 @@ def plan(
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.build.plan import CACHED, COMPILE, TRACED, plan_build, planned_executables
     from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
 
-    store = Cache.open(cache)
+    store = DirectoryStore.open(cache)
     found = plan_build(read_manifest(manifest), store, only=targets, forms=forms)
     executables = planned_executables(found, store)
     counts = {
@@ -185,9 +185,9 @@ def build(
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
     from prejit.compiler.build.run import build as build_bundle
-    from prejit.compiler.compile.pool import default_workers
+    from prejit.compiler.compile.pool import WorkerPool
     from prejit.compiler.progress import open_progress
-    from prejit.compiler.store.cache import Cache
+    from prejit.compiler.store.directory import DirectoryStore
 
     built = []
     for manifest in _read_all(manifests):
@@ -196,12 +196,15 @@ def build(
         if skip_unbuildable and not only:
             continue
         with open_progress() as progress:
+            store = DirectoryStore.open(cache)
             result = build_bundle(
                 manifest,
                 output,
-                store=Cache.open(cache),
+                store=store,
+                executor=WorkerPool(
+                    store, workers=jobs, progress=progress, timeout_seconds=timeout
+                ),
                 progress=progress,
-                workers=jobs or default_workers(),
                 only=only,
                 forms=forms,
                 measure=measure,

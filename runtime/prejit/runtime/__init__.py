@@ -5,7 +5,21 @@
     bundle = load("artifacts/demo")
     print(bundle.generate("def main(", max_new_tokens=64).text)
 
-Names are imported when they are first wanted (PEP 562): `prejit --help` and `prejit explain` need no NumPy.
+Names are imported when they are first used (PEP 562): `prejit --help` and `prejit explain` need no NumPy.
+
+How to read the code, from the outside in: `loader.load` opens, checks and verifies a bundle and returns a
+`bundle.Bundle`; its methods lead to `generation`, `encoding` and `programs`. Imports run one way:
+
+    bundle, loader, session, fallback        the public face
+    generation, encoding                     tokens from a decoder; vectors from an encoder
+    text                                     tokenizer, chat templates, stop strings; no JAX
+    programs                                 the programs of a bundle, ready to run
+    device                                   jaxlib; the only room that touches private jax
+    format                                   what the files of a bundle mean, and every check
+    machine, store                           what this machine is; what it keeps between starts
+    base, errors, verdict                    what every room needs
+
+`fleet`, `bench` and `cli` are tools on top of these.
 """
 
 from importlib import import_module
@@ -30,11 +44,11 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.defaults import Defaults
     from prejit.runtime.generation.generate import Piece, Result, Stats
     from prejit.runtime.generation.kv_cache import Prefix
-    from prejit.runtime.generation.request import Logprob, Request, Token, Usage
-    from prejit.runtime.generation.sampling import Sampling
+    from prejit.runtime.generation.options import Options, Request, Sampling
+    from prejit.runtime.generation.rows import Token, Usage
+    from prejit.runtime.generation.sampling import Logprob
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
-    from prejit.runtime.options import Options
     from prejit.runtime.session import Session
     from prejit.runtime.verdict import Axis
 
@@ -50,11 +64,11 @@ _HOMES = {
     "generation.defaults": ("Defaults",),
     "generation.generate": ("Piece", "Result", "Stats"),
     "generation.kv_cache": ("Prefix",),
-    "generation.request": ("Logprob", "Request", "Token", "Usage"),
-    "generation.sampling": ("Sampling",),
+    "generation.options": ("Options", "Request", "Sampling"),
+    "generation.rows": ("Token", "Usage"),
+    "generation.sampling": ("Logprob",),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
-    "options": ("Options",),
     "session": ("Session",),
     "verdict": ("Axis",),
 }

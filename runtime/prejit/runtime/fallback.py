@@ -1,39 +1,54 @@
-"""The fallback to compiling on this machine: its warning, its counters and its error."""
+"""The fallback to compiling on this machine: its warning, its counters, and the error instead of it."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date, timedelta
 
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import Target
 from prejit.runtime.format.schema import Portable
+from prejit.runtime.verdict import Axis, Verdict
 
 NOTICE = timedelta(days=30)
-"""How long before portable programs expire somebody is told."""
+"""A warning about portable programs that expire begins this long before the date."""
 
-fallbacks: Counter[str] = Counter()
-fallbacks_lock = threading.Lock()
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
 
 
 def fallback_counts() -> dict[str, int]:
-    """How many times each axis caused a fallback in this process, by its name.
+    """Return how many times each axis caused a fallback in this process, by name.
 
-    A load that falls back counts each axis on which the closest target does not fit.
+    A load that falls back counts each axis on which the closest target does not match.
     """
-    with fallbacks_lock:
-        return dict(fallbacks)
+    with _lock:
+        return dict(_counts)
+
+
+def count_fallback(verdict: Verdict, on_fallback: Callable[[Axis], object] | None) -> None:
+    """Count a fallback: each axis on which the closest target does not match.
+
+    Args:
+        verdict: of the closest target.
+        on_fallback: called with each of these axes.
+    """
+    for axis in verdict.mismatches:
+        with _lock:
+            _counts[axis.name] += 1
+        if on_fallback is not None:
+            on_fallback(axis)
 
 
 def expiry_notice(portable: Portable | None, jaxlib: str, today: date) -> str | None:
-    """What to say of portable programs whose promised time is about to end, or has; None: nothing.
+    """Return a notice about portable programs that soon cannot be read any more; None: there is no need.
 
     Args:
-        portable: of the bundle; None: of format 1, which tells nothing.
-        jaxlib: that is to read them. The one that wrote them always can.
+        portable: the bundle's record of them; None: format 1, which has no such record.
+        jaxlib: the version that reads them. The version that wrote them always can.
         today: the date.
     """
     if portable is None or portable.readable_until is None or jaxlib == portable.jax:
@@ -48,8 +63,8 @@ def expiry_notice(portable: Portable | None, jaxlib: str, today: date) -> str | 
     )
 
 
-def closest_verdict(targets: Sequence[Target]) -> Target:
-    """Return the target that fewest axes separate from this machine."""
+def closest_target(targets: Sequence[Target]) -> Target:
+    """Return the target with the fewest mismatches."""
     return min(targets, key=lambda target: target.verdict.distance)
 
 
@@ -57,16 +72,16 @@ def mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:
     """Return the error for a machine that matches no target."""
     reasons = "; or ".join(f"{target.name} ({target.verdict.reason()})" for target in targets)
     return MismatchError(
-        f"{layout.path}: this machine is none of the bundle's targets: {reasons}",
+        f"{layout.path}: this machine matches none of the bundle's targets: {reasons}",
         verdicts=tuple(target.verdict for target in targets),
         hint="add a [[target]] for this machine and build again, or allow compiling here "
-        '(on_mismatch="jit", without --require-aot)',
+        '(on_mismatch="jit")',
     )
 
 
 def fallback_warning(layout: Layout, closest: Target) -> str:
     """Return the warning that programs are compiled on this machine, and why."""
     return (
-        f"{layout.path}: this machine is none of the bundle's targets, so programs are compiled here; "
+        f"{layout.path}: this machine matches none of the bundle's targets, so programs are compiled here; "
         f"closest is {closest.name}: {closest.verdict.reason()}. See `prejit explain {layout.path}`."
     )

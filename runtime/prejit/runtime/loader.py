@@ -2,9 +2,10 @@
 
     open -> index -> fingerprint -> manifests -> digests of all blobs -> config -> kernels -> map -> run
 
-Two families of failure are never mixed. MISMATCH (this machine is none of the targets) falls back to
-compiling the portable programs, with a warning that names the axis, or is an error where the caller wants
-that. REJECT (damaged, forged, oversized) is always an error.
+There are two kinds of failure, and they are never mixed. A mismatch (this machine matches none of the
+targets) falls back to compiling the portable programs, with a warning that names the axis, or raises
+MismatchError if the caller prefers that. Damage (a bundle that is corrupt, forged or oversized) always raises
+RejectError.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import TYPE_CHECKING, Literal
 
@@ -21,11 +22,10 @@ from prejit.runtime.base import arguments
 from prejit.runtime.device.start import quickly
 from prejit.runtime.errors import FallbackWarning, KernelError, PrejitWarning
 from prejit.runtime.fallback import (
-    closest_verdict,
+    closest_target,
+    count_fallback,
     expiry_notice,
     fallback_warning,
-    fallbacks,
-    fallbacks_lock,
     mismatch,
 )
 from prejit.runtime.format.blobs import Blobs, check_blobs, read_whole
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from prejit.runtime.device.kernels import Library
 
 _CALLER = 3
-"""Of a warning in `load`: behind the frame of its decorator."""
+"""Stack level of the user's code for a warning in `load`, whose decorator has a frame of its own."""
 
 
 @quickly()
@@ -55,29 +55,29 @@ def load(
     on_fallback: Callable[[Axis], object] | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> Bundle:
-    """Loads a bundle: checks this machine, verifies every file and maps the weights.
+    """Load a bundle: check this machine, verify every file and map the weights.
 
     Args:
-        path: directory of the bundle.
-        on_mismatch: what to do where this machine is none of the bundle's targets: `jit` compiles the
-            portable programs, with a FallbackWarning; `error` raises.
-        while_compiling: what a request does meanwhile. `wait`: until the programs that serve it best are
-            compiled. `smaller`: it is served with what is ready, a long prompt through a smaller prefill
-            bucket in more chunks, or in a larger batch or context bucket, and those compile
-            in the background, the smallest first; it waits only where nothing that is ready can serve.
-            Its tokens are the same. `call` always waits: its arguments fit one bucket.
-        on_fallback: called once for each axis of the closest target that caused a fallback, say to count
-            it: `lambda axis: counter.labels(axis.name).inc()`. See also `fallback_counts`.
-        fingerprint: what to take this machine for; None: what it is. It loads executables only where
-            this machine fits as well.
+        path: the directory of the bundle.
+        on_mismatch: what to do if this machine matches none of the bundle's targets. `jit`: compile the
+            portable programs, with a FallbackWarning. `error`: raise.
+        while_compiling: what a request does while its best programs compile. `wait`: it waits for them.
+            `smaller`: it uses programs that are ready, for example a smaller prefill bucket in more chunks or
+            a larger batch or context bucket, and the best ones compile in the background, the smallest
+            first. It waits only if no ready program can serve it. The tokens are the same. `call` always
+            waits, because its arguments fit one bucket only.
+        on_fallback: called once for each axis of the closest target that caused a fallback, for example to
+            count it: `lambda axis: counter.labels(axis.name).inc()`. See also `fallback_counts`.
+        fingerprint: treat this machine as the one with this fingerprint; None: as what it is. Executables are
+            loaded only if this machine matches as well.
 
     Returns:
-        The bundle. Its programs get ready when they are first wanted.
+        The bundle. Its programs become ready when they are first used.
 
     Raises:
         StoreError: the directory cannot be opened.
         RejectError: the bundle is damaged.
-        MismatchError: this machine is no target, and on_mismatch is `error`.
+        MismatchError: this machine matches no target, and on_mismatch is `error`.
     """
     from prejit.runtime.bundle import Bundle
 
@@ -89,89 +89,142 @@ def load(
     if fingerprint is not None:
         arguments.instance("fingerprint", fingerprint, Fingerprint)
     machine = Fingerprint.current()
+    must_match = on_mismatch == "error"
 
-    def open_targets(
-        layout: Layout, index: Index, digest: str
-    ) -> tuple[Layout, str, tuple[Target, ...], dict[str, Manifest], Blobs]:
-        """The manifests and blobs are of those targets that may be served."""
-        targets = match(layout, index, machine)
-        if fingerprint is not None:
-            # Code still runs here: a declared machine may lack what this one has, but cannot lend it
-            # instructions. Those would end in SIGILL.
-            here = {target.name: target for target in targets}
-            declared = match(layout, index, fingerprint)
-            targets = tuple(t if not t.verdict.matches else here[t.name] for t in declared)
-        if on_mismatch == "error" and not any(target.verdict.matches for target in targets):
-            raise mismatch(layout, targets)
-        # Every byte of every target is checked; the program table is read of the one that is served.
-        manifests = read_manifests(layout, targets)
-        fitting = [target for target in targets if target.verdict.matches]
-        served = {t.name: manifests[t.name] for t in fitting or [closest_verdict(targets)]}
-        receipts = Receipts(layout.path)
-        blobs = check_blobs(layout, manifests.values(), receipts, keep=served.values())
-        return layout, digest, targets, served, blobs
+    def open_(layout: Layout, index: Index, digest: str) -> _Opened:
+        return _open(layout, index, digest, machine, fingerprint, must_match)
 
-    layout, digest, targets, manifests, blobs = read_whole(path, open_targets)
-    library: Library | None = None
-    while chosen := next((target for target in targets if target.verdict.matches), None):
-        manifest = manifests[chosen.name]
-        config = check_config_blob(layout, chosen, manifest, blobs.read(manifest.config))
-        try:
-            library = _load_kernels(layout, config, manifest, blobs)
-            break
-        except KernelError as error:
-            targets = _without(targets, chosen, config, error)
-    if chosen is None and on_mismatch == "error":
-        raise mismatch(layout, targets)
-    served = chosen or closest_verdict([target for target in targets if target.name in manifests])
-    manifest = manifests[served.name]
-    if chosen is None:
-        config = check_config_blob(layout, served, manifest, blobs.read(manifest.config))
-        for axis in served.verdict.mismatches:
-            with fallbacks_lock:
-                fallbacks[axis.name] += 1
-            if on_fallback is not None:
-                on_fallback(axis)
-        warnings.warn(fallback_warning(layout, served), FallbackWarning, stacklevel=_CALLER)
-        notice = expiry_notice(config.portable, machine.jaxlib, date.today())
+    opened = read_whole(path, open_)
+    choice = _choose(opened, must_match)
+    if not choice.matched:
+        count_fallback(choice.target.verdict, on_fallback)
+        warning = fallback_warning(opened.layout, choice.target)
+        warnings.warn(warning, FallbackWarning, stacklevel=_CALLER)
+        notice = expiry_notice(choice.config.portable, machine.jaxlib, date.today())
         if notice is not None:
-            warnings.warn(f"{layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
+            warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
     return Bundle(
-        digest,
-        config,
-        blobs.layers(manifest),
-        tuple(target.verdict for target in targets),
+        opened.digest,
+        choice.config,
+        opened.blobs.layers(opened.manifests[choice.target.name]),
+        tuple(target.verdict for target in choice.targets),
         platform=machine.platform,
-        matched=chosen is not None,
+        matched=choice.matched,
         started=started,
         serve_smaller=while_compiling == "smaller",
-        kernels=library,
+        kernels=choice.kernels,
     )
 
 
-def _load_kernels(
-    layout: Layout, config: Config, manifest: Manifest, blobs: Blobs
-) -> Library | None:
-    """The kernels of a target, in this process; None: it has none.
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A bundle after every byte of it was verified.
+
+    Attributes:
+        layout: its directory.
+        digest: its digest.
+        targets: all targets with their verdicts, the best first.
+        manifests: by name, of the targets that may be served: those that match, or else the closest.
+        blobs: the blobs of these manifests.
+    """
+
+    layout: Layout
+    digest: str
+    targets: tuple[Target, ...]
+    manifests: Mapping[str, Manifest]
+    blobs: Blobs
+
+
+def _open(
+    layout: Layout,
+    index: Index,
+    digest: str,
+    machine: Fingerprint,
+    declared: Fingerprint | None,
+    must_match: bool,
+) -> _Opened:
+    """Compare the machine with every target, read all manifests and hash all blobs."""
+    targets = match(layout, index, machine)
+    if declared is not None:
+        # A target must match both machines. The declared one may lack features that this one has, but it
+        # cannot add instructions to it: those would end in SIGILL.
+        here = {target.name: target for target in targets}
+        targets = tuple(
+            here[target.name] if target.verdict.matches else target
+            for target in match(layout, index, declared)
+        )
+    if must_match and not any(target.verdict.matches for target in targets):
+        raise mismatch(layout, targets)
+    manifests = read_manifests(layout, targets)
+    candidates = [target for target in targets if target.verdict.matches]
+    served = {t.name: manifests[t.name] for t in candidates or [closest_target(targets)]}
+    receipts = Receipts(layout.path)
+    blobs = check_blobs(layout, manifests.values(), receipts, keep=served.values())
+    return _Opened(layout, digest, targets, served, blobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The target that is served.
+
+    Attributes:
+        target: the target.
+        matched: whether its executables run here; if not, its portable programs are compiled.
+        config: its program table.
+        kernels: its kernels, loaded into this process; None: it has none, or is not matched.
+        targets: all targets; the verdict of a target whose kernels do not load here is no match.
+    """
+
+    target: Target
+    matched: bool
+    config: Config
+    kernels: Library | None
+    targets: tuple[Target, ...]
+
+
+def _choose(opened: _Opened, must_match: bool) -> _Choice:
+    """Return the first target that matches and whose kernels load here, or else the closest."""
+    targets = opened.targets
+    while matching := next((target for target in targets if target.verdict.matches), None):
+        config = _read_config(opened, matching)
+        try:
+            kernels = _load_kernels(opened, matching, config)
+        except KernelError as error:
+            targets = _without(targets, matching, config, error)
+        else:
+            return _Choice(matching, True, config, kernels, targets)
+    if must_match:
+        raise mismatch(opened.layout, targets)
+    closest = closest_target([target for target in targets if target.name in opened.manifests])
+    return _Choice(closest, False, _read_config(opened, closest), None, targets)
+
+
+def _read_config(opened: _Opened, target: Target) -> Config:
+    manifest = opened.manifests[target.name]
+    return check_config_blob(opened.layout, target, manifest, opened.blobs.read(manifest.config))
+
+
+def _load_kernels(opened: _Opened, target: Target, config: Config) -> Library | None:
+    """Load the kernels of a target into this process; None: it has none.
 
     Raises:
         RejectError: the library is damaged.
-        KernelError: this machine does not load it.
+        KernelError: this machine cannot load it.
     """
     if config.kernels is None:
         return None
     from prejit.runtime.device import kernels
 
-    at = manifest.layer(KERNELS_MEDIA_TYPE)
-    content = blobs.read(at)
-    check_kernels(content, config.kernels, layout.blob_path(at.digest))
+    at = opened.manifests[target.name].layer(KERNELS_MEDIA_TYPE)
+    content = opened.blobs.read(at)
+    check_kernels(content, config.kernels, opened.layout.blob_path(at.digest))
     return kernels.load(content)
 
 
 def _without(
     targets: Sequence[Target], refused: Target, config: Config, error: KernelError
 ) -> tuple[Target, ...]:
-    """The targets, one of which does not fit after all: its kernels cannot be loaded here."""
+    """Return the targets after one of them turned out not to match: its kernels do not load here."""
     assert config.kernels is not None
     needed = f"a library for {config.kernels.level} by {config.kernels.compiler}"
     axis = Axis("kernels", "can be loaded", needed, str(error), False)

@@ -3,49 +3,60 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Unpack, final
+from collections.abc import Callable, Iterator
+from typing import Unpack, final
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, Piece, Result, run
-from prejit.runtime.generation.request import Wanted
-from prejit.runtime.options import Options, Prompt
-
-if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
+from prejit.runtime.generation.options import Options, Prompt, Resolved
 
 
 @final
 class Session:
-    """Generations one after another that share a KV cache. From `Bundle.session`.
+    """Generations one after another that share a KV cache. Made by `Bundle.session`.
 
-    Each prompt is the whole text. What of its beginning is still in the cache is not computed again, so
-    that a conversation that goes on costs its new tokens alone; the result is that of `Bundle.generate`.
+    Each prompt is the whole text. The part at its beginning that is still in the cache is not computed again,
+    so continuing a conversation costs only its new tokens. The result is the same as from `Bundle.generate`.
 
-    A session does one generation at a time: until a stream of it is finished or closed, all others raise
-    UsageError. Threads that share a bundle have a session each.
+    A session does one generation at a time: until its stream is finished or closed, every other call raises
+    UsageError. Threads that share a bundle use one session each.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
-        """Makes an empty cache when it is first needed."""
-        self._bundle = bundle
-        self._batch = bundle.batch(1)
+    def __init__(
+        self,
+        decoder: DecoderPrograms,
+        resolve: Callable[[Options], Resolved],
+        begin: Callable[[Prompt, Resolved], Generation],
+    ) -> None:
+        """Make one slot. Its cache is allocated when it is first needed.
+
+        Args:
+            decoder: the programs.
+            resolve: fills in options with the bundle's defaults.
+            begin: makes a generation from a prompt.
+        """
+        self._decoder = decoder
+        self._resolve = resolve
+        self._begin = begin
+        self._batch = Batch(decoder, 1)
         self._turn = threading.Lock()
         self._busy = False
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
-        """As `Bundle.generate`."""
-        generation = self._bundle._generation(prompt, self._bundle._resolve(options))
+        """Generate text from one prompt. Arguments and errors as `Bundle.generate`."""
+        generation = self._begin(prompt, self._resolve(options))
         for _ in self._run(generation):
             pass
         return generation.result()
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
-        """As `Bundle.stream`."""
-        return self._stream(prompt, self._bundle._resolve(options))
+        """Generate from one prompt and yield each token as it comes. As `Bundle.stream`."""
+        return self._stream(prompt, self._resolve(options))
 
-    def _stream(self, prompt: Prompt, wanted: Wanted) -> Iterator[Piece]:
-        yield from self._run(self._bundle._generation(prompt, wanted))
+    def _stream(self, prompt: Prompt, resolved: Resolved) -> Iterator[Piece]:
+        yield from self._run(self._begin(prompt, resolved))
 
     def _run(self, generation: Generation) -> Iterator[Piece]:
         mine = False
@@ -53,16 +64,16 @@ class Session:
             with self._turn:
                 if self._busy:
                     raise UsageError(
-                        "expected a session that does nothing, found one that is generating",
+                        "expected a session that is idle, found one that is generating",
                         hint="finish or close its stream, or make a session for each thread",
                     )
                 self._busy = mine = True
-            for _, piece in run(self._bundle.decoder, [generation], self._batch):
+            for _, piece in run(self._decoder, [generation], self._batch):
                 yield piece
         finally:
             if mine:
                 self._busy = False
 
     def close(self) -> None:
-        """Frees the memory of the cache; what is generating fails. The session can be used again."""
+        """Free the memory of the cache. A running generation fails. The session can be used again."""
         self._batch.close()

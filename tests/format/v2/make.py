@@ -43,7 +43,7 @@ from prejit.compiler.build.packaging import (
     pack,
     write_weights,
 )
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
@@ -261,7 +261,7 @@ PLATFORMS: dict[str, tuple[str, ...] | None] = {
 
 def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
     """Written by hand: no executable is compiled, each is a few words."""
-    cache = Cache.open(at / "cache")
+    cache = DirectoryStore.open(at / "cache")
     shape = jax.ShapeDtypeStruct((4,), jnp.float32)
     jax.config.update("jax_traceback_in_locations_limit", 0)
     portables = {}

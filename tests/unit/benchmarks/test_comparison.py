@@ -7,18 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import chart
-import comparison
-import environments
-import measure
-import models
 import numpy as np
 import pytest
-import report
-import workload
-import workspace
-from comparison import DECODE, FIRST, Goal
-from measure import FailedProcessError, Row, Spread
+
+from benchmarks.harness import (
+    chart,
+    comparison,
+    environments,
+    measure,
+    models,
+    report,
+    workload,
+    workspace,
+)
+from benchmarks.harness.comparison import DECODE, FIRST, Goal
+from benchmarks.harness.measure import FailedProcessError, Row, Spread
 
 MINE, PEER, SLOW = "prejit float32", "llama.cpp f32", "JAX, persistent cache"
 

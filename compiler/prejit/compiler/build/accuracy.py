@@ -21,7 +21,7 @@ from flax import nnx
 
 from prejit.compiler.models import registry
 from prejit.compiler.models.layers import config
-from prejit.runtime.encoding.sentences import shortened
+from prejit.runtime.encoding.sentences import shorten
 from prejit.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -119,7 +119,7 @@ def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[A
     encoded = [_encoded(tokenizer, line, tokenizer_file) for line in lines]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TruncationWarning)
-        shortened(encoded, min(max_tokens, _SENTENCE_TOKENS), lambda: tokenizer, "truncate", "")
+        shorten(encoded, min(max_tokens, _SENTENCE_TOKENS), lambda: tokenizer, "truncate", "")
     length = np.array([len(ids) for ids in encoded], np.int32)
     tokens = np.zeros((len(encoded), max(1, int(length.max()))), np.int32)
     for row, ids in zip(tokens, encoded, strict=True):

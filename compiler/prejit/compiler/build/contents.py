@@ -15,7 +15,7 @@ from prejit.compiler.build.packaging import Layer, PackedTarget
 from prejit.compiler.build.plan import Kernels, Lowered, Plan
 from prejit.compiler.build.requirement import requirement_of
 from prejit.compiler.native.products import Product
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
@@ -63,7 +63,7 @@ def pack_bundle(
     products: tuple[Product, ...],
     accuracy: Accuracy | None,
     costs: Costs,
-    store: Cache,
+    store: Store,
 ) -> PackedBundle:
     """Return the files of a bundle, checked as `load` will check them.
 
@@ -99,7 +99,7 @@ def _pack_target(
     products: tuple[Product, ...],
     accuracy: Accuracy | None,
     costs: Costs,
-    store: Cache,
+    store: Store,
 ) -> PackedTarget:
     frames = {name: compiled.executable for name, compiled in target.results.items()}
     content, segments = packaging.pack(frames, store)

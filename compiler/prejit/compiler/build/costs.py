@@ -7,18 +7,20 @@ the key of the executable, so that a build that changes nothing measures nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prejit.compiler.build.executables import CompiledTarget, Executable
 from prejit.compiler.build.keys import cost_key
-from prejit.compiler.build.measuring import measuring_alone, worker
+from prejit.compiler.build.measuring import measuring_alone
 from prejit.compiler.build.packaging import Layer
 from prejit.compiler.build.requirement import requirement_of
+from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -28,7 +30,7 @@ def measure_costs(
     manifest: Manifest,
     targets: Sequence[CompiledTarget],
     weights: Layer | None,
-    store: Cache,
+    store: Store,
     progress: Progress,
     timeout_seconds: float,
 ) -> dict[tuple[str, str], int]:
@@ -74,7 +76,7 @@ def _measured(
     target: CompiledTarget,
     executables: Sequence[Executable],
     weights: Path,
-    store: Cache,
+    store: Store,
     progress: Progress,
     timeout_seconds: float,
 ) -> dict[str, int]:
@@ -93,27 +95,24 @@ def _measured(
         missing = [each for each in executables if each.spec.name not in known]
         if not missing:
             return known
-        request = {
-            "weights": str(weights),
-            "kernels": None if library is None else library.digest,
-            "programs": [
-                {
-                    "executable": each.compiled.executable.digest,
-                    "weight_sets": list(each.lowered.weight_sets.values()) or [[]],
-                    "arguments": each.lowered.arguments,
-                }
-                for each in missing
-            ],
-        }
-        with worker(toolchain, store, timeout_seconds) as ask:
-            costs = ask({"measure": request})
+        requests = [
+            {
+                "executable": each.compiled.executable.digest,
+                "weight_sets": list(each.lowered.weight_sets.values()) or [[]],
+                "arguments": each.lowered.arguments,
+            }
+            for each in missing
+        ]
+        kernels = None if library is None else library.digest
+        with WorkerProcess(toolchain, store, os.environ) as worker:
+            costs = worker.measure(requests, weights, kernels, timeout_seconds)
         for each, microseconds in zip(missing, costs, strict=True):
-            store.store(keys[each.spec.name], {"microseconds": microseconds})
+            store.put(keys[each.spec.name], {"microseconds": microseconds})
             known[each.spec.name] = microseconds
     return known
 
 
-def _known(store: Cache, keys: Mapping[str, Key]) -> dict[str, int]:
+def _known(store: Store, keys: Mapping[str, Key]) -> dict[str, int]:
     """Return earlier measurements, by program."""
-    found = {name: store.lookup(key) for name, key in keys.items()}
+    found = {name: store.get(key) for name, key in keys.items()}
     return {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from prejit.compiler.build.keys import compile_key
 from prejit.compiler.build.plan import Kernels, Lowered
+from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
-from prejit.compiler.compile.pool import CompilePool
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
@@ -81,11 +82,13 @@ class Submitted:
         spec: the program.
         lowered: its portable form.
         job: what the executor compiles.
+        future: gets the result.
     """
 
     spec: ProgramSpec
     lowered: Lowered
     job: CompileJob
+    future: Future[Compiled]
 
 
 def submit(
@@ -94,25 +97,24 @@ def submit(
     lowered: Lowered,
     source: Source,
     tools: TargetTools,
-    executor: CompilePool,
+    executor: Executor,
 ) -> Submitted:
     """Hand a program to the executor, which takes it from the store or compiles it."""
     key = compile_key(manifest, spec, tools.toolchain, source)
     job = CompileJob(spec.name, tools.toolchain, source, key)
-    executor.submit(job)
-    return Submitted(spec, lowered, job)
+    return Submitted(spec, lowered, job, executor.submit(job))
 
 
-def collect(
-    submitted: Iterable[Submitted], tools: Iterable[TargetTools], executor: CompilePool
+def compiled_targets(
+    submitted: Sequence[Submitted], tools: Iterable[TargetTools]
 ) -> tuple[CompiledTarget, ...]:
-    """Wait for the executor, and return its results by target.
+    """Wait until all programs are compiled, and return them by target.
 
     Raises:
         BuildError: programs did not compile; one line or more for each. The others are in the store.
         StoreError: the store cannot be written.
     """
-    results = executor.results()
+    results = collect({(each.spec.name, each.job.target.name): each.future for each in submitted})
     found = [
         Executable(each.spec, each.lowered, each.job, results[each.spec.name, each.job.target.name])
         for each in submitted

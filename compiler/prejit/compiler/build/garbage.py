@@ -8,7 +8,6 @@ same compiles it again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.compiler.store.cache import ZIG, Cache, default_root
+from prejit.compiler.store.directory import ZIG, DirectoryStore, default_root
+from prejit.compiler.store.files import remove_abandoned
 from prejit.compiler.targets import environments
 from prejit.runtime.errors import StoreError
 
@@ -70,7 +70,7 @@ def collect(named: Path | None = None, *, days: float, dry_run: bool = False) ->
     """
     before = time.time() - days * DAY_SECONDS
     cache_root = (named or default_root()).absolute()
-    cache, root = Cache(cache_root), environments.root()
+    cache, root = DirectoryStore(cache_root), environments.root()
     in_reach = named is None or root.resolve().is_relative_to(cache_root.resolve())
     try:
         if not cache.exists():
@@ -91,7 +91,7 @@ def collect(named: Path | None = None, *, days: float, dry_run: bool = False) ->
         ) from error
 
 
-def _files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
+def _files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Found]:
     """Results come first: what those that stay consist of stays too."""
     named: set[str] = set()
     for kind, path, contents in cache.files():
@@ -101,19 +101,19 @@ def _files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
             continue
         reason = None
         if kind == "temporary files":
-            reason = _remove_unlocked(path, dry_run)
+            reason = "left behind" if remove_abandoned(path, dry_run=dry_run) else None
         elif contents is None:
             reason = "damaged"
         elif seen.st_mtime < before and path.name not in named:
             reason = "not used"
-        if reason and kind != "temporary files" and not dry_run and not _remove(cache, path, seen):
-            reason = None
+        if reason and kind != "temporary files" and not dry_run:
+            reason = reason if cache.remove_unchanged(path, seen) else None
         if reason is None and contents is not None:
             named.update(contents)
         yield Found(kind, str(path), seen.st_size, reason)
 
 
-def _compiler_files(cache: Cache, before: float, dry_run: bool) -> Iterator[Found]:
+def _compiler_files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Found]:
     """What zig keeps, 50 s of compiling for each level: all of it, or none."""
     files = [path.stat() for path in (cache.root / ZIG).rglob("*") if path.is_file()]
     if not files:
@@ -122,26 +122,6 @@ def _compiler_files(cache: Cache, before: float, dry_run: bool) -> Iterator[Foun
     if reason and not dry_run:
         shutil.rmtree(cache.root / ZIG, ignore_errors=True)  # what is left goes the next time
     yield Found("compiler files", str(cache.root / ZIG), sum(f.st_size for f in files), reason)
-
-
-def _remove(cache: Cache, path: Path, seen: os.stat_result) -> bool:
-    """Deletes a file unless somebody used or replaced it since it was seen."""
-    with suppress(FileNotFoundError), cache.changing_names():
-        now = path.stat()
-        if not os.path.samestat(now, seen) or now.st_mtime != seen.st_mtime:
-            return False
-        path.unlink()
-    return True
-
-
-def _remove_unlocked(path: Path, dry_run: bool) -> str | None:
-    """Deletes the temporary file of a dead process; that of a living one is locked."""
-    with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not dry_run:
-            path.unlink()
-        return "left behind"
-    return None
 
 
 def _environments(root: Path, before: float, dry_run: bool) -> Iterator[Found]:

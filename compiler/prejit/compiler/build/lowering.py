@@ -30,7 +30,7 @@ from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.native.calls import called
 from prejit.compiler.native.products import Product
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.schema import Segment
 
@@ -77,7 +77,7 @@ def lower(
     program: PlannedProgram,
     model: ReadModel,
     functions: Functions,
-    store: Cache,
+    store: Store,
     progress: Progress,
 ) -> Lowered:
     """Return a program as portable StableHLO: what the plan found, or lowered now and kept in the store.
@@ -97,7 +97,7 @@ def lower(
             return found  # another build has lowered it meanwhile
         lowered = _lower_model(plan, program, model, store)
         blobs = [lowered.portable.digest, lowered.portable.raw_digest]
-        store.store(program.key, asdict(lowered), blobs=blobs)
+        store.put(program.key, asdict(lowered), blobs=blobs)
         return lowered
 
 
@@ -107,7 +107,7 @@ def source_of(
     lowered: Lowered,
     kernels: Kernels | None,
     model: ReadModel,
-    store: Cache,
+    store: Store,
 ) -> Source:
     """Return what a program is compiled from for a target: with kernels, if it has a use for them.
 
@@ -124,7 +124,7 @@ def source_of(
     return choose_source(lowered, kernels, partial(lower_native, plan, program, model, store))
 
 
-def products_of(plan: Plan, model: ReadModel, store: Cache) -> tuple[Product, ...]:
+def products_of(plan: Plan, model: ReadModel, store: Store) -> tuple[Product, ...]:
     """Return all products of the programs that may call kernels, sorted."""
     programs = (each for each in plan.programs if calls_kernels(plan.manifest, each.spec))
     return tuple(
@@ -142,7 +142,7 @@ def lower_native(
     plan: Plan,
     program: PlannedProgram,
     model: ReadModel,
-    store: Cache,
+    store: Store,
     forms: Mapping[Product, str],
 ) -> Native:
     """Return a model's program with calls of kernels: from the store, or lowered now.
@@ -169,11 +169,11 @@ def lower_native(
         made = lower_decoder(read.module, read.shape, program.spec, None, chosen)
     digest = store.put_blob(made.portable)
     native = Native(digest, tuple((each, chosen.form(each)) for each in sorted(chosen.met)))
-    store.store(key, asdict(native), blobs=[digest])
+    store.put(key, asdict(native), blobs=[digest])
     return native
 
 
-def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Cache) -> Lowered:
+def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Store) -> Lowered:
     read = model()
     if plan.manifest.encode is None:
         from prejit.compiler.lowering.decoder import lower_decoder
@@ -192,7 +192,7 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: C
 
 
 def _lower_function(
-    plan: Plan, program: PlannedProgram, functions: Functions, store: Cache
+    plan: Plan, program: PlannedProgram, functions: Functions, store: Store
 ) -> Lowered:
     from prejit.compiler.lowering.function import lower_function
 
@@ -207,7 +207,7 @@ def _section(programs: Sequence[Program], name: str) -> Program:
     return next(program for program in programs if program.name == name)
 
 
-def _put(program: LoweredProgram, store: Cache) -> Lowered:
+def _put(program: LoweredProgram, store: Store) -> Lowered:
     """Put a program's StableHLO into the store: compressed for the bundle, and as it is for workers."""
     raw = program.portable
     if called(raw):

@@ -17,7 +17,7 @@ from prejit.compiler.build.plan import Plan
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import CheckpointError, StoreError
 from prejit.runtime.format import limits
@@ -31,7 +31,7 @@ from prejit.runtime.generation import defaults
 
 
 def read_layers(
-    plan: Plan, model: ReadModel, store: Cache, progress: Progress
+    plan: Plan, model: ReadModel, store: Store, progress: Progress
 ) -> tuple[Layer, ...]:
     """Return the layers of a model's files and of the licence, each checked.
 
@@ -49,7 +49,7 @@ def read_layers(
 
 
 def _model_layers(
-    plan: Plan, model: ReadModel, store: Cache, progress: Progress
+    plan: Plan, model: ReadModel, store: Store, progress: Progress
 ) -> Iterator[Layer]:
     if plan.model is None:
         return
@@ -137,13 +137,13 @@ def check_generation(path: Path, content: bytes) -> None:
 
 
 def _check_tokenizer(
-    plan: Plan, path: Path, content: bytes, model: ReadModel, store: Cache, progress: Progress
+    plan: Plan, path: Path, content: bytes, model: ReadModel, store: Store, progress: Progress
 ) -> None:
     """Check a tokenizer, unless it passed before."""
     key = tokenizer_key(plan.manifest, content, file_digest(path.with_name("config.json")))
-    if store.lookup(key) is not None:
+    if store.get(key) is not None:
         return
     vocab_size = model().shape.vocab_size
     with progress.phase("checking tokenizer.json"):
         tokenizer_check.check_tokenizer(path, content, vocab_size)
-    store.store(key, {"passed": True})
+    store.put(key, {"passed": True})

@@ -36,7 +36,7 @@ from prejit.runtime.format.schema import Config, Descriptor, Manifest, Segment
 
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary
-    from prejit.compiler.store.cache import BlobWriter, Cache
+    from prejit.compiler.store.interface import BlobWriter, Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
 _OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -86,7 +86,7 @@ def layer(media_type: str, content: bytes, title: str) -> Layer:
     return Layer(media_type, digest_of(content), len(content), content, title)
 
 
-def kernels_layer(library: KernelLibrary, cache: Cache) -> Layer:
+def kernels_layer(library: KernelLibrary, cache: Store) -> Layer:
     """The layer of a library of kernels.
 
     Raises:
@@ -146,7 +146,7 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
 
-def pack(frames: Mapping[str, Segment], cache: Cache) -> tuple[bytes, dict[str, Segment]]:
+def pack(frames: Mapping[str, Segment], cache: Store) -> tuple[bytes, dict[str, Segment]]:
     """Puts zstd frames behind each other.
 
     Args:

@@ -21,7 +21,8 @@ from typing import Any
 from prejit.compiler.build.keys import compile_key, lower_key, native_key, versions
 from prejit.compiler.build.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.checkpoint.source import find_source
-from prejit.compiler.compile.jobs import Source, find_compiled
+from prejit.compiler.compile.executor import find_compiled
+from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
 from prejit.compiler.native.form_table import (
@@ -36,7 +37,7 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
 from prejit.compiler.native.products import Product
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.target_table import can_build, chosen
@@ -197,7 +198,7 @@ class PlannedExecutable:
 
 def plan_build(
     manifest: Manifest,
-    store: Cache,
+    store: Store,
     *,
     only: tuple[str, ...] = (),
     forms: Path | None = None,
@@ -241,7 +242,7 @@ def plan_build(
 
 
 def _planned(
-    manifest: Manifest, model: ModelFiles | None, spec: ProgramSpec, store: Cache
+    manifest: Manifest, model: ModelFiles | None, spec: ProgramSpec, store: Store
 ) -> PlannedProgram:
     if spec.kind == "call" or model is None:
         return PlannedProgram(spec)
@@ -249,19 +250,19 @@ def _planned(
     return PlannedProgram(spec, key, find_lowered(key, store))
 
 
-def find_lowered(key: Key, store: Cache) -> Lowered | None:
+def find_lowered(key: Key, store: Store) -> Lowered | None:
     """Return a model's portable program from the store; None: it has to be lowered."""
-    result = store.lookup(key)
+    result = store.get(key)
     return None if result is None else Lowered.from_json(result)
 
 
-def find_native(key: Key, store: Cache) -> Native | None:
+def find_native(key: Key, store: Store) -> Native | None:
     """Return a model's program with kernels from the store; None: it has to be lowered."""
-    result = store.lookup(key)
+    result = store.get(key)
     return None if result is None else Native.from_json(result)
 
 
-def find_toolchain(target: Target, store: Cache) -> Toolchain | None:
+def find_toolchain(target: Target, store: Store) -> Toolchain | None:
     """Return what compiles for a target; None: its environment has to be made first.
 
     Raises:
@@ -325,7 +326,7 @@ class _UnknownError(Exception):
     """The store does not hold what decides an executable's key; the text says what has to be made."""
 
 
-def planned_executables(plan: Plan, store: Cache) -> tuple[PlannedExecutable, ...]:
+def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ...]:
     """Return, for each program and target, what a build would do and why.
 
     Raises:
@@ -349,7 +350,7 @@ def _state(
     program: PlannedProgram,
     toolchain: Toolchain | None,
     kernels: Kernels | str | None,
-    store: Cache,
+    store: Store,
 ) -> tuple[str, str]:
     """Return the state of an executable, and why it is not cached."""
     manifest, spec, lowered = plan.manifest, program.spec, program.lowered
@@ -377,7 +378,7 @@ def _state(
     return COMPILE, _why(key, store)
 
 
-def _planned_kernels(plan: Plan, toolchain: Toolchain | None, store: Cache) -> Kernels | str | None:
+def _planned_kernels(plan: Plan, toolchain: Toolchain | None, store: Store) -> Kernels | str | None:
     """Return a target's kernels; None: it has none; a text: why they are not known yet."""
     if toolchain is None or not uses_kernels(plan.manifest):
         return None
@@ -389,14 +390,14 @@ def _planned_kernels(plan: Plan, toolchain: Toolchain | None, store: Cache) -> K
     return kernels_of(library, toolchain, plan.forms)
 
 
-def _known_native(lowered: Key, store: Cache, forms: Mapping[Product, str]) -> Native:
+def _known_native(lowered: Key, store: Store, forms: Mapping[Product, str]) -> Native:
     key = native_key(lowered, forms)
     if (found := find_native(key, store)) is None:
         raise _UnknownError(_why(key, store))
     return found
 
 
-def _why(key: Key, store: Cache) -> str:
+def _why(key: Key, store: Store) -> str:
     return why(store.last_key(key.kind, key.name), key)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from prejit.compiler.build.contents import PackedBundle, pack_bundle
 from prejit.compiler.build.costs import measure_costs
-from prejit.compiler.build.executables import TargetTools, collect, submit
+from prejit.compiler.build.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.build.keys import versions
 from prejit.compiler.build.lowering import (
     find_functions,
@@ -51,13 +51,13 @@ from prejit.compiler.build.weights import (
     pack_weights,
 )
 from prejit.compiler.checkpoint.source import resolve_source
-from prejit.compiler.compile.pool import CompilePool
+from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
@@ -97,9 +97,9 @@ def build(
     manifest: Manifest,
     output: Path,
     *,
-    store: Cache,
+    store: Store,
+    executor: Executor,
     progress: Progress,
-    workers: int,
     only: tuple[str, ...] = (),
     forms: Path | None = None,
     measure: bool | None = None,
@@ -111,13 +111,13 @@ def build(
         manifest: what to build.
         output: directory of bundles.
         store: keeps results.
+        executor: compiles programs and forms of products. The build closes it once all is compiled.
         progress: shows every step.
-        workers: number of compile processes.
         only: names of targets; empty: all targets of the manifest.
         forms: a table of measured forms, which goes before all others.
         measure: which products are measured. True: those that this machine has not measured itself; False:
             none; None: large ones that no table has.
-        timeout_seconds: time limit of one compile, and of measuring one product.
+        timeout_seconds: time limit of measuring one product, or an encoder's programs for a target.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -134,24 +134,23 @@ def build(
     _check(plan, model, published)
     toolchains = [_make_toolchain(target, store, progress) for target in plan.targets]
     libraries = _build_kernels(plan, toolchains, store, progress)
-    known = plan.forms
-    if measure is not False:
-        known = _measure_forms(
-            plan,
-            toolchains,
-            libraries,
-            model,
-            store,
-            progress,
-            bool(measure),
-            workers,
-            timeout_seconds,
-        )
-    tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
-    submitted = []
-    with CompilePool(
-        store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
-    ) as executor:
+    with executor:
+        known = plan.forms
+        if measure is not False:
+            fresh = bool(measure)
+            known = _measure_forms(
+                plan,
+                toolchains,
+                libraries,
+                model,
+                store,
+                executor,
+                progress,
+                fresh,
+                timeout_seconds,
+            )
+        tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
+        before, submitted = executor.compiled, []
         for program in plan.programs:
             lowered = lower(plan, program, model, functions, store, progress)
             for each in tools:
@@ -159,7 +158,8 @@ def build(
                 submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
         user = weights_of(functions)
         weights = pack_weights(plan, published, user, model, store, progress)
-        targets = collect(submitted, tools, executor)
+        targets = compiled_targets(submitted, tools)
+        compiled = executor.compiled - before
     accuracy = measure_accuracy(plan, published, weights, model, store, progress)
     costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
     products = products_of(plan, model, store) if any(each.kernels for each in tools) else ()
@@ -167,8 +167,7 @@ def build(
     bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
     path, written = write(bundle, output, progress)
     digest = digest_of(bundle.index)
-    done = executor.compiled
-    return Built(path, digest, done, len(submitted) - done, written, accuracy)
+    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
 
 
 def _fetch(manifest: Manifest) -> Path | None:
@@ -189,7 +188,7 @@ def _check(plan: Plan, model: ReadModel, published: Published | None) -> None:
         check_model(plan.manifest, model(), published.checkpoint, new)
 
 
-def _make_toolchain(target: Target, store: Cache, progress: Progress) -> Toolchain:
+def _make_toolchain(target: Target, store: Store, progress: Progress) -> Toolchain:
     """Return what compiles for a target; its environment is made first if it is not there."""
     if (found := find_toolchain(target, store)) is None:
         wanted = environments.wanted(target, versions("jax")["jax"])
@@ -201,7 +200,7 @@ def _make_toolchain(target: Target, store: Cache, progress: Progress) -> Toolcha
 
 
 def _build_kernels(
-    plan: Plan, toolchains: list[Toolchain], store: Cache, progress: Progress
+    plan: Plan, toolchains: list[Toolchain], store: Store, progress: Progress
 ) -> dict[str, KernelLibrary]:
     """Return the kernels of each target that has some, compiled now if the store has none."""
     if not uses_kernels(plan.manifest):
@@ -218,10 +217,10 @@ def _measure_forms(
     toolchains: list[Toolchain],
     libraries: dict[str, KernelLibrary],
     model: ReadModel,
-    store: Cache,
+    store: Store,
+    executor: Executor,
     progress: Progress,
     fresh: bool,
-    workers: int,
     timeout_seconds: float,
 ) -> KnownForms:
     """Return the tables of measured forms, with what was missing measured for targets that run here."""
@@ -238,9 +237,9 @@ def _measure_forms(
             toolchain,
             library,
             store,
+            executor,
             progress,
             fresh=fresh,
-            workers=workers,
             timeout_seconds=timeout_seconds,
         )
     return known

@@ -29,7 +29,7 @@ from prejit.compiler.build.packaging import Layer, Tensor
 from prejit.compiler.build.plan import Plan
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.progress import Progress
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.schema import Accuracy
@@ -69,7 +69,7 @@ def pack_weights(
     published: Published | None,
     user: UserWeights,
     model: ReadModel,
-    store: Cache,
+    store: Store,
     progress: Progress,
 ) -> Layer | None:
     """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
@@ -88,7 +88,7 @@ def pack_weights(
         files = () if published is None else published.files
         key = weights_key(plan.manifest, plan.model, files, user)
         with store.making(key):
-            result = store.lookup(key)
+            result = store.get(key)
             if result is None:
                 tensors = [
                     Tensor(f"{section}:{name}", str(v.dtype), v.shape, partial(np.asarray, v))
@@ -100,7 +100,7 @@ def pack_weights(
                 with store.blob_writer() as blob:
                     packaging.write_weights(tensors, blob)
                 result = {"digest": blob.digest, "size": blob.size}
-                store.store(key, result, blobs=[blob.digest])
+                store.put(key, result, blobs=[blob.digest])
         path = store.blob_path(result["digest"])
     if path is None:
         raise BuildError("the weights are gone from the build cache", hint="build again")
@@ -130,7 +130,7 @@ def measure_accuracy(
     published: Published | None,
     weights: Layer | None,
     model: ReadModel,
-    store: Cache,
+    store: Store,
     progress: Progress,
 ) -> Accuracy | None:
     """Return what the dtypes of weights and KV cache cost: from the store, or measured now.
@@ -164,10 +164,10 @@ def measure_accuracy(
     )
     alone = store.making(measuring_key("accuracy", ("weights", weights.digest)))
     with progress.phase("measuring accuracy"), alone:
-        if (known := store.lookup(key)) is not None:
+        if (known := store.get(key)) is not None:
             return Accuracy(**known)
         found = _measure(model(), published.checkpoint, weights, manifest.model.dtype, text)
-        store.store(key, asdict(found))
+        store.put(key, asdict(found))
         return found
 
 

@@ -34,7 +34,7 @@ def read_chat(directory: Path) -> Chat | None:
     )
     if not found:
         return None
-    from prejit.runtime.text.chat import check_template  # only models with a template need Jinja
+    from prejit.runtime.text.sandbox import check_template  # only models with a template need Jinja
 
     for name, (path, source) in found.items():
         try:

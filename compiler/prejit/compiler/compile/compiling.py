@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import zstandard
 
 from prejit.compiler.compile.disassembly import in_order, narrowed, used_features
+from prejit.compiler.compile.xla import CompileFor, compile_portable, stand_in_for_kernels
 from prejit.compiler.native.calls import with_library
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.device import executable
-from prejit.runtime.device.executable import CompileFor
 from prejit.runtime.format.schema import Memory
 
 ZSTD_LEVEL = 9
@@ -48,7 +47,7 @@ def compile_program(portable: bytes, machine: CompileFor) -> Output:
     Raises:
         BuildError: XLA does not compile it.
     """
-    program = executable.compile_portable(portable, machine)
+    program = compile_portable(portable, machine)
     if machine.platform != "cpu":
         return Output(program.serialized, (), program.memory)
     features = used_features(program.serialized)
@@ -61,7 +60,7 @@ def with_kernels(program: bytes, library: bytes) -> bytes:
 
     XLA gets to know their names alone: this machine may lack their instructions, or their glibc.
     """
-    executable.stand_in_for_kernels(library)
+    stand_in_for_kernels(library)
     return with_library(program, digest_of(library))
 
 

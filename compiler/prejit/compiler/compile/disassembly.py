@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
-from prejit.runtime.device.executable import edit_protobuf, protobuf_fields, sort_protobuf
+from prejit.compiler.compile.protobuf import edit_protobuf, protobuf_fields, sort_protobuf
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prejit.compiler.native.library import KernelLibrary
-from prejit.compiler.store.cache import Cache
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.errors import RejectError
 from prejit.runtime.format.schema import Memory, Segment
 from prejit.runtime.machine.target import Target
 
@@ -95,23 +94,10 @@ class Compiled:
         return plain
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Compiled:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Compiled:
         """The inverse of `to_plain`.
 
         Raises:
             RejectError: plain has other keys or types.
         """
         return from_json(cls, to_json(plain), "build cache")
-
-
-def find_compiled(cache: Cache, key: Key) -> Compiled | None:
-    """The result of a compile that the cache holds, undamaged; None: it has to be compiled.
-
-    Raises:
-        StoreError: the cache cannot be read.
-    """
-    stored = cache.lookup(key, verify=True)
-    try:
-        return None if stored is None else Compiled.from_plain(stored)
-    except RejectError:  # written by a prejit that tells more or less of a program
-        return None

@@ -1,123 +1,103 @@
-"""Worker processes that compile jobs side by side."""
+"""An executor that compiles in worker processes of this machine.
+
+The pool has a few threads, each with at most one worker process. Jobs may be submitted while others are
+compiled.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import final
 
-from prejit.compiler.compile.jobs import Compiled, CompileJob, find_compiled
-from prejit.compiler.compile.worker_process import JOB_SECONDS, Death, WorkerProcess
+from prejit.compiler.compile.executor import compile_once, find_compiled
+from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.worker_process import JOB_SECONDS, OUTPUT_MARK, WorkerProcess
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 WORKER_BYTES = 1 << 30
-"""Memory that a worker may need: 180 to 530 MB were measured for the programs of GPT-2 124M."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    job: CompileJob
-    reason: str
-    hint: str | None = None
-    output: tuple[str, ...] = ()
-    store: bool = False
-
-    def __str__(self) -> str:
-        head = f"{self.job.program} for {self.job.target.name}: {self.reason}"
-        return "\n".join((head, *(f"    | {line}" for line in self.output)))
+"""Memory that one worker may need. Programs of GPT-2 124M took 180 to 530 MB."""
 
 
 def default_workers() -> int:
-    """How many programs this machine compiles side by side: by its cores, and by its free memory."""
+    """Return how many programs this machine compiles side by side, given its cores and its free memory."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, _available_bytes() // WORKER_BYTES))
 
 
 @final
-class CompilePool:
-    """Compiles what is submitted, a job a worker; use it as a context manager.
-
-    Leaving the block, by an error or Ctrl-C too, ends all workers. What was finished stays cached.
-    """
+class WorkerPool:
+    """An `Executor` whose jobs run in worker processes, one job a worker at a time."""
 
     def __init__(
         self,
-        cache: Cache,
+        store: Store,
         *,
         workers: int | None = None,
         progress: Progress | None = None,
         environ: Mapping[str, str] | None = None,
         timeout_seconds: float = JOB_SECONDS,
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
-            cache: where portable programs come from and executables go.
-            workers: how many side by side; None: `default_workers()`.
-            progress: who is told.
-            environ: what workers inherit; None: this process's environment.
-            timeout_seconds: how long one job may take; then its worker is killed.
+            store: holds portable programs and kernels; executables go there.
+            workers: number of worker processes; None: `default_workers()`.
+            progress: shows each job.
+            environ: environment variables that workers inherit; None: this process's.
+            timeout_seconds: time limit of one job; then the pool kills its worker.
         """
-        self._cache = cache
+        self._store = store
         self._limit = workers or default_workers()
         self._progress = progress or Quiet()
         self._environ = dict(os.environ if environ is None else environ)
         self._timeout_seconds = timeout_seconds
-        self.compiled = 0
-        """Programs that workers of this pool compiled; all others were in the cache."""
         self._changed = threading.Condition()  # guards all that follows
-        self._waiting: list[CompileJob] = []
+        self._compiled = 0
+        self._waiting: list[tuple[CompileJob, Future[Compiled]]] = []
         self._unfinished = 0
         self._closed = False
-        self._results: dict[tuple[str, str], Compiled] = {}
-        self._failures: list[_Failure] = []
         self._lanes: list[threading.Thread] = []
         self._workers: set[WorkerProcess] = set()
 
-    def submit(self, job: CompileJob) -> None:
-        """Takes a job: answers it from the cache, or compiles it as soon as a worker is free."""
+    @property
+    def compiled(self) -> int:
+        """See `Executor.compiled`."""
+        return self._compiled
+
+    def submit(self, job: CompileJob) -> Future[Compiled]:
+        """See `Executor.submit`."""
         self._progress.add()
-        stored = find_compiled(self._cache, job.key)
+        future: Future[Compiled] = Future()
+        stored = find_compiled(self._store, job.key)
         if stored is not None:
-            with self._changed:
-                self._results[job.program, job.target.name] = stored
             self._progress.cached()
-            return
+            future.set_result(stored)
+            return future
         with self._changed:
-            self._waiting.append(job)
+            self._waiting.append((job, future))
             self._unfinished += 1
             if len(self._lanes) < min(self._limit, self._unfinished):
                 lane = threading.Thread(target=self._run_lane, name="compile", daemon=True)
                 self._lanes.append(lane)
                 lane.start()
             self._changed.notify_all()
-
-    def results(self) -> dict[tuple[str, str], Compiled]:
-        """Waits for all jobs; results by (program, name of the target).
-
-        Raises:
-            BuildError: programs that did not compile, each with its reason. The others are cached.
-            StoreError: the cache cannot be written.
-        """
-        with self._changed:
-            while self._unfinished:
-                self._changed.wait()
-        if self._failures:
-            raise self._error()
-        return dict(self._results)
+        return future
 
     def close(self) -> None:
-        """Ends all workers at once; jobs that are not finished are lost."""
+        """See `Executor.close`."""
         with self._changed:
             self._closed = True
+            for _, future in self._waiting:
+                future.cancel()
             self._waiting.clear()
             for worker in self._workers:
                 worker.kill()
@@ -125,7 +105,7 @@ class CompilePool:
         for lane in self._lanes:
             lane.join()
 
-    def __enter__(self) -> CompilePool:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
@@ -137,45 +117,42 @@ class CompilePool:
         self.close()
 
     def _run_lane(self) -> None:
-        """A thread: job after job, with a worker for as long as the target stays the same."""
+        """Run job after job in one thread, with one worker for as long as the toolchain stays the same."""
         worker: WorkerProcess | None = None
+
+        def compile_job(job: CompileJob) -> Compiled | None:
+            nonlocal worker
+            if not (worker and worker.alive and worker.toolchain == job.toolchain):
+                self._release(worker)
+                worker = None
+                worker = self._new_worker(job.toolchain)
+            if worker is None:
+                return None
+            self._progress.started(job.program, job.target.name)
+            return worker.compile(job.source, self._timeout_seconds)
+
         try:
-            while (job := self._next_job(worker)) is not None:
-                outcome: Compiled | _Failure | None = None
-                compiled = False
+            while (next_job := self._next_job(worker)) is not None:
+                job, future = next_job
+                future.set_running_or_notify_cancel()
                 try:
-                    with self._turn(job) as held:
-                        # Another build may have compiled it since it was submitted.
-                        outcome = find_compiled(self._cache, job.key) if held else None
-                        if held and outcome is None:
-                            if not (worker and worker.alive and worker.toolchain == job.toolchain):
-                                self._drop(worker)
-                                worker = None
-                                worker = self._new_worker(job.toolchain)
-                            if worker is not None:
-                                self._progress.started(job.program, job.target.name)
-                                outcome = self._compile(worker, job)
-                                compiled = True
+                    outcome, compiled = compile_once(
+                        self._store,
+                        job,
+                        compile_job,
+                        progress=self._progress,
+                        give_up=lambda: self._closed,
+                    )
                 except Exception as error:
-                    # Any: a thread that ended here would leave `results` waiting for ever.
-                    hint = error.hint if isinstance(error, PrejitError) else None
-                    outcome = _Failure(job, str(error), hint, store=isinstance(error, StoreError))
-                self._finish(job, outcome, compiled)
+                    # Any error: a thread that ended here would leave its future waiting for ever.
+                    self._fail(job, future, error)
+                else:
+                    self._finish(job, future, outcome, compiled)
         finally:
-            self._drop(worker)
+            self._release(worker)
 
-    @contextmanager
-    def _turn(self, job: CompileJob) -> Iterator[bool]:
-        """Held by the one build that compiles a job; false where the pool is closed meanwhile."""
-        label = f"waiting for another build, which compiles {job.program} for {job.target.name}"
-        with ExitStack() as stack:
-            with self._progress.phase(label):
-                making = self._cache.making(job.key, give_up=lambda: self._closed)
-                held = stack.enter_context(making)
-            yield held
-
-    def _next_job(self, worker: WorkerProcess | None) -> CompileJob | None:
-        """The next job, one for the worker's own target if there is one; None: the pool is closed."""
+    def _next_job(self, worker: WorkerProcess | None) -> tuple[CompileJob, Future[Compiled]] | None:
+        """Return the next job, preferably for the worker's own toolchain; None: the pool is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
@@ -183,80 +160,61 @@ class CompilePool:
                 return None
             fitting = (
                 i
-                for i, job in enumerate(self._waiting)
+                for i, (job, _) in enumerate(self._waiting)
                 if worker and job.toolchain == worker.toolchain
             )
             return self._waiting.pop(next(fitting, 0))
 
     def _new_worker(self, toolchain: Toolchain) -> WorkerProcess | None:
-        """A worker for a toolchain; None: the pool is closed."""
-        with self._changed:  # closing must either see the worker or keep it from being started
+        """Start a worker for a toolchain; None: the pool is closed."""
+        with self._changed:  # `close` either sees the worker or prevents it
             if self._closed:
                 return None
-            worker = WorkerProcess(toolchain, self._cache, self._environ)
+            worker = WorkerProcess(toolchain, self._store, self._environ)
             self._workers.add(worker)
         return worker
 
-    def _drop(self, worker: WorkerProcess | None) -> None:
+    def _release(self, worker: WorkerProcess | None) -> None:
         if worker is not None:
             with self._changed:
                 self._workers.discard(worker)
             worker.release()
 
-    def _compile(self, worker: WorkerProcess, job: CompileJob) -> Compiled | _Failure:
-        answer = worker.ask(_request(job), self._timeout_seconds)
-        if isinstance(answer, Death):
-            return _Failure(job, answer.reason, answer.hint, answer.output)
-        if "result" in answer:
-            return Compiled.from_plain(answer["result"])
-        error = answer["error"]
-        store = error["code"] == StoreError.code
-        return _Failure(job, error["message"], error["hint"], store=store)
-
-    def _finish(self, job: CompileJob, outcome: Compiled | _Failure | None, compiled: bool) -> None:
+    def _finish(
+        self, job: CompileJob, future: Future[Compiled], outcome: Compiled | None, compiled: bool
+    ) -> None:
         with self._changed:
             self._unfinished -= 1
-            self._changed.notify_all()  # first: whatever follows, `results` must not wait for ever
-            if self._closed or outcome is None:
-                pass  # what was killed did not fail
-            elif isinstance(outcome, _Failure):
-                self._failures.append(outcome)
-                self._progress.failed(job.program, job.target.name, outcome.reason)
+            self._compiled += compiled and outcome is not None
+        if outcome is None:
+            future.set_exception(CancelledError())
+            return
+        try:
+            if compiled:
+                self._progress.finished(job.program, job.target.name)
             else:
-                self._results[job.program, job.target.name] = outcome
-                self.compiled += compiled
-                if compiled:
-                    self._progress.finished(job.program, job.target.name)
-                else:
-                    self._progress.cached()
+                self._progress.cached()
+        finally:  # even where progress cannot be shown, nobody waits for ever
+            future.set_result(outcome)
 
-    def _error(self) -> PrejitError:
-        failures = sorted(self._failures, key=lambda f: (f.job.program, f.job.target.name))
-        total = len(failures) + len(self._results)
-        message = f"{len(failures)} of {total} programs did not compile\n" + "\n".join(
-            f"  {line}" for failure in failures for line in str(failure).splitlines()
-        )
-        hints = {failure.hint for failure in failures if failure.hint}
-        cached = f"{len(self._results)} finished and stay cached" if self._results else ""
-        hint = "; ".join([*sorted(hints), *([cached] if cached else [])]) or None
-        if any(failure.store for failure in failures):
-            return StoreError(message, hint=hint)
-        return BuildError(message, hint=hint)
-
-
-def _request(job: CompileJob) -> dict[str, Any]:
-    """What worker.py reads."""
-    key = {"kind": job.key.kind, "name": job.key.name, "ingredients": job.key.ingredients}
-    return {
-        "program": job.source.program,
-        "kernels": None if job.source.kernels is None else job.source.kernels.digest,
-        "machine": job.toolchain.machine(job.source.platforms),
-        "key": key,
-    }
+    def _fail(self, job: CompileJob, future: Future[Compiled], error: Exception) -> None:
+        with self._changed:
+            self._unfinished -= 1
+            closed = self._closed
+        if closed:  # `close` killed its worker: the job did not fail by itself
+            future.set_exception(CancelledError())
+            return
+        hint = error.hint if isinstance(error, PrejitError) else None
+        kind = StoreError if isinstance(error, StoreError) else BuildError
+        reason = str(error).partition(OUTPUT_MARK)[0]
+        try:
+            self._progress.failed(job.program, job.target.name, reason)
+        finally:
+            future.set_exception(kind(f"{job.program} for {job.target.name}: {error}", hint=hint))
 
 
 def _available_bytes() -> int:
-    """Memory that this process may still take: of the machine, and of its control group."""
+    """Return the memory that this process may still take, given the machine and its control group."""
     limits = [WORKER_BYTES * 1024]  # where nothing is known, cores are the limit
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():

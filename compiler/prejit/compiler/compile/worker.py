@@ -4,7 +4,7 @@
 
 One JSON line asks, one JSON line answers; the end of stdin, for whatever reason, ends the worker:
 
-    {"program": digest, "kernels": digest or null, "machine": fields of CompileFor, "key": ...}
+    {"program": digest, "kernels": digest or null, "machine": fields of CompileFor}
     {"measure": {"weights": path, "programs": [...], "kernels": digest or null}}
     {"measure_forms": {"product": ..., "forms": {form: digest}, "kernels": digest}}
     {"result": ...} | {"error": {"code": ..., "message": ..., "hint": ...}} | {"exit": code or -signal}
@@ -38,13 +38,12 @@ import zstandard
 
 from prejit.compiler.compile.compiling import Compile, compile_program, compress, with_kernels
 from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.compile.xla import CompileFor, import_compiler
 from prejit.compiler.native.products import Product
-from prejit.compiler.store.cache import Cache
-from prejit.compiler.store.key import Key
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device import executable
-from prejit.runtime.device.executable import CompileFor
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.schema import Segment
 
@@ -63,7 +62,9 @@ _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 
-def serve(cache: Cache, compile_program: Compile, requests: BinaryIO, answers: BinaryIO) -> None:
+def serve(
+    cache: DirectoryStore, compile_program: Compile, requests: BinaryIO, answers: BinaryIO
+) -> None:
     """Answers requests until there are no more.
 
     Args:
@@ -99,7 +100,7 @@ def _die_with(parent: int) -> None:
 
 
 def _answer_and_exit(
-    cache: Cache, compile_program: Compile, request: dict[str, Any], answers: BinaryIO
+    cache: DirectoryStore, compile_program: Compile, request: dict[str, Any], answers: BinaryIO
 ) -> None:
     """The forked child. It never returns into the parent's code."""
     code = 1
@@ -124,7 +125,9 @@ def _answer_and_exit(
         os._exit(code)
 
 
-def _compile(cache: Cache, compile_program: Compile, request: dict[str, Any]) -> dict[str, Any]:
+def _compile(
+    cache: DirectoryStore, compile_program: Compile, request: dict[str, Any]
+) -> dict[str, Any]:
     program, library = _read(cache, request["program"]), request["kernels"]
     if library is not None:
         program = with_kernels(program, _read(cache, library))
@@ -143,15 +146,10 @@ def _compile(cache: Cache, compile_program: Compile, request: dict[str, Any]) ->
         raw_digest=digest_of(output.serialized),
     )
     compiled = Compiled(segment, output.cpu_features, output.memory, round(seconds * 1000))
-    result = compiled.to_plain()
-    key = request["key"]
-    pairs = tuple((name, value) for name, value in key["ingredients"])
-    # Stored here and not by the parent, which may be gone by now.
-    cache.store(Key(key["kind"], key["name"], pairs), result, blobs=[segment.digest])
-    return result
+    return compiled.to_plain()
 
 
-def _read(cache: Cache, digest: str) -> bytes:
+def _read(cache: DirectoryStore, digest: str) -> bytes:
     content = cache.read_blob(digest)
     if content is None:
         raise BuildError(
@@ -162,7 +160,7 @@ def _read(cache: Cache, digest: str) -> bytes:
 
 
 def measure(
-    cache: Cache, weights: str, programs: list[dict[str, Any]], kernels: str | None = None
+    cache: DirectoryStore, weights: str, programs: list[dict[str, Any]], kernels: str | None = None
 ) -> list[int]:
     """Microseconds of one run of each program, the least of several.
 
@@ -198,7 +196,7 @@ def measure(
 
 
 def measure_forms(
-    cache: Cache, product: str, forms: dict[str, str], kernels: str
+    cache: DirectoryStore, product: str, forms: dict[str, str], kernels: str
 ) -> dict[str, int]:
     """Nanoseconds of a product by each form, the least of many runs in turns.
 
@@ -272,7 +270,10 @@ def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def _runner(
-    cache: Cache, device: executable.Device, weights: dict[str, Any], program: dict[str, Any]
+    cache: DirectoryStore,
+    device: executable.Device,
+    weights: dict[str, Any],
+    program: dict[str, Any],
 ) -> Callable[[], float]:
     """Runs a program with each of its weight sets and gives the seconds that it took."""
     from prejit.runtime.device.dtypes import dtype_of
@@ -340,9 +341,9 @@ def main(compile_program: Compile = compile_program) -> None:
     """`python -m prejit.compiler.compile.worker CACHE PLATFORM`."""
     answers = open(os.dup(1), "wb")  # noqa: SIM115 (open until the process ends)
     os.dup2(2, 1)  # what XLA or a plugin prints must not come between the answers
-    executable.import_compiler(sys.argv[2])  # once for all forks
+    import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
-    serve(Cache(Path(sys.argv[1])), compile_program, requests, answers)
+    serve(DirectoryStore(Path(sys.argv[1])), compile_program, requests, answers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A worker process as its parent sees it: one request, one answer, or how and why it died (worker.py)."""
+"""The client of a worker process: one request, one answer, or an error that says how the process died."""
 
 from __future__ import annotations
 
@@ -8,52 +8,44 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO, final
 
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.compile.jobs import Compiled, Source
+from prejit.compiler.native.products import Product
+from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
-from prejit.runtime.errors import BuildError
+from prejit.runtime.errors import BuildError, PrejitError, StoreError
 
 JOB_SECONDS = 3600.0
-"""How long one job of a worker may take, unless the caller says otherwise."""
+"""Default time limit of one job of a worker."""
+OUTPUT_MARK = "\n    | "
+"""Precedes each line of a worker's output in an error."""
 
 _ANSWER_SECONDS = 5.0
-"""How long a worker that said nothing usable may take to end by itself."""
+"""Time that a worker without a usable answer has to end by itself."""
 _LAST_LINES = 15
+"""Maximum lines of a worker's output in an error."""
 _LAST_BYTES = 8 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """How a worker, or its fork that did the job, ended without an answer.
-
-    Attributes:
-        reason: what happened.
-        hint: what to do about it.
-        output: the last lines that it wrote during the job.
-    """
-
-    reason: str
-    hint: str
-    output: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join((self.reason, *(f"    | {line}" for line in self.output)))
+"""Maximum bytes of a worker's output that are read for an error."""
 
 
 @final
 class WorkerProcess:
-    """A worker process for one target. Its stderr goes to a file, which is read after a death."""
+    """A worker process for one target: one request at a time. A context manager, which ends it.
 
-    def __init__(self, toolchain: Toolchain, cache: Cache, environ: Mapping[str, str]) -> None:
-        """Starts the process.
+    Its stderr goes to a file, from which an error quotes the last lines.
+    """
+
+    def __init__(self, toolchain: Toolchain, store: Store, environ: Mapping[str, str]) -> None:
+        """Start the process.
 
         Args:
             toolchain: what it compiles with, and for which target.
-            cache: where portable programs come from and executables go.
+            store: holds portable programs; executables go there.
             environ: environment variables that it inherits.
 
         Raises:
@@ -61,7 +53,7 @@ class WorkerProcess:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
         self.toolchain = toolchain
-        command = (*toolchain.command, str(cache.root), toolchain.target.platform)
+        command = (*toolchain.command, str(store.root), toolchain.target.platform)
         environment = toolchain.environment(environ)
         # No pipe: nobody would have to read it, and the last lines are there after a crash.
         self._stderr: BinaryIO = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (see release)
@@ -88,15 +80,83 @@ class WorkerProcess:
         """Return whether it can take another request."""
         return not self._killed and self._process.poll() is None
 
-    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any] | Death:
-        """Sends a request and waits for its answer.
+    def compile(self, source: Source, seconds: float = JOB_SECONDS) -> Compiled:
+        """Compile a program for the worker's target. The executable becomes a blob of the store.
 
         Args:
-            request: of worker.py.
-            seconds: how long the answer may take; then the process is killed.
+            source: the program.
+            seconds: time limit; then the process is killed.
 
-        Returns:
-            A dict with `result` or `error`, or how it died.
+        Raises:
+            BuildError: the program does not compile, or the worker died.
+            StoreError: the worker cannot read or write the store.
+        """
+        request = {
+            "program": source.program,
+            "kernels": None if source.kernels is None else source.kernels.digest,
+            "machine": self.toolchain.machine(source.platforms),
+        }
+        return Compiled.from_plain(self._ask(request, seconds))
+
+    def measure(
+        self,
+        programs: Sequence[Mapping[str, Any]],
+        weights: Path,
+        kernels: str | None,
+        seconds: float = JOB_SECONDS,
+    ) -> list[int]:
+        """Return the microseconds that one run of each program takes on this machine.
+
+        Args:
+            programs: for each its `executable` (a blob), `weight_sets` and `arguments`; see timing.py.
+            weights: file of the packed weights.
+            kernels: digest of the library that they call; None: they call none.
+            seconds: time limit for all of them; then the process is killed.
+
+        Raises:
+            BuildError: a program fails, or the worker died.
+        """
+        request = {"programs": list(programs), "weights": str(weights), "kernels": kernels}
+        result: list[int] = self._measured({"measure": request}, seconds)
+        return result
+
+    def measure_forms(
+        self,
+        product: Product,
+        forms: Mapping[str, str],
+        kernels: str,
+        seconds: float = JOB_SECONDS,
+    ) -> dict[str, int]:
+        """Return the nanoseconds that each form of a product takes on this machine.
+
+        Args:
+            product: the product.
+            forms: digest of the executable of each form.
+            kernels: digest of the library that they call.
+            seconds: time limit; then the process is killed.
+
+        Raises:
+            BuildError: a form fails, or the worker died.
+        """
+        request = {"product": str(product), "forms": dict(forms), "kernels": kernels}
+        result: dict[str, int] = self._measured({"measure_forms": request}, seconds)
+        return result
+
+    def _measured(self, request: Mapping[str, Any], seconds: float) -> Any:
+        try:
+            return self._ask(request, seconds)
+        except PrejitError as error:
+            raise BuildError(
+                f"target {self.toolchain.target.name}: cannot measure its programs on this machine: {error}",
+                hint=error.hint or "the compiler of this jax may have an error: try another jax",
+            ) from error
+
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> Any:
+        """Send a request and return the result in its answer.
+
+        Raises:
+            BuildError: the worker answers with an error, or died; then with the last lines it wrote.
+            StoreError: the worker cannot read or write the store.
         """
         start = self._stderr.seek(0, os.SEEK_END)
         answer: dict[str, Any] = {}
@@ -115,15 +175,20 @@ class WorkerProcess:
                 answer = self._exchange(request)
         finally:
             timer.cancel()
-        if "result" in answer or "error" in answer:
-            return answer
+        if "result" in answer:
+            return answer["result"]
+        if "error" in answer:
+            error = answer["error"]
+            kind = StoreError if error["code"] == StoreError.code else BuildError
+            raise kind(error["message"], hint=error["hint"])
         # Without an answer the process itself is gone, not only its fork that did the job.
         code = answer["exit"] if "exit" in answer else self._exit_code()
         reason, hint = _too_late(seconds) if late.is_set() else _ended(code)
-        return Death(reason, hint, self._last_lines(start))
+        lines = "".join(f"{OUTPUT_MARK}{line}" for line in self._last_lines(start))
+        raise BuildError(reason + lines, hint=hint)
 
     def kill(self) -> None:
-        """Ends the process and its forks now. Safe from any thread, and again."""
+        """End the process and its forks now. Safe from any thread, and again."""
         with self._lock:
             if not self._killed:
                 self._killed = True
@@ -131,11 +196,22 @@ class WorkerProcess:
                     os.killpg(self._process.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Kills and closes everything; for the thread that talks with it."""
+        """Kill the process and close its pipes. Call it from the thread that sends requests."""
         self.kill()
         with suppress(OSError), self._process:  # closes the pipes and waits
             pass
         self._stderr.close()
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -149,7 +225,7 @@ class WorkerProcess:
     def _exit_code(self) -> int:
         try:
             return self._process.wait(timeout=_ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:  # it lives, but what it said was no answer
+        except subprocess.TimeoutExpired:  # it lives, but its answer is unusable
             self.kill()
             return self._process.wait()
 
@@ -166,11 +242,11 @@ def _too_late(seconds: float) -> tuple[str, str]:
 
 
 def _ended(code: int) -> tuple[str, str]:
-    """How a worker ended, and what to do about it."""
+    """Return how a worker ended, and what to do about it."""
     if code >= 0:
         return (
             f"its worker ended with exit code {code}",
-            "if the last lines do not tell the cause, report them to prejit's authors",
+            "if the last lines do not show the cause, report them to prejit's authors",
         )
     try:
         name = signal.Signals(-code).name
@@ -178,5 +254,5 @@ def _ended(code: int) -> tuple[str, str]:
         name = f"signal {-code}"
     reason = f"its worker was killed by {name}"
     if -code == signal.SIGKILL:
-        return reason, "often memory ran out (`dmesg` tells): try fewer workers, --jobs 1"
+        return reason, "memory may have run out (see `dmesg`): try fewer workers, --jobs 1"
     return reason, "XLA crashed: try another jaxlib, or simplify the program"

@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.store.cache import ZIG, Cache
+from prejit.compiler.store.directory import ZIG
+from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
@@ -158,7 +159,7 @@ class _Compiler:
 
 def build_kernels(
     toolchain: Toolchain,
-    cache: Cache,
+    cache: Store,
     progress: Progress | None = None,
     *,
     sources: Path = SOURCES,
@@ -205,7 +206,7 @@ def build_kernels(
             made = _compile(compiler, files, headers)
             if isinstance(made, bytes):
                 library = _library(made, level, compiler, cache)
-                cache.store(key, asdict(library), blobs=[library.digest])
+                cache.put(key, asdict(library), blobs=[library.digest])
                 return library
         failures.append(f"{compiler.name}: {made}")
     if failures:
@@ -226,7 +227,7 @@ def _no_compiler() -> NoKernels:
 
 
 def find_kernels(
-    toolchain: Toolchain, cache: Cache, *, sources: Path = SOURCES
+    toolchain: Toolchain, cache: Store, *, sources: Path = SOURCES
 ) -> KernelLibrary | NoKernels | None:
     """Return what `build_kernels` would return if that is in the cache, else None.
 
@@ -281,7 +282,7 @@ def ffi_headers(toolchain: Toolchain) -> Path | None:
     return headers[0] if headers else None
 
 
-def _compilers(level: str, cache: Cache) -> Iterator[_Compiler]:
+def _compilers(level: str, cache: Store) -> Iterator[_Compiler]:
     """The C++ compilers of this machine, as they are to be tried."""
     seen = set[str]()
     try:
@@ -378,8 +379,8 @@ def _read(path: Path) -> bytes:
         raise StoreError(f"{path}: cannot read: {error.strerror}") from error
 
 
-def _find(cache: Cache, key: Key) -> KernelLibrary | None:
-    stored = cache.lookup(key, verify=True)
+def _find(cache: Store, key: Key) -> KernelLibrary | None:
+    stored = cache.get(key, verify=True)
     if stored is None:
         return None
     return KernelLibrary(**{**stored, "handlers": tuple(stored["handlers"])})
@@ -442,7 +443,7 @@ def _run(compiler: _Compiler, arguments: list[str]) -> str:
     return "\n".join(lines[:_TOLD_LINES]) or f"ended with exit code {done.returncode}"
 
 
-def _library(content: bytes, level: str, compiler: _Compiler, cache: Cache) -> KernelLibrary:
+def _library(content: bytes, level: str, compiler: _Compiler, cache: Store) -> KernelLibrary:
     """Puts a library into the cache.
 
     Raises:

@@ -1,4 +1,8 @@
-"""Results by key: what decides a result, and the directory that keeps it.
+"""Results by key: the digest of everything that decides a result, and the store that keeps it.
 
-Imports `prejit.runtime` alone. Begin with `key`, then `cache`.
+`key.Key` lists the named ingredients of a result. `code` makes ingredients of prejit's own code.
+`interface.Store` is what a build may ask of a store; `directory.DirectoryStore` is the one on this machine
+(`files` and `blobs` are its parts).
+
+This package imports `prejit.runtime` alone. Begin with `key`, then `interface`.
 """

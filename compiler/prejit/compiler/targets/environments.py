@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.progress import Progress, Quiet
-from prejit.compiler.store.cache import default_root
+from prejit.compiler.store.directory import default_root
 from prejit.runtime.base.files import write_file
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 from prejit.runtime.machine.target import Target

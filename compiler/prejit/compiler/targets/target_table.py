@@ -291,7 +291,7 @@ def can_build(found: Target) -> str | None:
 def cross_compiles(jaxlib: str) -> bool:
     """Whether a jaxlib compiles for a CPU that is described in data (0.11 and later).
 
-    Told from the version: to ask `prejit.runtime.device.executable.cross_compiles` imports all of jaxlib,
+    Told from the version: to ask `prejit.compiler.compile.xla.cross_compiles` imports all of jaxlib,
     which costs more than the rest of a plan.
     """
     major, minor = jaxlib.split(".")[:2]

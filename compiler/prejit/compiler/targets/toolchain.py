@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.store.cache import Cache
 from prejit.compiler.store.code import COMPILING, code_digest
+from prejit.compiler.store.interface import Store
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.environments import Environment, worker_command
 from prejit.compiler.targets.target_table import cross_compiles
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.cli.tuning import Tuning
+from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.catalogue import capabilities
 from prejit.runtime.machine.environment import effective_environment, read_xla_flags
@@ -162,7 +162,7 @@ class Toolchain:
         return tuple(listed)
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
-        """The fields of `prejit.runtime.device.executable.CompileFor`, for a worker.
+        """The fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
 
         Args:
             platforms: that the program was lowered for.
@@ -252,7 +252,7 @@ def gpu_config(target: Target) -> str:
     )
 
 
-def read_tuning(target: Target, cache: Cache) -> Tuned | None:
+def read_tuning(target: Target, cache: Store) -> Tuned | None:
     """What was measured for a target; None where its manifest names no tuning.
 
     Args:

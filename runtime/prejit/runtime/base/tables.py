@@ -8,7 +8,7 @@ from prejit.runtime.errors import printable
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows below a head, columns as wide as their widest cell. A cell is one line, whatever it says."""
+    """Return a table whose columns are as wide as their widest cell. Line breaks in cells are escaped."""
     rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, ["-" * width for width in widths], *rows]
@@ -19,7 +19,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes: `12.3 MB`."""
+    """Return a number of bytes as text: `12.3 MB`."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":

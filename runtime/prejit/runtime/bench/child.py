@@ -1,15 +1,15 @@
-"""A fresh process of `prejit bench`: loads a bundle, uses it once, prints times and memory as JSON.
+"""A fresh process of `prejit bench`: load a bundle, use it once, print times and memory as JSON.
 
-    python -m prejit.runtime.bench_child '{"path": BUNDLE, ...}'
+    python -m prejit.runtime.bench.child '{"path": BUNDLE, ...}'
 
-It imports nothing that a server would not: the time from exec is a server's.
+It imports only what a server imports, so the time from exec is that of a server.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from prejit.runtime import Fingerprint, load
 from prejit.runtime.base.process import peak_memory_bytes, private_memory_bytes, seconds_since_exec
@@ -18,21 +18,21 @@ from prejit.runtime.errors import PrejitError
 
 def use_once(
     path: str,
-    require_aot: bool,
+    on_mismatch: Literal["jit", "error"],
     fingerprint: str | None,
     program: str | None,
     prompt: list[int],
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Loads and uses a bundle.
+    """Load a bundle and use it once.
 
     Args:
-        path: of the bundle.
-        require_aot: fail rather than compile.
-        fingerprint: of the machine that this one is taken for, as a file.
-        program: one to run on zeros; None: generate or encode, as the bundle can.
-        prompt: token ids, or those of a sentence.
-        new_tokens: to generate.
+        path: the directory of the bundle.
+        on_mismatch: see `prejit.runtime.load`.
+        fingerprint: a file with a fingerprint to use instead of this machine's; None: this machine's.
+        program: the program to run on zeros; None: generate or encode, whichever the bundle can.
+        prompt: the token ids of a prompt or of a sentence.
+        new_tokens: the number of tokens to generate.
 
     Returns:
         `first_seconds` since exec, `load_seconds`, `peak_bytes`, `private_bytes`, `device_bytes` (None on
@@ -40,7 +40,7 @@ def use_once(
     """
     bundle = load(
         path,
-        on_mismatch="error" if require_aot else "jit",
+        on_mismatch=on_mismatch,
         fingerprint=Fingerprint.read(fingerprint) if fingerprint else None,
     )
     first = 0.0
@@ -52,7 +52,7 @@ def use_once(
         bundle.encode([prompt])
         first = seconds_since_exec()
     else:
-        # The publisher's defaults may ask for sampling: measured is the same for all models.
+        # The publisher's defaults may turn sampling on. These options make all models do the same work.
         for _ in bundle.stream(
             prompt,
             max_new_tokens=new_tokens,

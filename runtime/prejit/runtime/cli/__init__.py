@@ -1,4 +1,5 @@
-"""The command line of the server: one function a command.
+"""The command line of the server: one function a command, options in `parser`.
 
-Imports everything. `prejit.runtime.__main__` parses the arguments. Begin with `commands`.
+`prejit.runtime.__main__` finds the function of a command in `parser.COMMANDS` and calls it with the parsed
+options. Imports everything. Begin with `generate`.
 """

@@ -1,4 +1,4 @@
-"""Tables for people, on stdout."""
+"""Tables of a bundle's accuracy and product forms."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from prejit.runtime.format.schema import Accuracy, ProductForm
 
 
 def accuracy_table(found: Accuracy) -> str:
-    """What a bundle's dtypes cost."""
-    without_file = {"sampled": "text that it wrote itself", "random": "no text, at random"}
+    """Return a table of what a bundle's dtypes cost in accuracy."""
+    without_file = {"sampled": "text that the model generated", "random": "random token ids"}
     text = without_file.get(found.text, found.text)
     rows = [("measured on", f"{found.tokens} tokens of {text}")]
     if found.float32_perplexity_millionths is not None and found.perplexity_millionths is not None:
@@ -22,14 +22,14 @@ def accuracy_table(found: Accuracy) -> str:
     if found.logit_difference_millionths is not None:
         rows.append(("largest logit difference", f"{found.logit_difference_millionths / 1e6:.4f}"))
     if found.top1_agreement_millionths is not None:
-        rows.append(("same likeliest token", f"{found.top1_agreement_millionths / 1e4:.2f} %"))
+        rows.append(("same most likely token", f"{found.top1_agreement_millionths / 1e4:.2f} %"))
     if found.cosine_millionths is not None:
         rows.append(("least cosine of embeddings", f"{found.cosine_millionths / 1e6:.6f}"))
     return table(("accuracy", f"{found.weights} weights"), rows)
 
 
 def forms_table(forms: Sequence[ProductForm]) -> str:
-    """How products are computed, and by how much that is the best way; below it, on what was measured."""
+    """Return a table of the form of each product and its gain, with the measured machines as notes."""
     rows, sources = [], list[str]()
     for each in forms:
         source = "not measured"

@@ -15,19 +15,17 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.process import is_plain_start
 from prejit.runtime.device import kernels
 from prejit.runtime.device.start import set_log_level
 from prejit.runtime.errors import BuildError, KernelError, MismatchError, PrejitError, UsageError
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.format.kernels import kernel_target
 from prejit.runtime.format.schema import Memory
 
 DeviceArray = Any
@@ -392,13 +390,12 @@ class Device:
         except PrejitError:
             raise
         except Exception as error:
-            raise BuildError(f"XLA does not compile this program: {error}") from error
+            raise BuildError(f"XLA cannot compile this program: {error}") from error
         return self._executable(loaded, results)
 
     def describe(self) -> bytes:
-        """XLA's own description of the device: for `CompileFor.described`, on a machine without it."""
-        _, _jax = _jaxlib()
-        return bytes(_jax.get_topology_for_devices(self._all[:1]).serialize())
+        """Return XLA's serialized description of the device, to compile for it on another machine."""
+        return topology_of(self._all[:1])
 
     def memory_bytes(self) -> int | None:
         """The most memory of one of its devices that was ever in use; None where nobody counts it."""
@@ -624,22 +621,12 @@ def register_library(library: kernels.Library) -> None:
     _register_handlers(library.handlers)
 
 
-def stand_in_for_kernels(library: bytes) -> None:
-    """Makes the names of a library's kernels known to XLA, so that it compiles programs that call them.
-
-    Nothing of the library is run, whose instructions this machine may lack. What is compiled is the same;
-    calls fail in this process.
-
-    Raises:
-        KernelError: it is no library of kernels.
-    """
+def register_stand_ins(names: Iterable[str]) -> None:
+    """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
     _jaxlib()
     from jaxlib.cpu import _sparse  # any handler does; this one needs no other library
 
-    handler = next(iter(_sparse.registrations().values()))
-    digest = digest_of(library)
-    names = (kernel_target(name, digest) for name in kernels.kernels_of(library))
-    _register_handlers(dict.fromkeys(names, handler))
+    _register_handlers(dict.fromkeys(names, next(iter(_sparse.registrations().values()))))
 
 
 _registered: set[str] = set()
@@ -823,252 +810,66 @@ def _constant_of(value: Any) -> int | None:
     return int(constant[0]) if isinstance(constant, ir.DenseIntElementsAttr) else None
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledProgram:
-    """A program compiled for a target.
-
-    Attributes:
-        serialized: for `Device.load`.
-        memory: what it needs while it runs, on each device.
-    """
-
-    serialized: bytes
-    memory: Memory
-
-
-@dataclass(frozen=True, slots=True)
-class CompileFor:
-    """The machine that a program is compiled for. It need not be this one.
-
-    Attributes:
-        platform: `cpu`, `cuda`, `tpu`.
-        platforms: that the program was lowered for, in order; empty: for this one alone.
-        device_count: devices of the mesh.
-        cpu: LLVM's name for the CPU to tune for; None: this machine's.
-        cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
-            Ignored where `cross_compiles()` is false.
-        gpu: XLA's description of a GPU: a GpuTargetConfigProto as text.
-        described: XLA's description of one GPU as `Device.describe` found it, base64; goes before `gpu`.
-        topology: libtpu's name of a slice of TPUs: `v5e:2x2`.
-    """
-
-    platform: str = "cpu"
-    platforms: tuple[str, ...] = ()
-    device_count: int = 1
-    cpu: str | None = None
-    cpu_features: tuple[str, ...] | None = None
-    gpu: str | None = None
-    described: str | None = None
-    topology: str | None = None
-
-
-def _one_host(topology: str) -> dict[str, Any]:
-    """libtpu's options for a slice that one host holds: 8 chips of a flat one, 4 of three dimensions.
-
-    Its own guess is 2x2 chips a host, which does not fit one chip (before 0.0.51), and makes two hosts of
-    a 2x4 slice.
-    """
-    shape = tuple(map(int, topology.partition(":")[2].split("x")))
-    fits = math.prod(shape) <= (8 if len(shape) == 2 else 4)
-    return {"chips_per_host_bounds": (*shape, 1)[:3]} if fits else {}
-
-
-def cross_compiles() -> bool:
-    """Whether this jaxlib compiles for a CPU described in data (0.11 and later).
-
-    Older ones compile for the build host's own features, capped by `--xla_cpu_max_isa` in XLA_FLAGS.
-    """
-    _, _jax = _jaxlib()
-    return hasattr(_jax.DeviceTopology, "deserialize")
-
-
-def import_compiler(platform: str) -> None:
-    """Imports what compiling for a platform needs and starts no thread, so that a process may fork then."""
+def import_mlir() -> None:
+    """Import what every compile needs. Starts no thread, so the process can still fork safely."""
     _jaxlib()
-    if platform != "cpu":
-        from jax.experimental import topologies  # noqa: F401
 
 
-def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> CompiledProgram:
-    """Compiles a portable program for a machine that need not be this one, nor have its devices.
+def new_cpu_devices(count: int) -> tuple[Any, ...]:
+    """Return the devices of a new CPU client that has `count` of them."""
+    return tuple(_jaxlib()[0].make_cpu_client(num_devices=count).devices())
+
+
+def compiles_for_topology() -> bool:
+    """Return whether this jaxlib compiles for a serialized topology (0.11 and later)."""
+    return hasattr(_jaxlib()[1].DeviceTopology, "deserialize")
+
+
+def topology_of(devices: Sequence[Any]) -> bytes:
+    """Return XLA's serialized description of devices: a PjRtTopologyDescriptionProto."""
+    return bytes(_jaxlib()[1].get_topology_for_devices(devices).serialize())
+
+
+def compile_ahead(
+    portable: bytes,
+    platforms: Sequence[str],
+    platform: str,
+    devices: Sequence[Any],
+    topology: bytes | None = None,
+) -> tuple[bytes, Memory]:
+    """Compile a portable program without running it.
 
     Args:
         portable: StableHLO as a versioned portable artifact.
-        machine: what to compile for.
+        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
+        platform: platform to compile for.
+        devices: devices of a client of this machine, or of a topology description.
+        topology: serialized topology to compile for in place of the devices' own.
+
+    Returns:
+        The serialized executable, and the memory it needs on each device while it runs.
 
     Raises:
-        BuildError: XLA does not compile it.
+        BuildError: it was not lowered for this platform.
     """
-    try:
-        devices = (
-            _cpu_devices(machine) if machine.platform == "cpu" else _described_devices(machine)
-        )
-        module = _stablehlo_module(portable, machine.platforms, machine.platform)
-        options = _compile_options(devices)
-        if machine.platform == "cpu":
-            compiled = _compile_for_cpu(module, devices, machine, options)
-        else:
-            compiled = devices[0].client.compile(module, _jaxlib()[1].DeviceList(devices), options)
-        serialized = bytes(compiled.serialize())
-        stats = compiled.get_compiled_memory_stats()
-    except PrejitError:
-        raise
-    except Exception as error:
-        raise BuildError(f"XLA does not compile this program: {error}") from error
+    _, _jax = _jaxlib()
+    module = _stablehlo_module(portable, platforms, platform)
+    options = _compile_options(devices)
+    client = devices[0].client
+    if topology is not None:
+        compiled = client.compile(module, _jax.DeviceTopology.deserialize(topology), options)
+    elif platform == "cpu":
+        compiled = client.compile_and_load(module, _jax.DeviceList(devices), options)
+    else:
+        compiled = client.compile(module, _jax.DeviceList(devices), options)
+    stats = compiled.get_compiled_memory_stats()
     memory = Memory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
     )
-    return CompiledProgram(serialized, memory)
-
-
-def _cpu_devices(machine: CompileFor) -> tuple[Any, ...]:
-    xla_client, _ = _jaxlib()
-    client = xla_client.make_cpu_client(num_devices=machine.device_count)
-    return tuple(client.devices())
-
-
-def _compile_for_cpu(
-    module: Any, devices: tuple[Any, ...], machine: CompileFor, options: Any
-) -> Any:
-    _, _jax = _jaxlib()
-    client = devices[0].client
-    if machine.cpu is None or machine.cpu_features is None or not cross_compiles():
-        return client.compile_and_load(module, _jax.DeviceList(devices), options)
-    host = _jax.get_topology_for_devices(devices)
-    changed = _with_cpu(host.serialize(), machine.cpu, machine.cpu_features)
-    return client.compile(module, _jax.DeviceTopology.deserialize(changed), options)
-
-
-def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
-    """Devices that exist as a description only, of a PJRT plugin that is installed here.
-
-    Raises:
-        BuildError: the plugin is missing, or gives fewer devices than the mesh wants.
-    """
-    from jax.experimental import topologies
-
-    read: Any = getattr(topologies.TopologyDescription, "deserialize", None)  # since jax 0.11
-    try:
-        if machine.platform == "cuda":
-            shape = f"1x1x{machine.device_count}"  # slices x hosts x devices of a host
-            found = topologies.get_topology_desc(
-                platform="cuda", target_config=machine.gpu, topology=shape
-            )
-            if machine.described is not None and machine.device_count == 1 and read is not None:
-                import base64
-
-                found = read(base64.b64decode(machine.described))  # the plugin is initialized now
-        else:
-            found = topologies.get_topology_desc(
-                machine.topology or "", platform="tpu", **_one_host(machine.topology or "")
-            )
-    except NotImplementedError as error:
-        raise BuildError(
-            f"expected jax's plugin for {machine.platform}, found none: {error}"
-        ) from error
-    if len(found.devices) < machine.device_count:
-        raise BuildError(
-            f"expected {machine.device_count} devices, found {len(found.devices)} in {machine.topology}"
-        )
-    return tuple(found.devices[: machine.device_count])
-
-
-def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
-    """A serialized topology of this machine, with another CPU in it.
-
-    xla/pjrt/proto/topology_description.proto holds, as an Any in field 9, a CpuTopologyProto, whose
-    field 5 is TargetMachineOptionsProto {1: triple, 2: cpu, 3: features}
-    (xla/service/cpu/executable.proto).
-    """
-    listed = ",".join(f"+{name}" for name in features)
-    machine = {2: cpu.encode(), 3: listed.encode()}
-    return edit_protobuf(topology, (9, 2, 5), machine)
-
-
-def edit_protobuf(message: bytes, path: tuple[int, ...], values: Mapping[int, bytes]) -> bytes:
-    """A protobuf message with fields of the submessage at path replaced."""
-    return _with_changed_fields(
-        message, path, lambda fields: [(number, values.get(number, v)) for number, v in fields]
-    )
-
-
-def sort_protobuf(message: bytes, path: tuple[int, ...], number: int) -> bytes:
-    """A protobuf message with the fields of a number sorted by their bytes, in the submessage at path."""
-
-    def change(fields: _Fields) -> _Fields:
-        ordered = iter(sorted(v for n, v in fields if n == number and isinstance(v, bytes)))
-        return [
-            (n, next(ordered) if n == number and isinstance(v, bytes) else v) for n, v in fields
-        ]
-
-    return _with_changed_fields(message, path, change)
-
-
-_Fields = list[tuple[int, bytes | int]]
-
-
-def _with_changed_fields(
-    message: bytes, path: tuple[int, ...], change: Callable[[_Fields], _Fields]
-) -> bytes:
-    fields = list(protobuf_fields(message))
-    if not path:
-        fields = change(fields)
-    out = bytearray()
-    for number, value in fields:
-        if path and number == path[0] and isinstance(value, bytes):
-            value = _with_changed_fields(value, path[1:], change)
-        if isinstance(value, bytes):
-            out += _varint(number << 3 | 2) + _varint(len(value)) + value
-        else:
-            out += _varint(number << 3) + _varint(value)
-    return bytes(out)
-
-
-def protobuf_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """The fields of a protobuf message by number, as bytes or as the integer of a varint.
-
-    Raises:
-        ValueError: the bytes are no such message.
-    """
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            if at == len(message) or shift > 63:
-                raise ValueError("a number that does not end")
-            byte = message[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        tag = varint()
-        if tag & 7 == 0:
-            yield tag >> 3, varint()
-        elif tag & 7 == 2:
-            size = varint()
-            if size > len(message) - at:
-                raise ValueError(f"a field of {size} bytes where {len(message) - at} are left")
-            yield tag >> 3, message[at : at + size]
-            at += size
-        else:
-            raise ValueError(f"unexpected protobuf wire type {tag & 7}")
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return bytes(compiled.serialize()), memory
 
 
 @functools.lru_cache(maxsize=4)

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 
 LOAD_MICROSECONDS = 15_000
-"""What a bucket costs before its first run, roughly: three programs are deserialized, and XLA builds what it
-makes lazily. Measured with MiniLM's on two cores."""
+"""Rough cost of loading a bucket: three programs are deserialized, and XLA finishes them at their first run.
+Measured with MiniLM on two cores."""
 WARM_MICROSECONDS = 30_000
-"""Buckets whose run costs less are run once before they are wanted. A first run takes some milliseconds more
-than the next; where a run takes longer than this, that is little."""
+"""Buckets whose run costs less than this are run once in advance. A first run takes a few milliseconds more
+than the next, which matters little for a run that takes longer than this."""
 _MAX_COST = 1 << 60
-"""Costs beyond it, in microseconds, are taken for it: a program table may hold any integer."""
+"""Maximum cost in microseconds. Larger costs are cut to it, because a program table may hold any integer."""
 PATIENCE_SECONDS = 0.1
-"""How long the loading thread makes way for a call before it loads the next bucket."""
+"""Maximum time that the loading thread waits for calls to finish before it loads the next bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A shape that sentences can be computed in.
+    """A shape in which sentences can be computed.
 
     Attributes:
-        batch, length: sentences and tokens of each.
+        batch, length: the number of sentences and the tokens of each.
         cost: of one run, in microseconds.
     """
 
@@ -38,22 +38,23 @@ class Bucket:
 
     @property
     def programs(self) -> tuple[str, str, str]:
-        """Names of embed, layer and pool."""
+        """The names of its programs embed, layer and pool."""
         name = f"encode/b{self.batch}-t{self.length}"
         return f"{name}/embed", f"{name}/layer", f"{name}/pool"
 
 
 def partition(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[tuple[Bucket, int, int]]:
-    """The cheapest way to put sentences into buckets.
+    """Return the cheapest set of runs that holds all sentences.
+
+    Runs take neighbours in sorted order, and each run is filled. Neither makes the result worse: what fits
+    into some runs still fits when both are sorted by length, and fewer sentences never cost more.
 
     Args:
         lengths: in tokens, descending; none is longer than the longest bucket.
-        buckets: any number of runs of each.
+        buckets: the shapes; each may run any number of times.
 
     Returns:
-        Runs as (bucket, first sentence, the one after its last). Of all sets of runs that hold the sentences
-        none costs less. That runs take neighbours in sorted order loses nothing: whatever fits into some runs
-        fits when both are sorted by length; nor does filling each run, since fewer sentences never cost more.
+        Runs as (bucket, first sentence, end): a run holds the sentences before `end`.
     """
     sizes = sorted({bucket.length for bucket in buckets})
     # For each length the cheapest bucket of each batch.
@@ -82,18 +83,19 @@ def partition(lengths: Sequence[int], buckets: Sequence[Bucket]) -> list[tuple[B
 
 
 def loading_order(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The order in which to load buckets.
+    """Return the order in which to load buckets.
 
-    Some serve every other at no more than twice its own cost: each is chosen for the most of those left, and
-    they go first, the cheapest first. The rest follows in the same way.
+    The first ones serve every other bucket's sentences at no more than twice that bucket's cost. They are
+    chosen greedily, each to serve most of those that are left, and loaded the cheapest first. The rest
+    follows, also the cheapest first.
     """
     sizes = [(b.batch, b.length, min(b.cost, _MAX_COST)) for b in buckets]
     batch, length, cost = np.array(sizes, np.int64).reshape(-1, 3).T
-    # [n, n]: whether each bucket is served by each other. Arrays, since a bundle may have thousands.
+    # [n, n]: whether the bucket of the row is served by that of the column. There may be thousands.
     served_by = (
         (batch >= batch[:, None]) & (length >= length[:, None]) & (cost <= 2 * cost[:, None])
     )
-    counts = served_by.sum(axis=0)  # of those left, how many each bucket serves
+    counts = served_by.sum(axis=0)  # how many of those left each bucket serves
     unserved = np.ones(len(buckets), bool)
     chosen = []
     while unserved.any():

@@ -1,9 +1,9 @@
-"""Sentences to embeddings: sorted, put into the cheapest set of buckets that hold them, in order again.
+"""The programs of an encoder: run them over the cheapest set of buckets, and load them in the background.
 
-An encoder is three programs a bucket (`bundle.Encoder`): embed, layer (run with each layer's weights in
-turn), pool. All buckets are loaded by a thread that begins when the bundle is loaded, in an order by which
-the first few serve every sentence at no more than twice its best cost; the very first is there when `load`
-returns. A call meanwhile takes what is ready where that is sooner than waiting.
+A bucket has three programs (`schema.Encoder`): embed, layer (run once for each layer's weights) and pool. A
+thread loads all buckets from the moment that the bundle is loaded. It loads them in an order in which the
+first few serve every sentence at no more than twice its best cost; the very first is ready when `load`
+returns. A call in the meantime uses the buckets that are ready if that is faster than waiting.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from prejit.runtime.encoding.buckets import (
     partition,
 )
 from prejit.runtime.format.schema import Encoder
-from prejit.runtime.programs.programs import ProgramReport, Programs
+from prejit.runtime.programs.ready import ProgramReport, Programs
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """What a call of `encode` took.
+    """What a call of `encode` cost.
 
     Attributes:
-        sentences: how many.
-        tokens: of all of them, special tokens included, after truncation.
-        truncated: sentences that were too long.
-        padding: of the tokens that were computed, the part that was padding; 0 to 1.
-        buckets: how many times each ran, by batch and length: `8x128`.
-        tokenize_seconds: from texts to token ids.
-        queue_seconds: spent waiting for programs to be loaded or compiled.
-        run_seconds: of the programs.
-        obtained: programs that were made ready during the call, and how: loaded, compiled or kept.
+        sentences: the number of sentences.
+        tokens: the number of their tokens, special tokens included, after truncation.
+        truncated: the number of sentences that were too long.
+        padding: the fraction of computed tokens that was padding, 0 to 1.
+        buckets: how many times each bucket ran, by batch and length: `8x128`.
+        tokenize_seconds: time from texts to token ids.
+        queue_seconds: time waiting for programs to be loaded or compiled.
+        run_seconds: time running programs.
+        obtained: programs that became ready during the call, and how: loaded, compiled or kept.
     """
 
     sentences: int
@@ -60,11 +60,11 @@ class EncodeStats:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Embeddings, and what they took.
+    """Embeddings and what they cost.
 
     Attributes:
         embeddings: float32 [N, D], in the order of the sentences.
-        stats: the accounting.
+        stats: what they cost.
     """
 
     embeddings: np.ndarray[Any, np.dtype[np.float32]]
@@ -73,16 +73,16 @@ class Encoded:
 
 @final
 class EncoderPrograms:
-    """An encoder's programs by their buckets. Safe for many threads.
+    """The programs of an encoder by bucket. Safe to use from many threads.
 
     Attributes:
-        encoder: what the bundle says of the model.
-        buckets: all of them.
-        max_tokens: of a sentence: what the model takes, or the longest bucket.
+        encoder: the bundle's description of the model.
+        buckets: all buckets.
+        max_tokens: the longest sentence: the limit of the model, or the longest bucket.
     """
 
     def __init__(self, encoder: Encoder, programs: Programs, device: Device) -> None:
-        """Sorts the programs of a bundle."""
+        """Sort the programs of a bundle into buckets."""
         self.encoder = encoder
         self._programs = programs
         self._device = device
@@ -106,36 +106,36 @@ class EncoderPrograms:
         return Bucket(batch, length, embed + layer * len(self.encoder.layers) + pool)
 
     def start_loading(self, before: Callable[[], object]) -> None:
-        """Loads one bucket and begins to load the others in a thread; errors show when one is wanted.
+        """Load one bucket and begin to load the others in a thread. Errors are raised when one is used.
 
-        That one is what serves the most others well: the first call finds it ready, whatever it is that it
-        wants, and how many buckets there are makes no difference.
+        The one bucket serves most of the others well. The first call finds it ready, whatever its sentences
+        are, and the number of buckets does not matter.
 
         Args:
-            before: what the thread does first: reads the tokenizer.
+            before: called first in the thread: reads the tokenizer.
         """
         first, *others = loading_order(self.buckets)
-        # No daemon: while the interpreter ends, those are torn out of XLA, which aborts the process.
+        # Not a daemon: the interpreter would stop it inside XLA at exit, and that aborts the process.
         thread = threading.Thread(target=self._load, args=(before, others), name="prejit-encoder")
-        with contextlib.suppress(RuntimeError):  # no more threads, as while the interpreter ends
+        with contextlib.suppress(RuntimeError):  # no more threads, as at exit
             thread.start()
         with contextlib.suppress(Exception):
-            self._warm_up(first, self.encoder.layers)  # all: whose weights are then on the device
+            self._warm_up(first, self.encoder.layers)  # all layers: puts all weights on the device
 
     def _load(self, before: Callable[[], object], buckets: Sequence[Bucket]) -> None:
-        with contextlib.suppress(Exception):  # who wants it meets it again
+        with contextlib.suppress(Exception):  # the caller who needs it gets it again
             before()
         for bucket in buckets:
             with self._changed:
                 self._changed.wait_for(lambda: not self._calls, PATIENCE_SECONDS)
-            if not threading.main_thread().is_alive():  # it waits for this thread to end
+            if not threading.main_thread().is_alive():  # at exit it waits for this thread
                 return
-            with contextlib.suppress(Exception):  # the caller who wants the bucket meets it again
+            with contextlib.suppress(Exception):  # the caller who needs the bucket gets it again
                 if bucket not in self._warm:
                     self._warm_up(bucket, self.encoder.layers[:1])
 
     def _warm_up(self, bucket: Bucket, layers: Sequence[str]) -> None:
-        """Loads a bucket's programs, and runs those of some layers where a first run would be felt."""
+        """Load the programs of a bucket; run them for some layers if a first run would be noticeably slow."""
         for name in bucket.programs:
             self._programs[name]
         if bucket.cost < WARM_MICROSECONDS:
@@ -144,7 +144,10 @@ class EncoderPrograms:
         self._warm.add(bucket)
 
     def encode(self, sentences: Sequence[Sequence[int]]) -> tuple[Any, EncodeStats]:
-        """Embeddings of token ids, none longer than max_tokens; float32 [N, D], and what they took.
+        """Return the embeddings of token ids, float32 [N, D], and what they cost.
+
+        Args:
+            sentences: token ids, none longer than max_tokens.
 
         Raises:
             RejectError: a program is damaged.
@@ -200,13 +203,13 @@ class EncoderPrograms:
         return found, stats
 
     def _runs(self, lengths: Sequence[int]) -> list[tuple[Bucket, int, int]]:
-        """Which runs serve these lengths, descending: the cheapest, counting what has to be loaded."""
+        """Return the cheapest runs for these lengths, which descend; a bucket not yet loaded costs extra."""
         if not lengths:
             return []
         ready = [b for b in self.buckets if all(map(self._programs.ready, b.programs))]
-        if len(ready) < len(self.buckets):  # the others have to be compiled, and are not waited for
+        if len(ready) < len(self.buckets):  # the others must be compiled: do not wait for them
             best = partition(lengths, self.buckets)
-            self._programs.wish(*(name for bucket, *_ in best for name in bucket.programs))
+            self._programs.prepare_later(*(name for bucket, *_ in best for name in bucket.programs))
             if ready and max(bucket.length for bucket in ready) >= lengths[0]:
                 return partition(lengths, ready)
             return best
@@ -222,7 +225,7 @@ class EncoderPrograms:
     def _run(
         self, bucket: Bucket, tokens: Any, length: Any, layers: Sequence[str]
     ) -> np.ndarray[Any, Any]:
-        """Float32 [B, D] of tokens [B, T] and lengths [B], both int32."""
+        """Return embeddings float32 [B, D] of tokens [B, T] and lengths [B], both int32."""
         programs = self._programs
         embed, layer, pool = bucket.programs
         (hidden,) = programs[embed].run([*self._weights(embed), self._device.put(tokens)])

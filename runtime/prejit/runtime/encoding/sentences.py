@@ -1,32 +1,95 @@
-"""Sentences as token ids: checked, and shortened where they are too long."""
+"""Sentences to embeddings: texts to token ids, checked, cut if they are too long, and encoded."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from prejit.runtime.base import arguments
+from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 
 if TYPE_CHECKING:
+    from prejit.runtime.text.prompts import Prompts
     from prejit.runtime.text.tokenizer import Tokenizer
 
 OnTooLong = Literal["truncate", "error"]
+"""What to do with a sentence that is too long."""
+
+_CALLER = 4
+"""Stack level of the user's code for a warning from `shorten`: behind `encode` and a method of `Bundle`."""
 
 
-def shortened(
+def encode(
+    encoder: EncoderPrograms,
+    prompts: Prompts,
+    sentences: Sequence[str | Sequence[int]],
+    on_too_long: OnTooLong,
+) -> Encoded:
+    """Return the embeddings of sentences and what they cost.
+
+    Args:
+        encoder: the programs.
+        prompts: the tokenizer of the bundle.
+        sentences: as of `Bundle.encode`.
+        on_too_long: as of `Bundle.encode`.
+
+    Raises:
+        UsageError, ContextError, RejectError: as `Bundle.encode`.
+    """
+    listed = arguments.items("sentences", sentences, "a list of texts")
+    arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
+    started = time.perf_counter()
+    texts = [sentence for sentence in listed if isinstance(sentence, str)]
+    encoded = iter(prompts.need_tokenizer().encode_batch(texts) if texts else ())
+    ids = [
+        next(encoded)
+        if isinstance(sentence, str)
+        else arguments.integers(f"sentences[{place}]", sentence, "text or a list of token ids")
+        for place, sentence in enumerate(listed)
+    ]
+    seconds = time.perf_counter() - started
+    check_ids(ids, encoder.encoder.vocab_size)
+    limit = encoder.max_tokens
+    of_model = limit == encoder.encoder.max_tokens
+    why = "the limit of the model" if of_model else "the longest shape of the manifest"
+    truncated = shorten(ids, limit, lambda: prompts.tokenizer, on_too_long, why)
+    embeddings, stats = encoder.encode(ids)
+    return Encoded(embeddings, replace(stats, truncated=truncated, tokenize_seconds=seconds))
+
+
+def check_ids(sentences: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Check that no sentence is empty and that all token ids are in the vocabulary.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for place, ids in enumerate(sentences):
+        if not ids:
+            raise UsageError(f"expected at least one token in sentence {place}, found none")
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            found = min(ids) if min(ids) < 0 else max(ids)
+            raise UsageError(
+                f"expected tokens of 0 to {vocab_size - 1} in sentence {place}, found {found}"
+            )
+
+
+def shorten(
     sentences: list[list[int]],
     limit: int,
     tokenizer: Callable[[], Tokenizer | None],
     on_too_long: OnTooLong,
     why: str,
 ) -> int:
-    """Shortens in place those that are too long, so that they end as they would have: with a [SEP], say.
+    """Cut sentences that are too long, in place. They keep their last special tokens, such as a [SEP].
 
     Args:
         sentences: token ids.
-        limit: in tokens.
-        tokenizer: gives what tells how sentences end; None: with nothing of its own.
+        limit: the maximum length in tokens.
+        tokenizer: returns the tokenizer, whose special tokens are kept; None: there are none.
         on_too_long: `truncate`, with one warning for all, or `error`.
         why: what sets the limit, for errors and the warning.
 
@@ -51,12 +114,12 @@ def shortened(
         ids = sentences[place]
         kept = end if end and len(end) < limit and ids[-len(end) :] == end else []
         sentences[place] = [*ids[: limit - len(kept)], *kept]
-    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=4)
+    warnings.warn(f"{what}: they are cut off there", TruncationWarning, stacklevel=_CALLER)
     return len(too_long)
 
 
 def _ending(tokenizer: Tokenizer | None) -> list[int]:
-    """The special tokens that a tokenizer puts behind a sentence."""
+    """Return the special tokens that a tokenizer adds at the end of a sentence."""
     if tokenizer is None:
         return []
     whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
@@ -64,19 +127,3 @@ def _ending(tokenizer: Tokenizer | None) -> list[int]:
         if bare and whole[first : first + len(bare)] == bare:
             return whole[first + len(bare) :]
     return []
-
-
-def check_ids(sentences: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Checks that all tokens exist and no sentence is without one.
-
-    Raises:
-        UsageError: one is not.
-    """
-    for place, ids in enumerate(sentences):
-        if not ids:
-            raise UsageError(f"expected at least one token in sentence {place}, found none")
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            found = min(ids) if min(ids) < 0 else max(ids)
-            raise UsageError(
-                f"expected tokens of 0 to {vocab_size - 1} in sentence {place}, found {found}"
-            )

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prejit.runtime.fleet.machines import MAX_DEPTH, MAX_STEPS
-
-# Minimum set cover
+MAX_STEPS = 5_000
+"""Maximum steps of one search, which takes some tenths of a second."""
+MAX_DEPTH = 200
+"""Maximum number of sets that the search, which is recursive, may choose."""
 
 
 def fewest_sets(masks: Sequence[int]) -> tuple[list[int], bool]:
-    """The fewest of these sets whose union is the union of all.
+    """Return the fewest sets whose union equals the union of all sets.
 
-    Branch and bound: the element that the fewest sets have must be in one of them. What is left needs
-    at least as many sets as it has elements of which no two share one. It starts from what a greedy
-    search finds (Chvatal 1979), and that is all there is after MAX_STEPS.
+    Branch and bound: the rarest uncovered element must come from one of the sets that hold it. Uncovered
+    elements that share no set give a lower bound on the sets still needed. The search starts from the
+    greedy solution (Chvatal 1979) and keeps it when it runs out of steps.
 
     Args:
-        masks: the sets, an element a bit.
+        masks: the sets, one bit per element.
 
     Returns:
-        Their places, and whether fewer are known to be impossible.
+        The indices of the chosen sets, and whether they are known to be the fewest.
     """
-    kept = [  # a set within another is of no use, nor are equal ones but the first
+    kept = [  # drop sets within another set; of equal sets keep the first
         i
         for i, mask in enumerate(masks)
         if mask
@@ -72,7 +73,7 @@ def fewest_sets(masks: Sequence[int]) -> tuple[list[int], bool]:
 
 
 def union_of(masks: Iterable[int]) -> int:
-    """Return the union of sets that are spelled as bit masks."""
+    """Return the union of sets, each a bit mask."""
     union = 0
     for mask in masks:
         union |= mask
@@ -80,6 +81,7 @@ def union_of(masks: Iterable[int]) -> int:
 
 
 def _greedy(masks: Sequence[int], kept: Sequence[int], left: int) -> list[int]:
+    """Return sets that cover `left`, taking the set with most uncovered elements each time."""
     chosen = []
     while left:
         index = max(kept, key=lambda i: (masks[i] & left).bit_count())

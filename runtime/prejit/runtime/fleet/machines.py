@@ -12,12 +12,6 @@ from typing import Any
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-MAX_STEPS = 5_000
-"""Of the search for the fewest targets of one jaxlib and plugin: some tenths of a second."""
-MAX_DEPTH = 200
-"""Of the same search: Python's stack is finite."""
-WIDTH = 60
-"""Of one side of a reason."""
 _INFORMATION = ("cpu_model", "cpu_count", "memory_bytes")
 
 
@@ -26,9 +20,9 @@ class Machine:
     """One machine of a fleet.
 
     Attributes:
-        name: of its file, below the fleet's directory and without `.json`.
-        path: of its file.
-        fingerprint: what it is.
+        name: the path of its file below the fleet's directory, without `.json`.
+        path: the path of its file.
+        fingerprint: what the machine is.
     """
 
     name: str
@@ -38,11 +32,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file of a fleet, or a directory in it, that gives no fingerprint.
+    """A file or directory of a fleet that could not be read.
 
     Attributes:
-        path: of it.
-        why: what is wrong with it, in one sentence that names it.
+        path: its path.
+        why: what is wrong with it, in one sentence that names the path.
     """
 
     path: str
@@ -62,18 +56,12 @@ class Fleet:
     unreadable: tuple[Unreadable, ...] = ()
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
 def read_fleet(directory: str | os.PathLike[str]) -> Fleet:
-    """Return the machines of every *.json in a directory and below it, and what could not be read.
+    """Read every *.json in a directory and below it.
 
     Raises:
-        StoreError: the directory cannot be read, or none of its files.
-        UsageError: it holds no such file.
+        StoreError: the directory, or every file in it, cannot be read.
+        UsageError: it holds no *.json file.
     """
     root = os.fspath(directory)
     unreadable: list[Unreadable] = []
@@ -114,11 +102,11 @@ def read_fleet(directory: str | os.PathLike[str]) -> Fleet:
 
 
 def unread(unreadable: Sequence[Unreadable], total: int) -> StoreError:
-    """Return the error for files that could not be read; it names all of them.
+    """Return the error that names all files that could not be read.
 
     Args:
-        unreadable: those, at least one.
-        total: how many files the fleet has.
+        unreadable: at least one file.
+        total: the number of files of the fleet.
     """
     reasons = "".join(f"\n  {file.why}" for file in unreadable)
     return StoreError(
@@ -128,7 +116,7 @@ def unread(unreadable: Sequence[Unreadable], total: int) -> StoreError:
 
 
 def merge(machines: Iterable[Machine]) -> list[tuple[Machine, ...]]:
-    """Machines that no rule tells apart, together."""
+    """Group machines whose fingerprints differ only in information that no rule compares."""
     axes = [f.name for f in fields(Fingerprint) if f.name not in _INFORMATION]
     found: dict[tuple[Any, ...], list[Machine]] = defaultdict(list)
     for machine in machines:
@@ -137,5 +125,5 @@ def merge(machines: Iterable[Machine]) -> list[tuple[Machine, ...]]:
 
 
 def is_release(version: str) -> bool:
-    """Whether a manifest takes it for `jax`."""
+    """Whether a version is a release, which is what a manifest accepts for `jax`."""
     return re.fullmatch(r"\d+(\.\d+){1,3}", version) is not None

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prejit.runtime.fleet.candidates import Addition, Build, Group, cover_machines, group_machines
+from prejit.runtime.fleet.additions import Addition, cover_machines
+from prejit.runtime.fleet.candidates import Build
+from prejit.runtime.fleet.groups import Group, group_machines
 from prejit.runtime.fleet.machines import Machine, Unreadable, merge
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -17,17 +19,17 @@ from prejit.runtime.verdict import Axis, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What becomes of a fleet that gets a bundle.
+class FleetReport:
+    """Which target each machine of a fleet loads, and which targets to add.
 
     Attributes:
-        verdicts: of each machine: of the target that it loads, or of the closest.
-        serves: how many machines load each target, in the order of the bundle.
-        groups: machines by verdict: those that load a target first, the largest first.
-        additions: targets with which no machine falls back, but for those beyond help.
+        verdicts: each machine with the verdict of the target that it loads, or else of the closest one.
+        serves: the number of machines that load each target, in the order of the bundle.
+        groups: machines by verdict; groups that load a target come first, large ones before small ones.
+        additions: the targets to add so that no machine falls back, except those in `beyond_help`.
         is_fewest: whether no smaller number of targets would do.
-        beyond_help: machines that no added target serves, by what stands in the way.
-        unreadable: what of the fleet this report says nothing of.
+        beyond_help: machines that no added target serves, by the axes that do not match.
+        unreadable: files of the fleet that could not be read.
     """
 
     verdicts: tuple[tuple[Machine, Verdict], ...]
@@ -40,11 +42,11 @@ class Report:
 
     @property
     def fallen_back(self) -> int:
-        """How many machines load no target."""
+        """The number of machines that load no target."""
         return len(self.verdicts) - sum(self.serves.values())
 
     def advice(self) -> str:
-        """What to do with the additions, in one sentence."""
+        """Return what to do with the additions, in one sentence."""
         count = f"{len(self.additions)} target{'s' * (len(self.additions) > 1)}"
         rest = " but those at the end" if self.beyond_help else ""
         how = "the fewest there can be" if self.is_fewest else "found greedily, fewer may do"
@@ -53,7 +55,7 @@ class Report:
         return f"add {count} ({how}){where}, and none{rest} falls back"
 
     def described(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """Return the report as plain data for JSON."""
         return {
             "machines": len(self.verdicts),
             "fallen_back": self.fallen_back,
@@ -80,13 +82,13 @@ def explain_fleet(
     targets: Sequence[tuple[str, Requirement]],
     machines: Sequence[Machine],
     unreadable: Sequence[Unreadable] = (),
-) -> Report:
-    """Says what each machine loads, and what to add so that none falls back.
+) -> FleetReport:
+    """Return which target each machine loads, and which targets to add so that none falls back.
 
     Args:
-        targets: names and requirements of a bundle, in its order.
-        machines: of the fleet.
-        unreadable: what else is in its directory.
+        targets: the names and requirements of a bundle's targets, in its order.
+        machines: the machines of the fleet.
+        unreadable: files of the fleet that could not be read.
     """
     classes = merge(machines)
     verdicts: dict[str, Verdict] = {}
@@ -102,7 +104,7 @@ def explain_fleet(
         else:
             helpless.append(merged)
     additions, is_fewest, beyond_help = cover_machines(helpless, Build.of(targets))
-    return Report(
+    return FleetReport(
         verdicts=tuple((machine, verdicts[machine.name]) for machine in machines),
         serves=serves,
         groups=group_machines(groups),
@@ -114,7 +116,7 @@ def explain_fleet(
 
 
 def _served(targets: Sequence[tuple[str, Requirement]], machine: Fingerprint) -> Verdict:
-    """The verdict of the target that a machine loads, or of the closest; as `loader.load` chooses."""
+    """Return the verdict of the target that `load` would choose on a machine, or of the closest one."""
     ranked = sorted(targets, key=lambda target: preference(target[1], machine))
     verdicts = [compare(name, needs, machine) for name, needs in ranked]
     return min(verdicts, key=lambda verdict: verdict.distance)

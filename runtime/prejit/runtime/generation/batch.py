@@ -1,13 +1,13 @@
 """Continuous batching over compiled programs: slots that requests join and leave at any step.
 
-    insert   puts requests into free slots: copies what is cached of their prompts, computes the rest
-    step     gives every live slot its next token, or several of them
-    evict    frees a slot; one that is finished is free by itself
+    insert   put requests into free slots: copy the cached parts of their prompts, compute the rest
+    step     return the next token, or several, of every live slot
+    evict    free a slot; a slot whose request is finished is free by itself
 
-All rows share one cache, which grows from one context bucket to the next as its longest text grows. Cache,
-tokens and positions stay on the device; the host reads the new tokens. A request's tokens depend neither on
-what shares its batch nor on when it joined: rows are computed apart, and a row's random numbers come from its
-seed and its position alone.
+All rows share one cache, which grows to the next context bucket when its longest text needs it. Cache,
+tokens and positions stay on the device; the host reads only the new tokens. The tokens of a request do not
+depend on the other rows of its batch or on when it joined: the programs compute rows independently, and the
+random numbers of a row come from its seed and its position alone.
 """
 
 from __future__ import annotations
@@ -21,89 +21,78 @@ from typing import Any, final
 import numpy as np
 
 from prejit.runtime.base import arguments
-from prejit.runtime.device.executable import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format.schema import Program
+from prejit.runtime.generation.decode import Call, Decoding
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, common_length
-from prejit.runtime.generation.prefill import (
-    Entering,
-    compute_prefix,
-    fill,
-    fill_aside,
-    masked_bias,
-    read_logprob,
-)
-from prejit.runtime.generation.request import Logprob, Request, Row, Token, admit
-from prejit.runtime.generation.sampling import Sampling, history_row
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prefill import Entering, compute_prefix, fill, fill_aside
+from prejit.runtime.generation.rows import Row, Token, admit
+from prejit.runtime.generation.sampling import Logprob
 
-_CALL_SECONDS = 0.01
-"""So long may one call decode before the host sees its tokens: several steps of a small model."""
 _LASTING_TOKENS = 32
-"""A cache starts in the smallest context that lasts for so many tokens: growing costs about one step."""
+"""A new cache uses the smallest context bucket with room for this many more tokens; growing it costs about
+one decode step."""
 _SHARED_TOKENS = 16
-"""Prompts that are inserted together and begin alike have that beginning computed once, from here on."""
+"""Requests inserted together share the computation of a common beginning of at least this many tokens."""
 
 
 @final
 class Batch:
     """Slots over one cache. Calls from several threads wait for each other.
 
-    A slot that is free keeps what it has cached: a prompt that begins like an earlier text of a slot, as a
-    conversation does that goes on, computes only the rest. If a step fails or is interrupted, all slots are
-    freed, as the cache may be half written.
+    A free slot keeps what it has cached: a prompt that begins like the last text of a slot, as in a
+    conversation that continues, computes only the rest. If a step fails or is interrupted, all slots become
+    free, because the cache may be half written.
     """
 
     def __init__(self, decoder: DecoderPrograms, slots: int = 1) -> None:
-        """Makes free slots. The cache is made with the first insertion.
+        """Make free slots. The first insertion allocates the cache.
 
         Args:
             decoder: the programs.
             slots: how many; rounded up to one of the bundle's batch buckets.
 
         Raises:
-            UsageError: the bundle has no batch bucket of so many.
+            UsageError: the bundle has no batch bucket for this many.
         """
         slots = arguments.integer("slots", slots, 1)
         self._decoder = decoder
         self._rows: list[Row | None] = [None] * decoder.batch_for(slots)
-        self._held: list[list[int]] = [[] for _ in self._rows]
+        self._held: list[list[int]] = [[] for _ in self._rows]  # the cached tokens of free slots
         self._cache: KVCache | None = None
-        self._pending: list[Token] = []
-        self._sampling: dict[str, DeviceArray] | None = None
-        self._history: DeviceArray = None
-        self._place: dict[str, DeviceArray] | None = None
-        self._step_seconds = _CALL_SECONDS
+        self._pending: list[Token] = []  # first tokens, for the next step to return
+        self._decoding = Decoding(decoder)
         self._growing = 0  # the context whose successor is being made ready
         self._lock = threading.RLock()
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """The number of slots."""
         return len(self._rows)
 
     @property
     def free(self) -> int:
-        """How many of them are free."""
+        """The number of free slots."""
         return len(self._free_slots())
 
     def _free_slots(self) -> list[int]:
-        """Those whose last tokens were given out, too."""
-        told = {token.slot for token in self._pending}
-        return [slot for slot, row in enumerate(self._rows) if row is None and slot not in told]
+        """Return free slots, excluding those with tokens not yet returned by `step`."""
+        pending = {token.slot for token in self._pending}
+        return [s for s, row in enumerate(self._rows) if row is None and s not in pending]
 
     def insert(self, *requests: Request) -> tuple[int, ...]:
-        """Puts requests into free slots. Their first tokens come with the next step.
+        """Put requests into free slots. Their first tokens come with the next step.
 
         Args:
-            *requests: at most as many as slots are free. Those that come together and begin alike have
-                that beginning computed once.
+            *requests: at most as many as there are free slots. A common beginning of requests that are
+                inserted together is computed once.
 
         Returns:
             Their slots, in the same order.
 
         Raises:
-            UsageError: too few slots are free, or a request is not one that this model can serve.
+            UsageError: too few slots are free, or this model or bundle cannot serve a request.
             ContextError: a prompt is longer than the longest context.
         """
         for request in requests:
@@ -119,13 +108,13 @@ class Batch:
             masks = [row.mask(self._decoder.decoder.vocab_size) for row in rows]
             if not rows:
                 return ()
-            with self._dropped_on_error():
+            with self._closed_on_error():
                 return self._insert(rows, masks)
 
     def step(self) -> list[Token]:
-        """Gives live slots their next tokens: at least one each, in order; nothing where none is live.
+        """Return the next tokens of live slots: at least one each, in order; empty if no slot is live.
 
-        After an insertion it gives the tokens that came of it, before it decodes more.
+        The step after an insertion returns the tokens of that insertion and decodes nothing.
         """
         with self._lock:
             if self._pending:
@@ -136,11 +125,11 @@ class Batch:
                 return []
             vocab = self._decoder.decoder.vocab_size
             masks = {s: mask for s, row in live.items() if (mask := row.mask(vocab)) is not None}
-            with self._dropped_on_error():
+            with self._closed_on_error():
                 return self._step(live, masks)
 
     def evict(self, slot: int) -> None:
-        """Frees a slot, whatever it is doing. A slot that is free stays free.
+        """Free a slot, whatever it is doing. A free slot stays free.
 
         Raises:
             UsageError: there is no such slot.
@@ -152,18 +141,20 @@ class Batch:
             self._pending = [token for token in self._pending if token.slot != slot]
 
     def close(self) -> None:
-        """Frees all slots and the memory of the cache. The batch can be used again."""
+        """Free all slots and the memory of the cache. The batch can be used again."""
         with self._lock:
             self._rows = [None] * len(self._rows)
             self._held = [[] for _ in self._rows]
             self._pending = []
-            self._cache = self._sampling = self._place = self._history = None
+            self._cache = None
+            self._decoding.reset()
+            self._decoding.reset_counts()
 
     @contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
+    def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # ctrl-C among them: donated arrays may be gone
+        except BaseException:  # includes ctrl-C; donated arrays may be gone
             self.close()
             raise
 
@@ -189,35 +180,35 @@ class Batch:
         fill_aside(self._decoder, cache, aside)
         self._decoder.prepare_decode((cache.batch, cache.context))
         seconds = time.perf_counter() - started
-        self._sampling = self._place = None
+        self._decoding.reset()
         for slot, member in members.items():
             self._rows[slot] = row = member.row
             row.usage.prefill_seconds += seconds
             if member.token is not None:
                 self._pending.append(self._take(slot, row, member.token, member.logprob))
         if any(row is not None and row.request.sampling.needs_history for row in self._rows):
-            self._history = None  # it counts what rows have generated, and is made anew with theirs
+            self._decoding.reset_counts()  # they do not include the new rows
         return slots
 
     def _reserve(self, rows: Sequence[Row]) -> KVCache:
-        """The cache, with room for what comes."""
+        """Return the cache, allocated or grown so that these rows fit."""
         decoder, limit = self._decoder, self._decoder.contexts[-1]
         need = 1
         for row in rows:
             prompt, left = len(row.token_ids), row.left
             # The last token need not enter the cache, so a full context still gives one token.
-            all_of_it = limit if left is None else prompt + left - 1
+            whole = limit if left is None else prompt + left - 1
             if decoder.copies:
-                lasting = min(all_of_it, prompt + _LASTING_TOKENS)
-            else:  # a cache that cannot grow must do for whatever joins later
-                lasting = all_of_it if self.slots == 1 else limit
+                lasting = min(whole, prompt + _LASTING_TOKENS)
+            else:  # this cache cannot grow, so it must also have room for rows that join later
+                lasting = whole if self.slots == 1 else limit
             need = max(need, min(lasting, limit))
             if decoder.copies and row.request.prefix is not None:
                 need = max(need, row.request.prefix.context)
         longest = max(len(row.token_ids) for row in rows)
         if self._cache is None:
             bucket = decoder.bucket_for(len(self._rows), need)
-            # XLA loads them in a thread while this one makes the first arrays.
+            # XLA loads the programs in a thread while this thread allocates the first arrays.
             decoder.prepare(len(self._rows), need, longest, bucket)
             verify = decoder.verify_for(*bucket)
             if verify is not None and any(row.lookup is not None for row in rows):
@@ -245,7 +236,7 @@ class Batch:
             )
 
     def _choose_slots(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """A free slot for each row: one that holds the beginning of its prompt, or else the emptiest."""
+        """Return a free slot for each row: the one with most of its prompt cached, or else the emptiest."""
         free = self._free_slots()
         chosen = []
         for row in rows:
@@ -264,7 +255,7 @@ class Batch:
         slots: Sequence[int],
         cache: KVCache,
     ) -> Iterator[Entering]:
-        """Each row with what of its prompt need not be computed: its slot has it, or a prefix."""
+        """Yield each row with the part of its prompt that its slot or a prefix has cached."""
         shared = self._shared_prefix(rows, slots, cache.context)
         for row, mask, slot in zip(rows, masks, slots, strict=True):
             prompt = row.request.prompt
@@ -274,15 +265,15 @@ class Batch:
                     length = common_length(known.token_ids, prompt)
                     if length > cached:
                         cached, prefix = length, known
-            start = min(cached, len(prompt) - 1)  # the last token gives the logits
+            start = min(cached, len(prompt) - 1)  # the last token must be computed for its logits
             if prefix is None or prefix is not shared or row is not rows[0]:
-                row.usage.reused_tokens = start  # the first one's was computed now, for all of them
+                row.usage.reused_tokens = start  # the shared prefix is charged to the first row
             yield Entering(row, start, mask, prefix)
 
     def _shared_prefix(
         self, rows: Sequence[Row], slots: Sequence[int], context: int
     ) -> Prefix | None:
-        """The beginning that all prompts share, computed now; None where it would not save much."""
+        """Compute the common beginning of all prompts, or return None if that would not save much."""
         first = rows[0].request
         if len(rows) == 1 or not self._decoder.can_fill_aside(
             len(self._rows), context, len(first.prompt)
@@ -304,10 +295,10 @@ class Batch:
         return compute_prefix(self._decoder, tokens, context, rows[0].usage, first.prefix)
 
     def _aside(self, waiting: Mapping[int, Entering], context: int) -> dict[int, Entering]:
-        """Those whose prompts are computed in a smaller cache and copied.
+        """Return the rows whose prompts are computed in a smaller cache and copied.
 
-        A prefill in place computes every row of the batch, those that rest as well: that is worth it for
-        half of them and more, or where the slot itself holds the beginning.
+        A prefill in place computes every row of the batch, idle ones included. It is the better way for half
+        of the rows or more, and for a row whose slot holds the beginning of its prompt.
         """
         if self._decoder.batches[0] == len(self._rows) or 2 * len(waiting) >= len(self._rows):
             return {}
@@ -326,54 +317,43 @@ class Batch:
         self, live: Mapping[int, Row], masks: Mapping[int, np.ndarray[Any, Any]]
     ) -> list[Token]:
         started = time.perf_counter()
-        decoder, cache = self._decoder, self._cache
-        assert cache is not None
+        assert self._cache is not None
         longest = max(len(row.token_ids) for row in live.values())
-        if longest > cache.context:
-            self._grow(decoder.context_for(longest))
-            cache = self._cache
-            assert cache is not None
-        self._prepare_growth(cache, longest, live)
-        drafts = {
-            slot: draft for slot, row in live.items() if (draft := self._draft(row, cache.context))
-        }
-        if drafts:
-            program = decoder.verify_for(cache.batch, cache.context)
-            assert program is not None
-            results, counts = self._verify(program, cache, live, drafts, masks)
-            width = program.bucket["draft"] + 1
-        else:
-            program = decoder.decode_for(cache.batch, cache.context)
-            steps = self._steps(program, cache.context - longest + 1, live)
-            results, counts = self._decode(program, cache, live, steps, masks)
-            width = steps
-        tokens = to_numpy(results.get("tokens", results.get("token"))).reshape(-1, cache.batch)
+        if longest > self._cache.context:
+            self._grow(self._decoder.context_for(longest))
+        self._prepare_growth(self._cache, longest, live)
+        call = self._decoding.run(self._cache, self._rows, masks)
         seconds = time.perf_counter() - started
-        out = []
-        for slot, row in live.items():
-            usage = row.usage
-            usage.decode_seconds += seconds
-            usage.passes += 1 if drafts else counts[slot]
-            usage.computed_tokens += width * cache.batch / len(live)
-            usage.programs[program.name] = None
-            if slot in drafts:
-                usage.drafted_tokens += len(drafts[slot])
-                usage.accepted_tokens += counts[slot] - 1
-            for at in range(counts[slot]):
-                token, logprob = int(tokens[at, slot]), None
-                if (wanted := row.request.logprobs) is not None:
-                    logprob = read_logprob(results, "logprobs", (at, slot), token, wanted)
-                out.append(self._take(slot, row, token, logprob))
-                if out[-1].finish_reason is not None:
-                    if (tokens[at + 1 : counts[slot], slot] < 0).any():
-                        self._clear(slot)  # what it computed after its end was no number
-                    break
-        if not drafts:
-            self._step_seconds = seconds / width
-        return out
+        return [
+            token
+            for slot, row in live.items()
+            for token in self._collect(call, slot, row, seconds, len(live))
+        ]
+
+    def _collect(self, call: Call, slot: int, row: Row, seconds: float, live: int) -> list[Token]:
+        """Return the tokens of one slot from a call, and add its share of the cost to its usage."""
+        count, usage = call.counts[slot], row.usage
+        usage.decode_seconds += seconds
+        usage.passes += call.passes
+        usage.computed_tokens += call.width * self.slots / live
+        usage.programs[call.program] = None
+        if slot in call.drafted:
+            usage.drafted_tokens += call.drafted[slot]
+            usage.accepted_tokens += count - 1
+        found = []
+        for step in range(count):
+            logprob = None
+            if (alternatives := row.request.logprobs) is not None:
+                logprob = call.logprob(step, slot, alternatives)
+            found.append(self._take(slot, row, int(call.tokens[step, slot]), logprob))
+            if found[-1].finish_reason is not None:
+                if (call.tokens[step + 1 : count, slot] < 0).any():
+                    self._clear(slot)  # the steps after its end computed NaN
+                break
+        return found
 
     def _prepare_growth(self, cache: KVCache, longest: int, live: Mapping[int, Row]) -> None:
-        """Begins to load what the next context wants, once, where half of this one is full."""
+        """Begin to load the programs of the next context, once, when half of this one is full."""
         if 2 * longest <= cache.context or self._growing == cache.context:
             return
         ends = (
@@ -384,102 +364,8 @@ class Batch:
             self._growing = cache.context
             self._decoder.prepare_growth(cache.batch, cache.context)
 
-    def _steps(self, program: Program, room: int, live: Mapping[int, Row]) -> int:
-        """How many steps one call shall take."""
-        if not self._decoder.takes(program, "steps"):
-            return 1
-        if any(row.request.token_mask is not None for row in live.values()):
-            return 1  # it is asked before every token, whatever it said of the last one
-        if self._decoder.device.in_cluster:
-            return 1  # processes that measured different times would wait for each other for ever
-        left = [room if row.left is None else row.left for row in live.values()]
-        wanted = int(_CALL_SECONDS / max(self._step_seconds, 1e-6))
-        return max(1, min(wanted, room, max(left), _steps_of(self._decoder, program)))
-
-    def _decode(
-        self,
-        program: Program,
-        cache: KVCache,
-        live: Mapping[int, Row],
-        steps: int,
-        masks: Mapping[int, np.ndarray[Any, Any]],
-    ) -> tuple[dict[str, DeviceArray], dict[int, int]]:
-        put = self._decoder.device.put
-        inputs = self._arguments(live, masks)
-        if self._place is None:
-            token, position, alive = (np.zeros(cache.batch, np.int32) for _ in range(3))
-            for slot, row in live.items():
-                token[slot], position[slot] = row.token_ids[-1], len(row.token_ids) - 1
-                alive[slot] = 1
-            self._place = {"token": put(token), "position": put(position), "live": put(alive)}
-        inputs |= {**self._place, "steps": put(np.array(steps, np.int32))}
-        results = self._decoder.run(program, inputs, cache)
-        self._history = results.get("history", self._history)
-        self._place |= {name: results[name] for name in ("token", "position")}
-        return results, dict.fromkeys(live, steps)
-
-    def _verify(
-        self,
-        program: Program,
-        cache: KVCache,
-        live: Mapping[int, Row],
-        drafts: Mapping[int, list[int]],
-        masks: Mapping[int, np.ndarray[Any, Any]],
-    ) -> tuple[dict[str, DeviceArray], dict[int, int]]:
-        put = self._decoder.device.put
-        tokens = np.zeros((cache.batch, program.bucket["draft"] + 1), np.int32)
-        start, length = np.zeros(cache.batch, np.int32), np.zeros(cache.batch, np.int32)
-        for slot, row in live.items():
-            given = [row.token_ids[-1], *drafts.get(slot, ())]
-            tokens[slot, : len(given)] = given
-            start[slot], length[slot] = len(row.token_ids) - 1, len(given)
-        inputs = self._arguments(live, masks)
-        inputs |= {"tokens": put(tokens), "start": put(start), "length": put(length)}
-        results = self._decoder.run(program, inputs, cache)
-        self._history, self._place = results["history"], None
-        accepted = to_numpy(results["accepted"])
-        return results, {slot: int(accepted[slot]) for slot in live}
-
-    def _draft(self, row: Row, context: int) -> list[int]:
-        """What may follow a row's text, as far as there is room for it."""
-        if row.lookup is None or row.request.token_mask is not None:
-            return []
-        room = context - len(row.token_ids)
-        if row.left is not None:
-            room = min(room, row.left - 1)
-        return row.lookup.draft(min(room, self._decoder.draft_tokens)) if room > 0 else []
-
-    def _arguments(
-        self, live: Mapping[int, Row], masks: Mapping[int, np.ndarray[Any, Any]]
-    ) -> dict[str, DeviceArray]:
-        """Sampling and history of all rows. They stay on the device while the same rows are live."""
-        decoder, vocab = self._decoder, self._decoder.decoder.vocab_size
-        if self._sampling is None:
-            wanted = [
-                int(row is not None and row.request.logprobs is not None) for row in self._rows
-            ]
-            self._sampling = decoder.place_sampling(self._row_sampling(), wanted)
-        given = dict(self._sampling)
-        if masks and (bias := masked_bias(self._row_sampling(), masks, vocab)) is not None:
-            given["bias"] = decoder.device.put(bias)
-        if self._history is None:
-            counts = aligned_zeros((len(self._rows), vocab), np.dtype(np.int32))
-            for slot, row in live.items():
-                if row.request.sampling.needs_history:
-                    before = len(row.request.prompt)
-                    counts[slot] = history_row(row.request.prompt, row.token_ids[before:-1], vocab)
-                    if not row.generated:  # decode is about to count the prompt's last token
-                        counts[slot, row.token_ids[-1]] -= 2
-            self._history = decoder.device.put(counts)
-        given["history"] = self._history
-        return given
-
-    def _row_sampling(self) -> list[Sampling]:
-        """Of every slot. Not made at every step: a Sampling checks what it is given."""
-        return [Sampling() if row is None else row.request.sampling for row in self._rows]
-
     def _take(self, slot: int, row: Row, token: int, logprob: Logprob | None) -> Token:
-        """Adds a token to a row's text; frees the slot where that finishes it."""
+        """Add a token to a row's text; free the slot if that finishes its request."""
         reason = None
         if token < 0:
             reason = "mask" if row.allows_none(self._decoder.decoder.vocab_size) else "nan"
@@ -504,19 +390,13 @@ class Batch:
     def _vacate(self, slot: int) -> None:
         row = self._rows[slot]
         assert row is not None
-        self._held[slot] = row.token_ids[:-1]  # nobody has put the last one into the cache
+        self._held[slot] = row.token_ids[:-1]  # the last token is not in the cache
         self._rows[slot] = None
-        self._sampling = self._place = None
+        self._decoding.reset()
 
     def _clear(self, slot: int) -> None:
-        """Makes a slot as new. Attention multiplies what it must not see by 0, which NaN survives."""
+        """Reset a slot to zeros. Masked attention multiplies by 0, and NaN * 0 is NaN, so NaNs would leak."""
         self._held[slot] = []
         if self._cache is not None and self._decoder.copies:
             empty = KVCache(self._decoder, self._decoder.batches[0], self._cache.context)
             self._cache.copy_rows(empty, {slot: 0})
-
-
-def _steps_of(decoder: DecoderPrograms, program: Program) -> int:
-    """The most steps that a decode program takes in one call."""
-    results = decoder.programs.results(program.name)
-    return next(array.shape[0] for array in results if array.path == ("tokens",))

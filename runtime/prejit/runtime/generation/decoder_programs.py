@@ -1,39 +1,33 @@
-"""Which programs of a decoder a bundle has, which of them serves a request, and how they are called."""
+"""The programs of a decoder: which one serves which batch, context and prompt length, and how to call it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from prejit.runtime.device.executable import Device, DeviceArray, aligned_zeros
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.schema import Decoder, Program
-from prejit.runtime.generation.sampling import Sampling, arrays
-from prejit.runtime.programs.programs import Programs
-
-if TYPE_CHECKING:
-    from prejit.runtime.generation.kv_cache import KVCache
-
-_NEUTRAL = {"min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+from prejit.runtime.programs.ready import Programs
 
 
 @final
 class DecoderPrograms:
-    """The programs of a decoder by their buckets. Safe for many threads.
+    """The programs of a decoder by bucket. Safe to use from many threads.
 
     Attributes:
-        decoder: what the bundle says of the model.
+        decoder: the bundle's description of the model.
         programs: all programs of the bundle.
         device: where they run.
-        batches, contexts: the buckets, ascending.
-        draft_tokens: the most tokens of a draft that the bundle can verify; 0: it has no programs for it.
-        copies: whether it can copy rows from cache to cache; bundles of formats 1 and 2 cannot.
+        batches, contexts: the sizes of the buckets, ascending.
+        draft_tokens: the longest draft that the bundle can verify; 0 if it has no verify programs.
+        copies: whether it has programs that copy rows between caches; formats 1 and 2 have none.
     """
 
     def __init__(self, decoder: Decoder, programs: Programs, device: Device) -> None:
-        """Sorts the programs of a bundle."""
+        """Sort the programs of a bundle into buckets."""
         self.decoder = decoder
         self.programs = programs
         self.device = device
@@ -60,8 +54,10 @@ class DecoderPrograms:
         self._calls: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._zeros: dict[tuple[int, Any], DeviceArray] = {}
 
+    # ------------------------------------------------------------------ which program
+
     def batch_for(self, rows: int) -> int:
-        """The smallest batch bucket for so many rows.
+        """Return the smallest batch bucket for this many rows.
 
         Raises:
             UsageError: no bucket is large enough.
@@ -75,13 +71,11 @@ class DecoderPrograms:
         )
 
     def context_for(self, tokens: int) -> int:
-        """The smallest context bucket for so many tokens, or the largest there is."""
+        """Return the smallest context bucket for this many tokens, or the largest one there is."""
         return next((c for c in self.contexts if c >= tokens), self.contexts[-1])
 
     def bucket_for(self, rows: int, tokens: int) -> tuple[int, int]:
-        """The batch and context bucket of rows: the smallest, or one in whose stead others are ready.
-
-        That is the one for which the fewest programs must be waited for.
+        """Return the smallest (batch, context) bucket that fits, preferring one whose programs are ready.
 
         Raises:
             UsageError: no bucket is large enough.
@@ -90,39 +84,40 @@ class DecoderPrograms:
         larger = [
             (b, c) for b in self.batches for c in self.contexts if b >= batch and c >= context
         ]
-        return min(larger, key=self._missing)  # the first of equals
+        return min(larger, key=self._missing)  # the first of several with the same count
 
     def _missing(self, bucket: tuple[int, int]) -> int:
+        """Return how many programs of a bucket a request has to wait for."""
         ready = self.programs.ready
         some = any(ready(prefill.name) for prefill in self._prefill[bucket])
         return (not some) + (not ready(self._decode[bucket].name))
 
     def prefill_for(self, batch: int, context: int, tokens: int) -> Program:
-        """The prefill program for so many tokens: the smallest that takes them all, else the largest.
+        """Return the smallest prefill program that takes this many tokens at once, or else the largest.
 
-        Of those that are ready; where none is, the shortest.
+        It chooses among the programs that are ready. If none is, it returns the shortest.
         """
         programs = self._prefill[batch, context]
         ready = [program for program in programs if self.programs.ready(program.name)]
         return _fitting(ready or programs[:1], tokens)
 
     def prefills(self, batch: int, context: int) -> tuple[Program, ...]:
-        """The prefill programs of a bucket, the shortest first."""
+        """Return the prefill programs of a bucket, the shortest first."""
         return tuple(self._prefill[batch, context])
 
     def decode_for(self, batch: int, context: int) -> Program:
-        """The decode program of a bucket."""
+        """Return the decode program of a bucket."""
         return self._decode[batch, context]
 
     def verify_for(self, batch: int, context: int) -> Program | None:
-        """The verify program of a bucket, where the bundle has them."""
+        """Return the verify program of a bucket, or None if the bundle has none."""
         return self._verify.get((batch, context))
 
     def copy_for(self, source_batch: int, source_context: int, batch: int, context: int) -> Program:
-        """The program that copies rows of one cache array into another.
+        """Return the program that copies rows from one cache array into another.
 
         Raises:
-            UsageError: the bundle has none.
+            UsageError: the bundle has none for these sizes.
         """
         if found := self._copy.get((source_batch, source_context, batch, context)):
             return found
@@ -133,9 +128,14 @@ class DecoderPrograms:
         )
 
     def can_fill_aside(self, batch: int, context: int, tokens: int) -> bool:
-        """Whether prompts of so many tokens can be computed in the smallest batch and copied into this one.
+        """Return whether a prompt can be computed in the smallest batch and copied into this bucket.
 
-        Not while that would wait for other programs than those of the bucket that was chosen.
+        The answer is no while a program for it is not ready: waiting for one would cost more than it saves.
+
+        Args:
+            batch: of the bucket.
+            context: of the bucket.
+            tokens: length of the prompt.
         """
         if not self.copies:
             return False
@@ -146,71 +146,69 @@ class DecoderPrograms:
         )
         return all(self.programs.ready(program.name) for program in programs)
 
-    def prepare(self, rows: int, tokens: int, prompt: int, bucket: tuple[int, int]) -> None:
-        """Begins to make the programs of a request ready, then those that would have served it better.
+    # ------------------------------------------------------------------ ready before they are needed
 
-        Decode, where it need not be compiled, comes after the prompt (`prepare_decode`): loading it meanwhile
-        takes a core from the first token.
+    def prepare(self, rows: int, tokens: int, prompt: int, bucket: tuple[int, int]) -> None:
+        """Begin to make the programs of a request ready, then those that would have served it better.
+
+        A decode program that comes out of the bundle is left for `prepare_decode`: loading it now would take
+        a core away from the first token.
 
         Args:
             rows: of the request.
             tokens: of the request, as for `bucket_for`.
-            prompt: the longest of its prompts, in tokens.
-            bucket: the batch and context that were chosen.
+            prompt: length of its longest prompt in tokens.
+            bucket: the chosen batch and context.
 
         Raises:
-            BuildError, RejectError: one of the latter failed in the background, and fails again.
+            BuildError, RejectError: a better program failed in the background before, and fails again.
         """
         first = [self.prefill_for(*bucket, prompt).name] if prompt > 1 else []
         later = first and self.programs.are_loaded
         self.programs.prepare(*first, *(() if later else (self._decode[bucket].name,)))
         best = self.batch_for(rows), self.context_for(tokens)
-        wanted = _fitting(self._prefill[best], prompt), self._decode[best]
-        self.programs.wish(*(p.name for p in wanted if not self.programs.ready(p.name)))
+        better = _fitting(self._prefill[best], prompt), self._decode[best]
+        self.programs.prepare_later(*(p.name for p in better if not self.programs.ready(p.name)))
 
     def prepare_decode(self, bucket: tuple[int, int]) -> None:
-        """Begins to make the decode program of a batch and context ready, once the first token is in hand."""
+        """Begin to make the decode program of a batch and context ready. Call it after the prefill."""
         self.programs.prepare(self._decode[bucket].name)
 
     def prepare_growth(self, batch: int, context: int) -> None:
-        """Begins to make ready what a cache of this bucket needs to grow and go on."""
+        """Begin to make the programs ready that let a cache of this bucket grow and continue."""
         longer = next((c for c in self.contexts if c > context), None)
         if longer is not None and self.copies:
             copy = self._copy[batch, context, batch, longer]
             self.programs.prepare(copy.name, self._decode[batch, longer].name)
 
-    def cache_sharding(self, batch: int, context: int) -> tuple[str, ...]:
-        """How a mesh splits the arrays of a cache; empty where there is none."""
-        if self.device.mesh is None:
-            return ()
-        return self.programs.arguments(self._decode[batch, context].name)[-1].sharding
+    # ------------------------------------------------------------------ how to call it
 
     def run(
-        self, program: Program, inputs: Mapping[str, DeviceArray], cache: KVCache
-    ) -> dict[str, DeviceArray]:
-        """Runs prefill, decode or verify.
+        self, program: Program, inputs: Mapping[str, DeviceArray], cache: Sequence[DeviceArray]
+    ) -> tuple[dict[str, DeviceArray], list[DeviceArray]]:
+        """Run prefill, decode or verify. `KVCache.run` is the way to call it.
 
         Args:
-            program: which.
-            inputs: its arguments by name, but for weights and cache. It may take fewer: older bundles do.
-            cache: is donated, and holds the new arrays then.
+            program: which one.
+            inputs: its arguments by name, without weights and cache. More than it takes is allowed, because
+                programs of older bundles take fewer.
+            cache: the arrays of a cache, which are donated.
 
         Returns:
-            Its results by name, but for the cache.
+            Its results by name, and the new arrays of the cache.
         """
         names, results = self._call(program.name)
         given = self.programs[program.name].run(
             [
                 *self.programs.weights(program.weights),
                 *(inputs[name] for name in names),
-                *cache.arrays,
+                *cache,
             ]
         )
-        cache.arrays = given[len(results) :]
-        return dict(zip(results, given, strict=False))
+        return dict(zip(results, given, strict=False)), given[len(results) :]
 
     def _call(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the arguments and results of a program, but for weights and cache."""
+        """Return the names of the arguments and results of a program, without weights and cache."""
         if (found := self._calls.get(name)) is None:
             arguments, results = (
                 tuple(str(array.path[0]) for array in arrays if array.path[0] != "cache")
@@ -219,57 +217,34 @@ class DecoderPrograms:
             found = self._calls[name] = arguments, results
         return found
 
-    def takes(self, program: Program, argument: str) -> bool:
-        """Whether a program has such an argument."""
+    def max_steps(self, program: Program) -> int:
+        """Return the most steps that one call of a decode program can take."""
+        if not self._takes(program, "steps"):
+            return 1
+        results = self.programs.results(program.name)
+        return next(array.shape[0] for array in results if array.path == ("tokens",))
+
+    def can_sample_by(self, argument: str) -> bool:
+        """Return whether the decode programs take a sampling argument of this name."""
+        return self._takes(next(iter(self._decode.values())), argument)
+
+    def _takes(self, program: Program, argument: str) -> bool:
         return argument in self._call(program.name)[0]
 
-    def place_sampling(
-        self, sampling: Sequence[Sampling], logprobs: Sequence[int], bias: Any = None
-    ) -> dict[str, DeviceArray]:
-        """The sampling arguments of a batch, on the device.
-
-        Args:
-            sampling: of each row.
-            logprobs: of each row: 1 where log-probabilities are wanted.
-            bias: float32 [B, V] instead of what the rows' own logit_bias gives.
-        """
-        values = arrays(sampling, self.decoder.vocab_size, logprobs)
-        if bias is not None:
-            values["bias"] = bias
-        return {
-            name: self.zeros(len(sampling), np.float32) if value is None else self.device.put(value)
-            for name, value in values.items()
-        }
+    def cache_sharding(self, batch: int, context: int) -> tuple[str, ...]:
+        """Return how the mesh splits the arrays of a cache; empty if there is no mesh."""
+        if self.device.mesh is None:
+            return ()
+        return self.programs.arguments(self._decode[batch, context].name)[-1].sharding
 
     def zeros(self, batch: int, dtype: Any) -> DeviceArray:
-        """Zeros [B, V] that everybody reads and nobody writes."""
+        """Return shared zeros [B, V] on the device. No program may take them donated."""
         if (found := self._zeros.get((batch, dtype))) is None:
             size = (batch, self.decoder.vocab_size)
             found = self._zeros[batch, dtype] = self.device.put(
                 aligned_zeros(size, np.dtype(dtype))
             )
         return found
-
-    def check_sampling(self, sampling: Sampling, *, logprobs: bool, masked: bool) -> None:
-        """Checks that the programs can do what a request asks for.
-
-        Args:
-            sampling: of the request.
-            logprobs: whether it wants log-probabilities.
-            masked: whether it has a token mask.
-
-        Raises:
-            UsageError: the bundle is of a format that had no such sampling, or a value is of no token.
-        """
-        decode = next(iter(self._decode.values()))
-        asked = [name for name, value in _NEUTRAL.items() if getattr(sampling, name) != value]
-        asked += ["bias"] if sampling.logit_bias or masked else []
-        asked += ["logprobs"] if logprobs else []
-        if missing := [name for name in asked if not self.takes(decode, name)]:
-            raise UsageError(
-                f"expected a bundle whose programs take {', '.join(missing)}, found an older one",
-                hint="build the bundle again with this version of prejit",
-            )
 
 
 def _fitting(prefills: Sequence[Program], tokens: int) -> Program:

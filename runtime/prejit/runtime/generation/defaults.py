@@ -1,4 +1,4 @@
-"""How a model's publisher wants it to generate: what prejit follows of its generation_config.json."""
+"""The options that a model's publisher recommends: the part of generation_config.json that prejit follows."""
 
 from __future__ import annotations
 
@@ -7,42 +7,23 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from prejit.runtime.errors import RejectError, UsageError
-from prejit.runtime.generation.sampling import Sampling
-
-
-def check_generation(content: bytes, written: int, path: str) -> Defaults:
-    """12. A decoder's generation config is JSON, and what of it is followed can be used.
-
-    Args:
-        content: of the layer.
-        written: the bundle's format. Programs of 1 and 2 take neither min_p nor repetition_penalty.
-        path: of the layer.
-    """
-    from prejit.runtime.generation.defaults import parse  # NumPy, which no other check needs
-
-    try:
-        found = parse(content)
-    except ValueError as error:
-        raise RejectError(path, str(error)) from error
-    return found if written > 2 else replace(found, min_p=None, repetition_penalty=None)
-
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+from prejit.runtime.generation.options import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Options of a bundle's decoder, for requests that do not give their own.
+    """Options of a bundle's decoder for requests that do not give their own.
 
-    The names and meanings are those of transformers' GenerationConfig. None: the file does not have it. Its
-    stop tokens are no part of this, but of the bundle's program table. Everything else in the file is
-    ignored: `max_length` too, because it counts the prompt.
+    Names and meanings are those of transformers' GenerationConfig. None: the file does not have the option.
+    Its stop tokens are in the bundle's program table instead. Everything else in the file is ignored,
+    `max_length` included, because it counts the prompt too.
 
     Attributes:
-        do_sample: whether tokens are drawn. Otherwise they are the most likely ones, whatever temperature is.
-        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`. The temperature is 1 where
-            do_sample is true and there is none.
-        max_new_tokens: stop after so many.
+        do_sample: whether tokens are drawn at random. If not, the most likely token is taken, whatever
+            temperature says.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`. If do_sample is true and there
+            is no temperature, it is 1.
+        max_new_tokens: stop after this many tokens.
     """
 
     do_sample: bool = False
@@ -54,8 +35,8 @@ class Defaults:
     max_new_tokens: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return these as options of `Bundle.generate`, without those that would change nothing."""
-        found = {name: getattr(self, name) for name in (*_SAMPLING, "max_new_tokens")}
+        """Return these as options of `Bundle.generate`, without those that change nothing."""
+        found = {name: getattr(self, name) for name in _PUBLISHED}
         if not self.do_sample:
             del found["temperature"]
         elif self.temperature is None:
@@ -63,29 +44,49 @@ class Defaults:
         return {name: value for name, value in found.items() if value is not None}
 
 
+_PUBLISHED = tuple(field.name for field in fields(Defaults) if field.name in OPTIONS)
+"""Names of the options that generation_config.json may set; a test compares them with `OPTIONS`."""
+
+
+def check_generation(content: bytes, written: int, path: str) -> Defaults:
+    """12. Check that a decoder's generation config is JSON and that the options in it can be used.
+
+    Args:
+        content: the bytes of the layer.
+        written: the bundle's format. Programs of formats 1 and 2 have no min_p and no repetition_penalty.
+        path: the file of the layer, for errors.
+
+    Raises:
+        RejectError: the layer is damaged.
+    """
+    try:
+        found = parse(content)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    return found if written > 2 else replace(found, min_p=None, repetition_penalty=None)
+
+
 def parse(content: bytes) -> Defaults:
     """Read a generation_config.json.
 
     Raises:
-        ValueError: it is no JSON object, or a value has a type or a range that cannot be used.
+        ValueError: the content is no JSON object, or a value has a wrong type or is out of range.
     """
     try:
-        said = json.loads(content)
+        config = json.loads(content)
     except RecursionError:
         raise ValueError("expected JSON, found objects nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"expected JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"expected a JSON object, found {type(said).__name__}")
-    names = (field.name for field in fields(Defaults))
-    found = {name: said[name] for name in names if said.get(name) is not None}
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a JSON object, found {type(config).__name__}")
+    names = ("do_sample", *_PUBLISHED)
+    found = {name: config[name] for name in names if config.get(name) is not None}
     if not isinstance(found.get("do_sample", False), bool):
         raise ValueError(f"do_sample: expected true or false, found {found['do_sample']!r:.80}")
-    limit = found.get("max_new_tokens", 1)
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise ValueError(f"max_new_tokens: expected an integer of 1 or more, found {limit!r:.80}")
     try:
-        Sampling(**{name: found[name] for name in _SAMPLING if name in found})
+        for name in found.keys() - {"do_sample"}:
+            OPTIONS[name].check(name, found[name])
     except UsageError as error:
         raise ValueError(f"{error!s:.200}") from error
     return Defaults(**found)

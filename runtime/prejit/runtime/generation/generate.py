@@ -1,4 +1,4 @@
-"""Generation for callers: requests in, text and what it cost out. The work is batch.py's."""
+"""Generation for callers: feed requests into a `Batch`, return text and statistics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, final
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.request import Logprob, Request, Token, Usage
-from prejit.runtime.programs.programs import ProgramReport
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.rows import Token, Usage
+from prejit.runtime.generation.sampling import Logprob
+from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.text.stop import StopStrings
 
 if TYPE_CHECKING:
@@ -21,22 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a generation took.
+    """What a generation cost.
 
     Attributes:
         prompt_tokens, new_tokens: counts.
-        reused_tokens: of the prompt, that were in a cache already.
-        queue_seconds: from the call until it had a slot.
-        prefill_seconds: of the call that put its prompt into the cache, with those that came with it.
-        decode_seconds: of the steps that it was part of.
-        first_token_seconds: from the call to the first token.
-        tokens_per_second: of those after the first.
-        passes: runs over the weights after prefill; fewer than tokens where drafts were accepted.
-        drafted_tokens, accepted_tokens: of prompt lookup.
-        padding: of the positions that were computed for it, the part that nobody asked for: padding of
-            buckets, slots that were free, drafts that were wrong; 0 to 1.
-        programs: names of the programs, and so the buckets, that ran for it.
-        obtained: those of them that were made ready during the call, and how: loaded, compiled or kept.
+        reused_tokens: tokens of the prompt that were in a cache already.
+        queue_seconds: time from the call until the request had a slot.
+        prefill_seconds: time of the insertion that computed its prompt, with the prompts inserted together.
+        decode_seconds: time of the decode calls that it was part of.
+        first_token_seconds: time from the call to the first token.
+        tokens_per_second: rate of the tokens after the first.
+        passes: runs over the weights after prefill; fewer than tokens if drafts were accepted.
+        drafted_tokens, accepted_tokens: counts of prompt lookup.
+        padding: the fraction of computed positions that was wasted, 0 to 1: padding of buckets, free slots,
+            wrong drafts.
+        programs: names of the programs that ran for it. They name the buckets too.
+        obtained: how those of them became ready that were not ready before the call: loaded, compiled, kept.
     """
 
     prompt_tokens: int
@@ -60,13 +62,13 @@ class Result:
     """One finished generation.
 
     Attributes:
-        text: of the new tokens; empty where the bundle has no tokenizer.
+        text: the text of the new tokens; empty if the bundle has no tokenizer.
         token_ids: the new tokens, without the stop token.
         finish_reason: `stop` (a stop token or stop string came), `length` (max_new_tokens), `context` (the
-            longest context of the bundle is full), `mask` (token mask and bias allow nothing) or `nan` (the
-            model gave no numbers: its weights are broken, or a cache dtype overflowed).
-        stats: what it took.
-        logprobs: of each new token, where they were asked for.
+            longest context of the bundle is full), `mask` (token mask and bias forbid every token) or `nan`
+            (the logits are not numbers: the weights are broken, or the cache dtype overflowed).
+        stats: what it cost.
+        logprobs: log-probabilities of each new token, if the request has `logprobs`.
     """
 
     text: str
@@ -82,10 +84,10 @@ class Piece:
 
     Attributes:
         token_id: the token.
-        text: the text that is complete with it; a character is never split, a stop string never begun.
+        text: the text that is complete with it. It never splits a character or begins a stop string.
         finish_reason: as in Result, on the last piece; else None.
-        logprob: of the token, where it was asked for.
-        stats: what it took, on the last piece.
+        logprob: log-probability of the token, if the request has `logprobs`.
+        stats: what the generation cost, on the last piece.
     """
 
     token_id: int | None
@@ -97,7 +99,7 @@ class Piece:
 
 @final
 class Generation:
-    """A request on its way: its text so far, and its times."""
+    """State of an active request: generated text and timings."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         stop: Sequence[str] = (),
     ) -> None:
-        """Starts its clock.
+        """Start the clock of a request.
 
         Raises:
             UsageError: a stop string is empty.
@@ -121,11 +123,11 @@ class Generation:
         self._entered = self._first = self._last = self._started
 
     def enter(self) -> None:
-        """Notes that it got a slot."""
+        """Record that the request has a slot now."""
         self._entered = time.perf_counter()
 
     def take(self, token: Token) -> Piece:
-        """The piece of text that comes with the next token of its slot; the last has a finish_reason."""
+        """Return the piece of text that a token completes. The last piece has a finish_reason."""
         text, reason = "", token.finish_reason
         if self._text is not None:
             if token.token_id is not None:
@@ -147,7 +149,7 @@ class Generation:
         return piece
 
     def result(self) -> Result:
-        """All of it, once its last piece has come."""
+        """Return the finished generation. Call it after the last piece."""
         last = self._pieces[-1]
         assert last.finish_reason is not None
         assert last.stats is not None
@@ -163,9 +165,8 @@ class Generation:
     def _stats(self, usage: Usage, new_tokens: int) -> Stats:
         seconds = self._last - self._first
         prompt = len(self.request.prompt)
-        useful = (
-            prompt - usage.reused_tokens + max(0, new_tokens - 1)
-        )  # the last is never computed on
+        # The last new token is never fed back, so nothing is computed for it.
+        useful = prompt - usage.reused_tokens + max(0, new_tokens - 1)
         obtained = self._programs.obtained()
         return Stats(
             prompt_tokens=prompt,
@@ -192,21 +193,21 @@ class Generation:
 def run(
     decoder: DecoderPrograms, generations: Sequence[Generation], batch: Batch | None = None
 ) -> Iterator[tuple[Generation, Piece]]:
-    """Generates for several requests, as many at a time as there are slots.
+    """Generate for several requests, as many at a time as there are slots.
 
-    When it is closed or interrupted, its slots are free.
+    If the iterator is closed or interrupted, its slots become free.
 
     Args:
         decoder: the programs.
-        generations: the requests; those that find no slot wait for one.
-        batch: the slots, nobody else's meanwhile; None: as many as are wanted, or as the bundle's largest
-            batch has.
+        generations: the requests; those without a free slot wait for one.
+        batch: slots that nobody else uses in the meantime; None: make one slot per request, at most as many
+            as the bundle's largest batch.
 
     Yields:
         Each piece as it comes.
 
     Raises:
-        ContextError, UsageError: as Batch.insert; or the batch was closed meanwhile.
+        ContextError, UsageError: as Batch.insert; or the batch was closed during the generation.
     """
     if batch is None:
         batch = Batch(decoder, max(1, min(len(generations), decoder.batches[-1])))
@@ -223,13 +224,13 @@ def run(
             tokens = batch.step()
             if running and not tokens:
                 raise UsageError(
-                    f"expected slots that are live until their requests are finished; found that "
-                    f"{len(running)} of them were freed",
+                    "expected slots to stay live until their requests are finished, found "
+                    f"{len(running)} that became free before that",
                     hint="a session was closed, or failed in another thread, while it generated",
                 )
             for token in tokens:
                 if (found := running.get(token.slot)) is None:
-                    continue  # a stop string has ended it within this step
+                    continue  # a stop string ended it earlier in this step
                 piece = found.take(token)
                 if piece.finish_reason is not None:
                     del running[token.slot]
@@ -237,5 +238,5 @@ def run(
                         batch.evict(token.slot)
                 yield found, piece
     finally:
-        for slot in range(batch.slots):  # an interrupt may come before we know which are ours
+        for slot in range(batch.slots):  # all: an interrupt may come before we know our slots
             batch.evict(slot)

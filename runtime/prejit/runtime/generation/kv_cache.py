@@ -1,23 +1,22 @@
-"""The KV cache of a batch of rows on the device, and the copies that let it grow and share."""
+"""The KV cache of a batch on the device, the copies that let it grow, and prefixes that prompts share."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import DeviceArray
-
-if TYPE_CHECKING:
-    from prejit.runtime.generation.decoder_programs import DecoderPrograms
-    from prejit.runtime.programs.programs import Programs
+from prejit.runtime.format.schema import Program
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.programs.ready import Programs
 
 _LARGE_BYTES = 256 << 20
-"""A cache beyond this waits until its decode program is loaded, which is wanted soon after it."""
+"""A cache larger than this many bytes is allocated only after its decode program is loaded."""
 
 
 @final
@@ -26,11 +25,11 @@ class KVCache:
 
     Attributes:
         batch, context: B and S, one of the bundle's buckets.
-        arrays: keys and values of each layer in turn. A program that takes them donated gives new ones.
+        arrays: keys and values of each layer in turn. Programs take them donated and return new ones.
     """
 
     def __init__(self, decoder: DecoderPrograms, batch: int, context: int) -> None:
-        """Makes an empty cache."""
+        """Allocate an empty cache."""
         self._decoder = decoder
         self.batch = batch
         self.context = context
@@ -38,7 +37,7 @@ class KVCache:
         size = (batch, shape.num_kv_heads, context, shape.head_size)
         item_bytes = dtype_of(shape.cache_dtype).itemsize
         if 2 * shape.num_layers * math.prod(size) * item_bytes > _LARGE_BYTES:
-            # So the program says how large a cache is, and not the table alone, which anybody can write.
+            # Loading compares the program with the table. The table alone could ask for any amount of memory.
             decoder.programs[decoder.decode_for(batch, context).name]
         sharding = decoder.cache_sharding(batch, context)
         self.arrays: list[DeviceArray] = [
@@ -48,27 +47,37 @@ class KVCache:
 
     @property
     def programs(self) -> Programs:
-        """Of the bundle that it belongs to."""
+        """The programs of the bundle that this cache belongs to."""
         return self._decoder.programs
 
-    def copy_rows(self, source: KVCache, rows: Mapping[int, int]) -> None:
-        """Overwrites rows with those of another cache, whose context is at most as long.
+    def run(self, program: Program, inputs: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+        """Run prefill, decode or verify over this cache; return its results by name.
 
         Args:
-            source: of the bundle's smallest batch or of this batch; it stays as it is.
-            rows: by the row here, the row there.
+            program: which one.
+            inputs: its arguments by name, without weights and cache.
+        """
+        results, self.arrays = self._decoder.run(program, inputs, self.arrays)
+        return results
+
+    def copy_rows(self, source: KVCache, rows: Mapping[int, int]) -> None:
+        """Overwrite rows with rows of another cache whose context is at most as long.
+
+        Args:
+            source: a cache of this batch or of the bundle's smallest batch; it does not change.
+            rows: for each row of this cache to overwrite, the row of the source.
         """
         decoder = self._decoder
-        wanted = np.full(self.batch, -1, np.int32)
-        wanted[list(rows)] = list(rows.values())
-        place = decoder.device.put(wanted)
+        place = np.full(self.batch, -1, np.int32)
+        place[list(rows)] = list(rows.values())
+        placed = decoder.device.put(place)
         name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
         copy = decoder.programs[name].run
         for layer, array in enumerate(source.arrays):
-            self.arrays[layer] = copy([array, self.arrays[layer], place])[0]
+            self.arrays[layer] = copy([array, self.arrays[layer], placed])[0]
 
     def grown(self, context: int) -> KVCache:
-        """A cache with a longer context, and the same rows at the beginning of it."""
+        """Return a cache with a longer context that begins with the same rows."""
         cache = self
         for longer in self._decoder.contexts:
             if cache.context < longer <= context:
@@ -80,30 +89,30 @@ class KVCache:
 
 @final
 class Prefix:
-    """Tokens that many prompts begin with, computed once. Safe for many threads.
+    """A text that many prompts begin with, computed once. Safe to use from many threads.
 
     Attributes:
-        token_ids: the tokens.
+        token_ids: the tokens of the text.
     """
 
     def __init__(self, token_ids: Sequence[int], cache: KVCache) -> None:
-        """Keeps a cache of one row that nobody else writes to. Use `Bundle.prefix`."""
+        """Keep a cache of one row that nobody else writes to. Use `Bundle.prefix`."""
         self.token_ids = tuple(token_ids)
         self._programs = cache.programs
         self._caches = {cache.context: cache}
         self._lock = threading.Lock()
 
     def is_of(self, programs: Programs) -> bool:
-        """Whether a bundle's programs can read it: those that wrote it."""
+        """Return whether these programs computed the prefix; no others can read it."""
         return self._programs is programs
 
     @property
     def context(self) -> int:
-        """Positions of the shortest cache that holds it."""
+        """The context of the shortest cache that holds the prefix."""
         return min(self._caches)
 
     def at(self, context: int) -> KVCache:
-        """Its cache with this context, at least `self.context`; its rows are of the smallest batch."""
+        """Return its cache with a context of `self.context` or more, in the bundle's smallest batch."""
         with self._lock:
             if context not in self._caches:
                 shorter = max(known for known in self._caches if known < context)
@@ -112,7 +121,7 @@ class Prefix:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return how many tokens two texts have in common at their beginnings."""
     length = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""Putting prompts into a KV cache: whole or in chunks, in place or in a smaller cache aside."""
+"""Prefill: put prompts into a KV cache, whole or in chunks, in place or through a smaller cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import numpy as np
 from prejit.runtime.device.executable import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, common_length
-from prejit.runtime.generation.request import Logprob, Request, Row, Usage
-from prejit.runtime.generation.sampling import Sampling, bias_row, history_row
+from prejit.runtime.generation.options import Request, Sampling
+from prejit.runtime.generation.rows import Row, Usage
+from prejit.runtime.generation.sampling import (
+    Logprob,
+    history_row,
+    masked_bias,
+    place_sampling,
+    read_logprob,
+)
 
 
 @dataclass(slots=True)
 class Entering:
-    """A row whose prompt is being computed.
+    """A row on its way into a cache.
 
     Attributes:
-        row: whose.
-        start: how many tokens of the prompt are cached.
-        mask: what its token mask says of the first new token.
-        prefix: that holds the part that is cached; None: the slot itself does.
+        row: the row.
+        start: how many tokens of its prompt are cached already.
+        mask: the token mask for its first new token.
+        prefix: the prefix that holds the cached part; None: the slot itself holds it.
         token, logprob: the first new token, once it is known.
     """
 
@@ -36,23 +43,23 @@ class Entering:
 
     @property
     def can_decode(self) -> bool:
-        """Whether all but the prompt's last token is cached: then decode gives the first new one."""
+        """Whether only the prompt's last token is missing: a decode step then gives the first new one."""
         return self.start == len(self.row.request.prompt) - 1
 
     def read(self, results: Mapping[str, DeviceArray], place: int) -> None:
-        """Takes the first new token from what a prefill gave."""
+        """Set the first new token from the results of a prefill."""
         self.token = int(to_numpy(results["token"])[place])
         if (count := self.row.request.logprobs) is not None:
             self.logprob = read_logprob(results, "logprob", place, self.token, count)
 
 
 def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Entering]) -> None:
-    """Puts what is missing of prompts into a cache, in chunks; other rows rest.
+    """Compute the missing parts of prompts in a cache, in chunks. Other rows of the cache do not change.
 
     Args:
         decoder: the programs.
-        cache: to fill.
-        members: by row of the cache; they get their first tokens.
+        cache: the cache to fill.
+        members: the entering rows by row of the cache; their first tokens are set.
     """
     if not members:
         return
@@ -60,7 +67,7 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
     lengths, done = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     for place, member in members.items():
         lengths[place], done[place] = len(member.row.request.prompt), member.start
-    fixed = _first_sampling(decoder, batch, members)
+    fixed = _sampling_inputs(decoder, batch, members)
     while (left := lengths - done).any():
         program = decoder.prefill_for(batch, cache.context, int(left.max()))
         size = program.bucket["prompt"]
@@ -71,7 +78,7 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
             tokens[place, : count[place]] = member.row.request.prompt[begin : begin + count[place]]
         inputs = {"tokens": tokens, "start": done.copy(), "length": count}
         placed = {name: decoder.device.put(value) for name, value in inputs.items()}
-        results = decoder.run(program, {**placed, **fixed}, cache)
+        results = cache.run(program, {**placed, **fixed})
         working = np.count_nonzero(count)
         for place, member in members.items():
             if not count[place]:
@@ -84,14 +91,17 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
 
 
 def fill_aside(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Entering]) -> None:
-    """As `fill`, in a cache of the smallest batch whose rows are then copied: nothing rests beside them."""
+    """Compute prompts in a cache of the smallest batch and copy the rows. Arguments as `fill`.
+
+    This is cheaper than `fill` for a few rows of a large batch, because `fill` computes every row.
+    """
     if not members:
         return
     batch = decoder.batches[0]
     waiting = list(members)
     while waiting:
         group, waiting = waiting[:batch], waiting[batch:]
-        # Anew for each group: a NaN that one left would reach the next.
+        # A new cache for each group: a NaN that one group leaves would reach the next.
         aside = KVCache(decoder, batch, cache.context)
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
@@ -107,14 +117,14 @@ def compute_prefix(
     usage: Usage,
     known: Prefix | None = None,
 ) -> Prefix:
-    """The keys and values of a text in a cache of their own.
+    """Compute the keys and values of a text in a cache of its own.
 
     Args:
         decoder: the programs.
-        token_ids: the text, at most `context`.
-        context: of the cache, one of the buckets.
-        usage: whose cost it is, and whose tokens are reused where `known` has them.
-        known: a prefix whose beginning may be the same.
+        token_ids: the text, at most `context` tokens.
+        context: the context of the cache, one of the buckets.
+        usage: where to add the cost and the reused tokens.
+        known: a prefix whose beginning may be the same, to reuse.
     """
     cache = KVCache(decoder, decoder.batches[0], context)
     start = 0
@@ -127,55 +137,21 @@ def compute_prefix(
     return Prefix(token_ids, cache)
 
 
-def _first_sampling(
+def _sampling_inputs(
     decoder: DecoderPrograms, batch: int, members: Mapping[int, Entering]
 ) -> dict[str, DeviceArray]:
-    """The sampling arguments and the history of a prefill."""
+    """Return the sampling arguments and the token counts of a prefill."""
+    vocab = decoder.decoder.vocab_size
     sampling, logprobs = [Sampling()] * batch, [0] * batch
     for place, member in members.items():
         sampling[place] = member.row.request.sampling
         logprobs[place] = int(member.row.request.logprobs is not None)
     masks = {place: m.mask for place, m in members.items() if m.mask is not None}
-    fixed = decoder.place_sampling(
-        sampling, logprobs, masked_bias(sampling, masks, decoder.decoder.vocab_size)
-    )
+    fixed = place_sampling(decoder, sampling, logprobs, masked_bias(sampling, masks, vocab))
     history = decoder.zeros(batch, np.int32)
     if any(one.needs_history for one in sampling):
-        vocab = decoder.decoder.vocab_size
         counts = aligned_zeros((batch, vocab), np.dtype(np.int32))
         for place, member in members.items():
             counts[place] = history_row(member.row.request.prompt, (), vocab)
         history = decoder.device.put(counts)
     return {**fixed, "history": history}
-
-
-def masked_bias(
-    sampling: Sequence[Sampling], masks: Mapping[int, np.ndarray[Any, Any]], vocab: int
-) -> np.ndarray[Any, Any] | None:
-    """The rows' logit biases with -inf where their masks forbid a token; None: no row has a mask."""
-    if not masks:
-        return None
-    bias = aligned_zeros((len(sampling), vocab), np.dtype(np.float32))
-    for place, one in enumerate(sampling):
-        bias[place] = bias_row(one, vocab)
-    for place, mask in masks.items():
-        bias[place, ~mask] = -np.inf
-    return bias
-
-
-def read_logprob(
-    results: Mapping[str, DeviceArray], name: str, at: int | tuple[int, int], token: int, count: int
-) -> Logprob:
-    """The log-probabilities of one token, out of a program's results.
-
-    Args:
-        results: by name.
-        name: of the chosen tokens' log-probabilities.
-        at: the row, or (step, row).
-        token: that was chosen.
-        count: of the most likely tokens.
-    """
-    tokens = to_numpy(results["top_tokens"])[at][:count].tolist()
-    logprobs = to_numpy(results["top_logprobs"])[at][:count].tolist()
-    top = tuple(zip(tokens, logprobs, strict=True))
-    return Logprob(token, float(to_numpy(results[name])[at]), top)

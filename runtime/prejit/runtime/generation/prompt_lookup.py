@@ -1,8 +1,7 @@
-"""Drafts of the tokens that may follow, looked up in the text so far: no second model.
+"""Drafts of the next tokens, looked up in the text so far: speculation without a second model.
 
-Where a text repeats itself (code that is edited, documents that are quoted), what followed the last few
-tokens the last time is a good guess. Saxena 2023, "Prompt Lookup Decoding"; transformers,
-PromptLookupCandidateGenerator.
+If a text repeats itself (edited code, quoted documents), the tokens that followed the last few tokens before
+are a good guess. Saxena 2023, "Prompt Lookup Decoding"; transformers, PromptLookupCandidateGenerator.
 """
 
 from __future__ import annotations
@@ -11,32 +10,32 @@ from collections.abc import Sequence
 from typing import final
 
 _LENGTHS = (3, 2)
-"""Of the runs of tokens that are looked up, the best first."""
+"""The lookup compares runs of this many tokens, longer runs first."""
 
 
 @final
 class PromptLookup:
-    """An index of a text that grows. The cost of a token does not depend on how many there are."""
+    """An index of a growing text. Adding a token and drafting cost the same at any length of the text."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """Indexes a prompt."""
+        """Index a prompt."""
         self._ids: list[int] = []
         self._following: dict[tuple[int, ...], int] = {}
         self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens to the text."""
+        """Add tokens to the text."""
         for token in token_ids:
-            place = len(self._ids)  # of the token that follows what is there now
+            place = len(self._ids)  # where this token goes: after the run that ends here
             for length in _LENGTHS:
                 if place >= length:
                     self._following[tuple(self._ids[place - length :])] = place
             self._ids.append(token)
 
     def draft(self, count: int) -> list[int]:
-        """At most so many tokens that followed the last time that the text stood as it ends now.
+        """Return at most this many tokens, those that followed when the text last ended as it ends now.
 
-        A text that repeats with a short period is guessed to go on so.
+        If the text repeats with a short period, the draft continues that period.
         """
         size = len(self._ids)
         for length in _LENGTHS:

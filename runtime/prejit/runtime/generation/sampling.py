@@ -1,102 +1,64 @@
-"""How a request wants its tokens chosen, and the arrays that say so to the compiled programs. No JAX.
+"""Sampling options as arrays for the compiled programs, and log-probabilities from their results.
 
-The choosing itself is on the device, in the programs: prejit.compiler.sampling has the order and the sources.
+The device chooses the tokens: prejit.compiler.lowering.sampling has the order of the steps and their sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prejit.runtime.base import arguments
+from prejit.runtime.device.executable import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.errors import UsageError
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.options import OPTIONS, Sampling
 
-_NUMBERS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    ("temperature", "0 or more", lambda value: value >= 0),
-    ("top_p", "more than 0 and at most 1", lambda value: 0 < value <= 1),
-    ("min_p", "0 to 1", lambda value: 0 <= value <= 1),
-    ("repetition_penalty", "more than 0", lambda value: value > 0),
-    ("presence_penalty", "-2 to 2", lambda value: -2 <= value <= 2),
-    ("frequency_penalty", "-2 to 2", lambda value: -2 <= value <= 2),
-)
-"""Options that are numbers, and their ranges."""
+_SINCE_FORMAT_3 = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Names of the options that programs of formats 1 and 2 do not take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen from the logits.
+class Logprob:
+    """How likely a token was by the model's own logits, before penalties, bias and temperature.
 
     Attributes:
-        temperature: 0 takes the most likely token; otherwise logits are divided by it.
-        top_k: only the k most likely tokens; 0: all.
-        top_p: only the smallest set of tokens that has this much probability; 1: all.
-        seed: 0 to 2**64 - 1. A request's tokens depend on its seed, not on what shares its batch.
-        min_p: only tokens of at least this part of the most likely one's probability; 0: all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that stand in the prompt
-            or were generated; 1: none (transformers, RepetitionPenaltyLogitsProcessor).
-        presence_penalty: -2 to 2, taken from the logits of tokens that were generated; 0: none (OpenAI).
-        frequency_penalty: -2 to 2, taken once for each time that the token was generated; 0: none (OpenAI).
-        logit_bias: by token id what is added to its logit; -inf forbids it. Kept as pairs in order of the id.
-
-    Raises:
-        UsageError: a value is out of its range.
+        token_id: the chosen token.
+        logprob: its log-probability.
+        top: the most likely tokens and their log-probabilities, best first.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "top_k": arguments.integer("top_k", self.top_k, 0, 2**31 - 1),
-            "seed": arguments.integer("seed", self.seed, 0, 2**64 - 1),
-            "logit_bias": arguments.pairs("logit_bias", self.logit_bias),
-        }
-        for name, expected, holds in _NUMBERS:
-            checked[name] = arguments.number(name, getattr(self, name), expected, holds)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether the tokens so far matter, beyond what the model makes of them."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1, 0, 0)
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 def arrays(
     sampling: Sequence[Sampling], vocab_size: int, logprobs: Sequence[int]
 ) -> dict[str, NDArray[Any] | None]:
-    """The sampling arguments of a decoder's programs, in their order.
+    """Return the sampling arguments of a decoder's programs, in their order.
 
     Args:
-        sampling: of each row, B.
+        sampling: one for each of the B rows.
         vocab_size: V.
-        logprobs: of each row; 0: log-probabilities are not wanted.
+        logprobs: for each row, 1 to compute log-probabilities, 0 not to.
 
     Returns:
         temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty float32 [B]; top_k,
-        logprobs int32 [B]; seed uint32 [B, 2]; bias float32 [B, V], or None where it would be all 0: a caller
+        logprobs int32 [B]; seed uint32 [B, 2]; bias float32 [B, V], or None if it is all zeros: the caller
         keeps one such array on the device.
 
     Raises:
-        UsageError: a logit_bias names a token that the vocabulary has not.
+        UsageError: a logit_bias has a token id that is not in the vocabulary.
     """
 
     def floats(name: str) -> NDArray[np.float32]:
         return np.array([getattr(row, name) for row in sampling], np.float32)
 
-    # What is below the normal float32 values is 0 to some devices and not to others.
+    # Some devices flush subnormal float32 values to 0 and others do not, so we do it here for all.
     temperature, tiny = floats("temperature"), np.finfo(np.float32).tiny
     temperature[temperature < tiny] = 0
     biased = any(row.logit_bias for row in sampling)
@@ -114,11 +76,60 @@ def arrays(
     }
 
 
-def bias_row(sampling: Sampling, vocab_size: int) -> NDArray[np.float32]:
-    """The logit bias of a row: float32 [V]. A token mask adds -inf to it.
+def place_sampling(
+    decoder: DecoderPrograms,
+    sampling: Sequence[Sampling],
+    logprobs: Sequence[int],
+    bias: NDArray[np.float32] | None = None,
+) -> dict[str, DeviceArray]:
+    """Put the sampling arguments of a batch on the device.
+
+    Args:
+        decoder: the programs.
+        sampling: one for each row.
+        logprobs: for each row, 1 to compute log-probabilities, 0 not to.
+        bias: float32 [B, V] to use instead of the rows' own logit_bias.
+    """
+    values = arrays(sampling, decoder.decoder.vocab_size, logprobs)
+    if bias is not None:
+        values["bias"] = bias
+    return {
+        name: decoder.zeros(len(sampling), np.float32)
+        if value is None
+        else decoder.device.put(value)
+        for name, value in values.items()
+    }
+
+
+def check_sampling(
+    decoder: DecoderPrograms, sampling: Sampling, *, logprobs: bool, masked: bool
+) -> None:
+    """Check that the programs of a bundle support the options of a request.
+
+    Args:
+        decoder: the programs.
+        sampling: the request's.
+        logprobs: whether the request needs log-probabilities.
+        masked: whether it has a token mask.
 
     Raises:
-        UsageError: it names a token that the vocabulary has not.
+        UsageError: the bundle has an older format without these options.
+    """
+    needed = [name for name in _SINCE_FORMAT_3 if getattr(sampling, name) != OPTIONS[name].default]
+    needed += ["bias"] if sampling.logit_bias or masked else []
+    needed += ["logprobs"] if logprobs else []
+    if missing := [name for name in needed if not decoder.can_sample_by(name)]:
+        raise UsageError(
+            f"expected a bundle whose programs take {', '.join(missing)}, found an older one",
+            hint="build the bundle again with this version of prejit",
+        )
+
+
+def bias_row(sampling: Sampling, vocab_size: int) -> NDArray[np.float32]:
+    """Return the logit bias of a row, float32 [V].
+
+    Raises:
+        UsageError: it has a token id that is not in the vocabulary.
     """
     row = np.zeros(vocab_size, np.float32)
     for token, value in cast("tuple[tuple[int, float], ...]", sampling.logit_bias):
@@ -130,20 +141,61 @@ def bias_row(sampling: Sampling, vocab_size: int) -> NDArray[np.float32]:
     return row
 
 
-def history_row(
-    prompt_ids: Iterable[int], generated_ids: Iterable[int], vocab_size: int
-) -> NDArray[np.int32]:
-    """What penalties know of a row's text: int32 [V].
+def masked_bias(
+    sampling: Sequence[Sampling], masks: Mapping[int, NDArray[np.bool_]], vocab_size: int
+) -> NDArray[np.float32] | None:
+    """Return the rows' logit biases with -inf for each token that a mask forbids, float32 [B, V].
 
     Args:
-        prompt_ids: token ids, 0 to V - 1.
-        generated_ids: likewise.
+        sampling: one for each row.
+        masks: token masks by row, bool [V].
         vocab_size: V.
 
     Returns:
-        Twice the times that each token was generated, plus 1 if it stands in the prompt.
+        The biases, or None if there are no masks.
+    """
+    if not masks:
+        return None
+    bias = aligned_zeros((len(sampling), vocab_size), np.dtype(np.float32))
+    for place, one in enumerate(sampling):
+        bias[place] = bias_row(one, vocab_size)
+    for place, mask in masks.items():
+        bias[place, ~mask] = -np.inf
+    return bias
+
+
+def history_row(
+    prompt_ids: Iterable[int], generated_ids: Iterable[int], vocab_size: int
+) -> NDArray[np.int32]:
+    """Return the token counts of a row for its penalties, int32 [V].
+
+    Args:
+        prompt_ids: token ids of the prompt, 0 to V - 1.
+        generated_ids: token ids that were generated, 0 to V - 1.
+        vocab_size: V.
+
+    Returns:
+        For each token, twice the number of times it was generated, plus 1 if it is in the prompt.
     """
     generated = np.fromiter(generated_ids, np.int64)
     row = 2 * np.bincount(generated, minlength=vocab_size).astype(np.int32)
     row[np.fromiter(prompt_ids, np.int64)] += 1
     return row
+
+
+def read_logprob(
+    results: Mapping[str, DeviceArray], name: str, at: int | tuple[int, int], token: int, count: int
+) -> Logprob:
+    """Return the log-probabilities of one token from a program's results.
+
+    Args:
+        results: arrays by name.
+        name: which of them has the log-probabilities of the chosen tokens.
+        at: the row, or (step, row).
+        token: the chosen token.
+        count: how many of the most likely tokens to return.
+    """
+    tokens = to_numpy(results["top_tokens"])[at][:count].tolist()
+    logprobs = to_numpy(results["top_logprobs"])[at][:count].tolist()
+    top = tuple(zip(tokens, logprobs, strict=True))
+    return Logprob(token, float(to_numpy(results[name])[at]), top)

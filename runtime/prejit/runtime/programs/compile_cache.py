@@ -1,16 +1,17 @@
-"""Executables that this machine had to compile by itself, kept for its next start.
+"""Executables that this machine compiled itself, kept in files for its next start.
 
-In `compiled/v1` of the runtime's cache; KEY is a digest of the program and of what matters of the machine:
+They are in `compiled/v1` of the runtime's cache. KEY is a digest of the program and of the properties of the
+machine that decide what it compiles to:
 
     KEY             sha256 of the rest, then a zstd frame with the executable
-    KEY.lock        held while KEY is made: who starts at the same time waits, so that it is made once
+    KEY.lock        held while KEY is made: processes that start at the same time wait, so it is made once
     .KEY.*.tmp      KEY while it is written; a rename makes it KEY
-    sweep.lock      held by who removes
+    sweep.lock      held while files are removed
 
-A process may be killed at any moment. The kernel releases its locks; whoever can take the lock of a KEY
-finds nothing but leftovers beside it, and the next who writes removes them. Files that were used
-longest ago go when all together are larger than `$PREJIT_COMPILE_CACHE_BYTES`. A file that is damaged or
-was put there by others is compiled again and replaced. Where nothing can be written, that costs only time.
+A process may be killed at any moment. The kernel releases its locks: whoever gets the lock of a KEY finds
+only leftovers beside it, and the next process that writes removes them. If all files together are larger than
+`$PREJIT_COMPILE_CACHE_BYTES`, those used longest ago are removed. A damaged or foreign file is compiled again
+and replaced. If the directory cannot be written, every start compiles again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.directory import cache_root, read_own
 
 DEFAULT_LIMIT_BYTES = 2 << 30
+"""Maximum size of the cache if `$PREJIT_COMPILE_CACHE_BYTES` is not set."""
 _DIGEST_BYTES = 32
 _KEY = re.compile("[0-9a-f]{64}")
 _LEFTOVER = re.compile(r"\.?([0-9a-f]{64})\.(?:lock|.*\.tmp)")
@@ -51,13 +53,13 @@ _warned: set[Path] = set()
 
 @dataclass(frozen=True, slots=True)
 class Portable:
-    """A portable program, by all that decides what it compiles to on a machine.
+    """A portable program by everything in the bundle that decides what it compiles to.
 
     Attributes:
-        digest: of the program, decompressed.
-        platforms: that it was lowered for, in the order of its platform index.
-        device: what it is compiled for, where a machine has several: the platform of the device.
-        mesh: the devices that it is split over; None: one.
+        digest: digest of the decompressed program.
+        platforms: the platforms that it was lowered for, in the order of its platform index.
+        device: the platform of the device to compile for; a machine may have several.
+        mesh: the devices that it is split over; None: one device.
     """
 
     digest: str
@@ -73,19 +75,19 @@ def compiled_here(
     *,
     refused: bytes | None = None,
 ) -> tuple[bytes, bool]:
-    """The executable of a portable program for this machine: from the cache, or compiled and kept.
+    """Return the executable of a portable program for this machine: from the cache, or compiled and kept.
 
     Args:
-        program: what is compiled.
+        program: what to compile.
         machine: this machine's real fingerprint.
-        compile_program: gives the serialized executable.
-        refused: an executable that this function gave and that XLA does not load: that one is replaced.
+        compile_program: compiles it and returns the serialized executable.
+        refused: an earlier result of this function that XLA could not load; it is replaced.
 
     Returns:
         The serialized executable, and whether it was compiled now.
 
     Raises:
-        UsageError: PREJIT_COMPILE_CACHE_BYTES is no number of bytes.
+        UsageError: PREJIT_COMPILE_CACHE_BYTES is not a number of bytes.
     """
     limit = limit_bytes()
     if limit == 0:
@@ -94,7 +96,7 @@ def compiled_here(
     if (kept := _read(path)) is not None and kept != refused:
         return kept, False
     with _locked(path.with_suffix(".lock")):
-        # Another process may have compiled it meanwhile.
+        # Another process may have compiled it while this one waited for the lock.
         if (kept := _read(path)) is not None and kept != refused:
             return kept, False
         serialized = compile_program()
@@ -107,15 +109,15 @@ def compiled_here(
 
 
 def is_kept(program: Portable, machine: Fingerprint) -> bool:
-    """Whether there is an executable of a program already; nothing is read, so it may be damaged."""
+    """Return whether the cache has a file for a program. Nothing is read, so the file may be damaged."""
     return limit_bytes() != 0 and os.path.isfile(_path(program, machine))
 
 
 def limit_bytes() -> int:
-    """How large the cache may get: `$PREJIT_COMPILE_CACHE_BYTES`, else 2 GiB. 0: nothing is kept or read.
+    """Return the maximum size of the cache: `$PREJIT_COMPILE_CACHE_BYTES`, else 2 GiB. 0 turns it off.
 
     Raises:
-        UsageError: it is no number of bytes.
+        UsageError: the variable is not a number of bytes.
     """
     text = os.environ.get("PREJIT_COMPILE_CACHE_BYTES", "")
     if not text:
@@ -130,9 +132,9 @@ def limit_bytes() -> int:
 
 @functools.cache
 def _our_code() -> str:
-    """Digest of our own code that compiles, so that a mended one serves nothing that the old one made.
+    """Return the digest of our module that compiles, so that a fixed version does not use old results.
 
-    Not of what it imports: none of that decides what it compiles.
+    The modules that it imports are not included, because they do not decide what it compiles.
     """
     found = importlib.util.find_spec("prejit.runtime.device.executable")
     assert found is not None
@@ -142,15 +144,16 @@ def _our_code() -> str:
 
 
 def _path(program: Portable, machine: Fingerprint) -> Path:
-    """The file of a program. Not in its key: what may change without the executable being another.
+    """Return the file of a program.
 
-    That is memory, which a container may get more of, the driver, and the name of the CPU, which says
-    less than its features. Where a driver does not load the executable, it is compiled again.
+    Properties that do not change the executable are not in its key: the memory, since a container may get
+    more; the name of the CPU, since its features decide; and the driver. If a new driver cannot load the
+    executable, it is compiled again.
     """
     flags = read_xla_flags(os.environ).split()
     ingredients = {
         "program": program.digest,
-        # Not in the digest: a bundle says it, and another bundle may say it of the same program.
+        # The program's digest does not cover its platforms: two bundles may list different ones for it.
         "platforms": program.platforms,
         "device": program.device,
         "mesh": program.mesh and [program.mesh.data, program.mesh.tensor],
@@ -158,12 +161,11 @@ def _path(program: Portable, machine: Fingerprint) -> Path:
         "platform": machine.platform,
         "architecture": machine.architecture,
         "cpu_features": machine.cpu_features,
-        # XLA:CPU fixes when it compiles into how many parts it splits loops: the number of cores. What was
-        # compiled on 2 is right on 64, and leaves 62 idle.
+        # When XLA:CPU compiles, it splits loops into as many parts as there are cores. An executable for 2
+        # cores is correct on 64, but leaves 62 of them idle.
         "cpu_count": machine.cpu_count,
-        "threads": [
-            os.environ.get(name) for name in ("NPROC", "PJRT_NPROC")
-        ],  # XLA asks them first
+        # These variables override the number of cores in XLA.
+        "threads": [os.environ.get(name) for name in ("NPROC", "PJRT_NPROC")],
         "jaxlib": machine.jaxlib,
         "plugin": machine.plugin,
         "device_kind": machine.device_kind,
@@ -171,7 +173,7 @@ def _path(program: Portable, machine: Fingerprint) -> Path:
         "device_count": machine.device_count,
         "topology": machine.topology,
         "xla_flags": machine.xla_flags,
-        # Not among those flags, and it makes slower code: nobody without it should get that.
+        # `xla_flags` does not include this one. It makes slower code, which others should not get.
         "max_isa": [flag for flag in flags if flag.startswith("--xla_cpu_max_isa")][-1:],
         "environment": machine.environment,
     }
@@ -191,7 +193,7 @@ def _read(path: Path) -> bytes | None:
     except zstandard.ZstdError:
         return None
     with contextlib.suppress(OSError):
-        # The time of last use: file systems keep no true atime.
+        # Record the time of last use, because most file systems do not maintain atime.
         os.utime(path, follow_symlinks=False)
     return executable
 
@@ -210,7 +212,7 @@ def _warn_once(directory: Path, error: Exception) -> None:
     if directory not in _warned:
         _warned.add(directory)
         warnings.warn(
-            f"{directory}: what is compiled here cannot be kept, so every start compiles it again: {error}. "
+            f"{directory}: cannot keep compiled programs, so every start compiles them again: {error}. "
             "Set PREJIT_RUNTIME_CACHE to a directory that can be written, "
             "or PREJIT_COMPILE_CACHE_BYTES=0 to keep nothing.",
             PrejitWarning,
@@ -219,9 +221,9 @@ def _warn_once(directory: Path, error: Exception) -> None:
 
 
 def _sweep(directory: Path, limit: int) -> None:
-    """Removes what killed processes left, then what was used longest ago, until the rest is in the limit.
+    """Remove leftovers of killed processes, then the files used longest ago, until the rest is in the limit.
 
-    Nothing that is being written is touched, and who has opened a file keeps its bytes.
+    Files that are being written are not touched. A process that has a file open keeps its bytes.
     """
     with _locked(directory / "sweep.lock") as held, contextlib.suppress(OSError):
         if not held:
@@ -236,7 +238,7 @@ def _sweep(directory: Path, limit: int) -> None:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(directory / name, follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        # A time that is still to come says nothing: such files go first.
+                        # A time in the future cannot be right: such files are removed first.
                         known = status.st_mtime_ns <= now
                         files.append((known, status.st_mtime_ns, status.st_size, name))
         for key, names in leftovers.items():
@@ -254,11 +256,11 @@ def _sweep(directory: Path, limit: int) -> None:
 
 @contextlib.contextmanager
 def _locked(lock: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock file, which is removed with the lock; the kernel releases it when the process ends.
+    """Hold a lock file, and remove it with the lock. The kernel releases the lock when the process ends.
 
     Yields:
-        Whether it is held: not where another holds it and `wait` is false, nor where the directory cannot
-        be written or its file system has no locks.
+        Whether the lock is held. It is not if another process holds it and `wait` is false, if the directory
+        cannot be written, or if its file system has no locks.
     """
     descriptor = None
     with contextlib.suppress(OSError):
@@ -278,7 +280,7 @@ def _acquire(lock: Path, operation: int) -> int:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, operation)
-            # Who held it removed the file: another may hold a new one by now.
+            # The holder before us removed the file, so another process may hold the lock of a new one.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                     return descriptor

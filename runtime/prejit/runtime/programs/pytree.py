@@ -1,6 +1,6 @@
-"""Nested dicts, lists and tuples of arrays to the flat lists that programs take and give, and back.
+"""Pytrees: nested dicts, lists and tuples of arrays to the flat lists that programs take, and back.
 
-jax.tree_util does this too, but belongs to a jax that a loader need not import.
+jax.tree_util does this too, but it would import jax, which the runtime does not need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Path = tuple[str | int, ...]
 
 
 def leaves(tree: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of a tree with its path: dicts by key, lists and tuples by place."""
+    """Yield every leaf of a tree with its path: dicts by key, lists and tuples by index."""
     if isinstance(tree, dict):
         for key, item in tree.items():
             yield from leaves(item, (*at, key))
@@ -25,7 +25,7 @@ def leaves(tree: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def unflatten(paths: Sequence[Path], values: Sequence[Any]) -> Any:
-    """The tree that has these values at these paths: dicts for names, tuples for places."""
+    """Return the tree that has these values at these paths: dicts for names, tuples for indices."""
     if len(paths) == 1 and not paths[0]:
         return values[0]
     branches: dict[str | int, tuple[list[Path], list[Any]]] = {}
@@ -40,7 +40,7 @@ def unflatten(paths: Sequence[Path], values: Sequence[Any]) -> Any:
 
 
 def spell(path: Path) -> str:
-    """A path as one writes it in Python: `params['dense'][0]`."""
+    """Return a path as one writes it in Python: `params['dense'][0]`."""
     head, *rest = path or ("value",)
     return str(head) + "".join(f"[{key!r}]" for key in rest)
 
@@ -49,10 +49,10 @@ _NOT_IN_NAMES = re.compile(r"[/%.\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def dotted(path: Path) -> str:
-    """A path as one name, for files and command lines: `1.dense.kernel`. No two paths of a tree share one.
+    """Return a path as one name for files and command lines: `1.dense.kernel`. It is unique in its tree.
 
-    Dots inside of a key, and what neither file names nor terminals take, are written as %XX; an empty key
-    as %.
+    Dots inside a key, and characters that file names or terminals do not take, are written as %XX; an empty
+    key is written as %.
     """
     keys = (_NOT_IN_NAMES.sub(lambda match: f"%{ord(match[0]):02X}", str(key)) for key in path)
     return ".".join(key or "%" for key in keys)

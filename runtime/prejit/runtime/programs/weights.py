@@ -1,4 +1,4 @@
-"""The weights layer as NumPy arrays: views of the mapped file, nothing copied."""
+"""The weights layer as NumPy arrays, without copying: views of the mapped file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def tensors(layer: Layer) -> dict[str, np.ndarray[Any, Any]]:
-    """Every tensor of a weights layer, by name.
+    """Return every tensor of a weights layer by name.
 
     Raises:
-        RejectError: the layer is no safetensors file, or its tensors are not aligned.
+        RejectError: the layer is not a safetensors file, or its tensors are not aligned.
     """
     slices = check_weights(memoryview(layer.content), layer.path)
     return {

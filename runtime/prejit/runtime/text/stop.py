@@ -1,4 +1,4 @@
-"""Stop strings over text that comes in pieces."""
+"""Stop strings in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from prejit.runtime.base import arguments
 
 @final
 class StopStrings:
-    """Gives out text up to the first stop string in it, never a part of one.
+    """Passes text on up to the first stop string, and never a part of one.
 
-    The first is the one that ends first, since a stream must decide then; of those that end at the same
-    character, the longest. All of this is independent of how the text is cut into pieces.
+    The first stop string is the one that ends first, because a stream has to decide there; if several end at
+    the same character, it is the longest. The result does not depend on how the text is cut into pieces.
 
-    Text that may be the start of a stop string is held back until the next character tells: at most one
-    character less than the longest of them. A push costs in proportion to its own length (Knuth, Morris and
-    Pratt, "Fast pattern matching in strings", 1977), however much text came before.
+    Text that may begin a stop string is held back until more text decides. It is shorter than the longest
+    stop string. The cost of a push depends on its own length only, not on the text before (Knuth, Morris and
+    Pratt, "Fast pattern matching in strings", 1977).
 
     Attributes:
-        found: the stop string that came, or None so far.
+        found: the stop string that was found, or None.
     """
 
     def __init__(self, stops: str | Sequence[str]) -> None:
-        """Takes the stop strings; one alone may be given as it is.
+        """Prepare the search for one string or several.
 
         Raises:
-            UsageError: one of them is empty or no string.
+            UsageError: one of them is empty or not a string.
         """
         self.found: str | None = None
         self._stops = tuple(dict.fromkeys(arguments.strings("stop", stops)))
@@ -36,10 +36,10 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Takes the next piece of text.
+        """Add the next piece of text.
 
         Returns:
-            What cannot be part of a stop string any more. Once `found` is set, nothing.
+            The text that cannot be part of a stop string any more; nothing once `found` is set.
         """
         if self.found is not None or not self._stops:
             return "" if self._stops else piece
@@ -55,7 +55,7 @@ class StopStrings:
         return text[:settled]
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back. Call it when no more text comes."""
         held, self._held = self._held, ""
         return held
 
@@ -71,7 +71,7 @@ class StopStrings:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix of a text, the length of its longest proper suffix that is a prefix as well."""
+    """Return, for each prefix of a text, the length of its longest proper suffix that is also a prefix."""
     borders = [0] * len(text)
     matched = 0
     for place in range(1, len(text)):

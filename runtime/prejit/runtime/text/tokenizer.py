@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the bundle's own tokenizer.json (the `tokenizers` library)."""
+"""Text to token ids and back with the bundle's own tokenizer.json, by the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ T = TypeVar("T")
 
 _REPLACEMENT = "\ufffd"
 _UNFINISHED_TOKENS = 3
-"""A character has at most 4 bytes in UTF-8, and a token at least one: so many may be an unfinished one."""
+"""Maximum number of tokens in an unfinished character: UTF-8 has at most 4 bytes, a token at least one."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PROMPT_TOKENS = 8
-"""Of a prompt, what the text of the first new token may depend on."""
+"""The text of the first new token may depend on this many tokens at the end of the prompt."""
 _PENDING_TOKENS = 16
-"""More than this without whole text is no text: some of it is settled, so that a push stays cheap."""
+"""Maximum number of pending tokens without complete text. Beyond it, some are given up as broken text, so
+that a push stays cheap."""
 _TOKEN_CHARACTERS = 1024
-"""No known tokenizer has a token of so many characters. A text of more than this for each token that there is
-room for is not tokenized, because that takes time in proportion to its length."""
+"""No known tokenizer has a token of this many characters. A text with more than this per token of the context
+is certainly too long. It is not tokenized, because that takes time in proportion to its length."""
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @final
 class Tokenizer:
-    """The tokenizer of a bundle. Safe for many threads."""
+    """The tokenizer of a bundle. Safe to use from many threads."""
 
     def __init__(self, content: bytes, path: str) -> None:
-        """Reads a tokenizer.json. Its truncation and padding are left out, as transformers does.
+        """Read a tokenizer.json. Its truncation and padding are turned off, as transformers does.
 
         Raises:
-            RejectError: it is none that this version of `tokenizers` reads.
+            RejectError: this version of `tokenizers` cannot read it.
         """
         self._path = path
         try:
@@ -45,24 +46,26 @@ class Tokenizer:
             added = self._tokenizer.get_added_tokens_decoder()
         except _INTERRUPTS:
             raise
-        except BaseException as error:  # plain Exception, or a panic, which is none
+        except (
+            BaseException
+        ) as error:  # an Exception, or a panic of Rust, which is not an Exception
             raise RejectError(path, f"expected a tokenizer.json: {error}") from error
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            text: special tokens that it spells become those tokens.
-            add_special_tokens: whether the tokenizer adds its own (a BOS, say). Not to a rendered chat
-                template, which spells them.
-            max_tokens: how many tokens there is room for. A text that is far too long for them is not
-                tokenized; None: every text is.
+            text: special tokens that are spelled out in it become those tokens.
+            add_special_tokens: whether the tokenizer adds its own, such as a BOS. A rendered chat template
+                spells them out, so it needs none.
+            max_tokens: the room for tokens. A text that is certainly too long is not tokenized; None: every
+                text is.
 
         Raises:
-            UsageError: the text holds a lone surrogate, which no encoding has, or the tokenizer fails on it.
+            UsageError: the text has a lone surrogate, which cannot be encoded, or the tokenizer fails on it.
             ContextError: the text has more than 1,024 characters for each of max_tokens.
         """
         _check_unicode(text)
@@ -79,7 +82,7 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of many texts at once, on all cores. As `encode`, and raises as it does."""
+        """Return the token ids of many texts, computed on all cores. Raises as `encode`."""
         for text in texts:
             _check_unicode(text)
         encodings = self._encoded(
@@ -90,23 +93,23 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens.
+        """Return the text of token ids, without special tokens.
 
         Raises:
-            UsageError: an id is no integer of 32 bits, or the tokenizer fails on them.
+            UsageError: an id is not an integer of 32 bits, or the tokenizer fails on them.
         """
         return self._decode(list(token_ids))
 
     def stream(self, prompt_ids: Sequence[int]) -> TextStream:
-        """Text of the tokens that follow a prompt, piece by piece. Raises as `decode`, also later."""
+        """Return a stream that turns the tokens after a prompt into text. Raises as `decode`, also later."""
         return TextStream(self._decode, self._token, self._special, prompt_ids)
 
     @property
     def largest_id(self) -> int:
-        """The largest token id that the vocabulary gives to text; -1 where it is empty.
+        """The largest token id in the vocabulary; -1 if it is empty.
 
-        Tokens that were added to the vocabulary do not count: some are published that the model has no
-        embedding for.
+        Tokens that were added to the vocabulary do not count: some published models have no embedding for
+        them.
         """
         return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
 
@@ -117,7 +120,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # as in __init__
             raise UsageError(
-                f"expected a text that {self._path} encodes, found one that it fails on: {error}",
+                f"expected a text that the tokenizer {self._path} can encode, but it failed: {error}",
                 hint="give another text, or token ids",
             ) from error
 
@@ -136,23 +139,23 @@ class Tokenizer:
             raise
         except BaseException as error:  # as in __init__
             raise UsageError(
-                f"expected token ids that {self._path} decodes, found {token_ids!r:.80}: {error}"
+                f"expected token ids that {self._path} can decode, found {token_ids!r:.80}: {error}"
             ) from error
 
 
 @final
 class TextStream:
-    """Turns tokens into text as they come, never splitting a character.
+    """Turns tokens into text as they come, and never splits a character.
 
     A character whose bytes are spread over several tokens comes with the last of them. The pieces together
-    are what decoding all tokens at once would add to the prompt's text. One exception: a SentencePiece
-    model's byte tokens, where a byte that begins no character turns all bytes around it into U+FFFD when they
-    are decoded at once; here characters that were whole before stay.
+    are what decoding all tokens at once would add to the prompt's text. There is one exception, the byte
+    tokens of SentencePiece models: decoded at once, a wrong byte turns all bytes around it into U+FFFD; here
+    characters that were complete before stay.
 
-    Of the tokens before, only those of the last piece are kept (a decoder strips the space that begins a
-    text, so the next token alone does not tell), and of a prompt the last few: a push costs the same
-    however long the text is. `tokenizers.decoders.DecodeStream` decodes the whole prompt with the first
-    token, grows without end on tokens that make no text, and raises where a byte is wrong.
+    A push costs the same however long the text is, because only the tokens of the last piece are kept, or
+    the last few of the prompt. The next token alone is not enough: a decoder strips the space at the
+    beginning of a text. `tokenizers.decoders.DecodeStream` decodes the whole prompt with the first token,
+    grows without limit on tokens that make no text, and raises on a wrong byte.
     """
 
     def __init__(
@@ -170,13 +173,13 @@ class TextStream:
         self._context, self._pending = tail[: len(tail) - begun], tail[len(tail) - begun :]
         given, self._of_prompt, self._pushed = self._decode(self._context), "", False
         if begun == 0 or not self._byte(tail[-1]):
-            # U+FFFD at the end of a prompt is the start of a character, or stands there itself.
+            # U+FFFD at the end of a prompt is the beginning of a character, or really in the prompt.
             given = _settled(given)
             self._of_prompt = self._decode(tail)[len(given) :]
         self._given = len(given)
 
     def push(self, token_id: int) -> str:
-        """The text that is complete with this token; may be empty."""
+        """Add a token; return the text that it completes, which may be empty."""
         if token_id in self._special:
             return ""
         self._pushed = True
@@ -194,7 +197,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left when no token follows: an unfinished character, as U+FFFD."""
+        """Return the rest of the text when no token follows: an unfinished character as U+FFFD."""
         if not self._pushed:
             return ""
         piece = self._give(self._decode(self._context + self._pending))
@@ -203,7 +206,7 @@ class TextStream:
         return piece
 
     def _give(self, text: str) -> str:
-        """What of a text was not given yet."""
+        """Return the part of a text that was not returned yet."""
         piece = text[self._given :]
         self._given += len(piece)
         if piece and self._of_prompt:
@@ -212,13 +215,13 @@ class TextStream:
         return piece
 
     def _settle(self, count: int, text: str) -> None:
-        """Makes the first `count` pending tokens the context; `text` is theirs and the old context's."""
+        """Make the first `count` pending tokens the context; `text` is the old context's text and theirs."""
         ahead = self._given - len(text)
         self._context, self._pending = self._pending[:count], self._pending[count:]
         self._given = len(self._decode(self._context)) + max(0, ahead)
 
     def _tail(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The last tokens of a prompt that make text, from where a character begins."""
+        """Return the last tokens of a prompt that make text, starting where a character begins."""
         tail: list[int] = []
         for token_id in reversed(prompt_ids):
             if token_id in self._special:
@@ -229,9 +232,9 @@ class TextStream:
         return tail[::-1]
 
     def _begun(self, token_ids: list[int]) -> int:
-        """How many tokens at the end hold the start of a character."""
+        """Return how many tokens at the end hold the beginning of an unfinished character."""
         if token_ids and self._byte(token_ids[-1]):
-            # Decoded at once, one byte of an unfinished character makes U+FFFD of all the run.
+            # The tokenizer would turn the whole run of byte tokens into U+FFFD for one unfinished character.
             decoder = getincrementaldecoder("utf-8")("replace")
             decoder.decode(b"".join(self._byte(i) or b" " for i in token_ids[-_UNFINISHED_TOKENS:]))
             return len(decoder.getstate()[0])
@@ -241,15 +244,16 @@ class TextStream:
         return 0
 
     def _byte(self, token_id: int) -> bytes | None:
-        """The byte of a SentencePiece model's byte token (`<0x0A>`)."""
+        """Return the byte of a byte token of a SentencePiece model (`<0x0A>`), or None for other tokens."""
         match = _BYTE_TOKEN.fullmatch(self._token_of(token_id) or "")
         return bytes.fromhex(match[1]) if match else None
 
 
 def _settled(text: str) -> str:
-    """A text without the U+FFFD at its end that may yet become characters.
+    """Return a text without the U+FFFDs at its end, which may yet become characters.
 
-    All of them: a SentencePiece model's byte tokens are U+FFFD together until the last character is whole.
+    All of them go: the byte tokens of a SentencePiece model are U+FFFD together until the last character is
+    complete.
     """
     return text.rstrip(_REPLACEMENT)
 

@@ -65,11 +65,12 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
     values = {name: checkpoint.read(name) for name in checkpoint.names}
     model = accuracy.Model(registry.decoder(config), values, registry.describe(config))
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
+    logits_of = accuracy._logits(model)
     losses = []
     room = decoders.LARGEST_CONTEXT - len(begin)
     for first in range(0, count, room):
         window = np.array([*begin, *text[first : first + room]], np.int32)
-        logits = np.asarray(accuracy._logits(model)(values, window[None]), np.float64)
+        logits = np.asarray(logits_of(values, window[None]), np.float64)
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         known = max(1, len(begin))
         losses += [-logits[at - 1, window[at]] for at in range(known, len(window))]

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import cli
-from prejit.compiler.build import garbage
 from prejit.compiler.build.garbage import DAY_SECONDS, Collection, collect
-from prejit.compiler.store.cache import ZIG, Cache
+from prejit.compiler.store.directory import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
 
@@ -32,13 +31,13 @@ def environments_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A cache that nobody has open, with a result and its two contents, all written just now."""
-    cache = Cache.open(tmp_path / "cache")
+    cache = DirectoryStore.open(tmp_path / "cache")
     store(cache, OLD, b"shared", b"old")
     return cache.root
 
 
-def store(cache: Cache, key: Key, *contents: bytes) -> None:
-    cache.store(key, {"key": key.name}, blobs=[cache.put_blob(content) for content in contents])
+def store(cache: DirectoryStore, key: Key, *contents: bytes) -> None:
+    cache.put(key, {"key": key.name}, blobs=[cache.put_blob(content) for content in contents])
 
 
 @pytest.fixture
@@ -71,7 +70,10 @@ def gone(collection: Collection) -> dict[str, int]:
 @contextmanager
 def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process that has said "ready"; it ends with the block."""
-    setup = "import sys\nfrom pathlib import Path\nfrom prejit.compiler.store.cache import Cache\n"
+    setup = (
+        "import sys\nfrom pathlib import Path\n"
+        "from prejit.compiler.store.directory import DirectoryStore\n"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", setup + code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -89,30 +91,32 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 def test_what_was_not_used_goes_and_what_a_used_result_needs_stays(root: Path) -> None:
     age(root, 31)
-    cache = Cache.open(root)
+    cache = DirectoryStore.open(root)
     store(cache, NEW, b"shared", b"new")
     for path in (root / "v1" / "blobs").rglob("*"):
         os.utime(path, (0, 0))  # contents that a result names go by the result
     del cache
     assert gone(collect(root, days=30)) == {"results": 1, "contents": 1, "reasons": 1}
-    cache = Cache.open(root)
-    assert cache.lookup(OLD) is None
-    assert cache.lookup(NEW, verify=True) == {"key": "new"}
+    cache = DirectoryStore.open(root)
+    assert cache.get(OLD) is None
+    assert cache.get(NEW, verify=True) == {"key": "new"}
     assert gone(collect(root, days=30)) == {}
 
 
 def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
     for _ in range(3):
         age(root, 20)
-        assert Cache.open(root).lookup(OLD) is not None
+        assert DirectoryStore.open(root).get(OLD) is not None
         assert gone(collect(root, days=30)) == {}
-    assert Cache.open(root).last_key("compile", "old") == OLD, "a miss could not be explained"
+    assert DirectoryStore.open(root).last_key("compile", "old") == OLD, (
+        "a miss could not be explained"
+    )
 
 
 def test_a_lookup_writes_nothing_while_the_last_is_recent(root: Path) -> None:
     age(root, 0.02)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*.json")}
-    assert Cache.open(root).lookup(OLD) is not None
+    assert DirectoryStore.open(root).get(OLD) is not None
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*.json")} == before
 
 
@@ -122,7 +126,7 @@ def test_what_zig_keeps_goes_whole_when_no_build_has_the_cache_open(root: Path) 
         (root / ZIG / name).write_bytes(b"12345")
     assert "compiler files" not in gone(collect(root, days=30))
     age(root / ZIG, 40)
-    builder = Cache.open(root)
+    builder = DirectoryStore.open(root)
     assert "compiler files" not in gone(collect(root, days=30))
     assert (root / ZIG / "global/o/1.o").exists()
     del builder
@@ -163,8 +167,8 @@ def test_a_running_build_keeps_what_was_used_in_the_last_day_whatever_is_asked(r
     age(root, 3)
     code = """
 from prejit.compiler.store.key import Key
-cache = Cache.open(Path(sys.argv[1]))
-assert cache.lookup(Key("compile", "old", (("n", "1"),))) is not None
+cache = DirectoryStore.open(Path(sys.argv[1]))
+assert cache.get(Key("compile", "old", (("n", "1"),))) is not None
 cache.put_blob(b"not stored yet")
 print("ready", flush=True)
 sys.stdin.read()
@@ -181,10 +185,10 @@ sys.stdin.read()
 def test_nobody_opens_the_cache_while_all_of_it_is_collected(root: Path) -> None:
     code = """
 print("ready", flush=True)
-Cache.open(Path(sys.argv[1]))
+DirectoryStore.open(Path(sys.argv[1]))
 print("opened", flush=True)
 """
-    with Cache(root).alone() as alone:
+    with DirectoryStore(root).alone() as alone:
         assert alone
         with python(code, root) as process:
             with pytest.raises(subprocess.TimeoutExpired):
@@ -206,14 +210,14 @@ def test_a_file_that_is_used_between_the_look_and_the_deletion_stays(
         os.replace(tmp_path / "new", path)
     else:
         path.unlink()
-    cache = Cache.open(tmp_path / "cache")
-    assert garbage._remove(cache, path, seen) == (what == "deleted")
+    cache = DirectoryStore.open(tmp_path / "cache")
+    assert cache.remove_unchanged(path, seen) == (what == "deleted")
     assert path.exists() == (what != "deleted")
 
 
 def test_temporary_files_of_the_living_stay(root: Path) -> None:
     code = """
-with Cache(Path(sys.argv[1])).blob_writer() as blob:
+with DirectoryStore(Path(sys.argv[1])).blob_writer() as blob:
     blob.write(b"half" * 10000)
     print("ready", flush=True)
     sys.stdin.read()
@@ -299,18 +303,18 @@ from prejit.runtime.errors import StoreError
 random.seed(sys.argv[2])
 print("ready", flush=True)
 for number in range(150):
-    cache = Cache.open(Path(sys.argv[1]))
+    cache = DirectoryStore.open(Path(sys.argv[1]))
     number %= 10
     content = f"{number}".encode() * 3000
     key = Key("compile", f"{number}", (("number", f"{number}"),))
-    result = cache.lookup(key, verify=True)
+    result = cache.get(key, verify=True)
     assert result in (None, {"n": number}), "a wrong answer"
     if result is None:
         digest = cache.put_blob(content)
-        cache.store(key, {"n": number}, blobs=[digest])
+        cache.put(key, {"n": number}, blobs=[digest])
         assert cache.read_blob(digest) == content, "collected while it was used"
     elif random.random() < 0.3:  # as if a month went by
-        for path in (cache._action(key), *cache._blobs.iterdir()):
+        for path in (cache._action(key), *cache._blobs.directory.iterdir()):
             try:
                 os.utime(path, (0, 0))
             except FileNotFoundError:
@@ -322,7 +326,7 @@ print("done", flush=True)
 def test_collecting_beside_builders_costs_them_nothing_but_compiles(tmp_path: Path) -> None:
     """One builder: it ages entries while gc collects them, and finds each whole or not at all."""
     root = tmp_path / "cache"
-    Cache.open(root)
+    DirectoryStore.open(root)
     collected = 0
     with python(BUILDER, root, 1) as builder:
         while builder.poll() is None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from prejit.compiler.build import packaging
 from prejit.compiler.build.packaging import Tensor, pack, write_weights
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import limits
@@ -42,7 +42,7 @@ def test_safetensors_reads_what_we_write_and_every_tensor_is_aligned(
     tmp_path: Path, values: dict[str, np.ndarray]
 ) -> None:
     values = {name: v for name, v in values.items() if not name.startswith(GAP_PREFIX)}
-    cache = Cache.open(tmp_path)
+    cache = DirectoryStore.open(tmp_path)
     with cache.blob_writer() as blob:
         write_weights(tensors(values), blob)
     path = cache.blob_path(blob.digest)
@@ -56,7 +56,7 @@ def test_safetensors_reads_what_we_write_and_every_tensor_is_aligned(
 
 
 def test_a_tensor_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> None:
-    cache = Cache.open(tmp_path)
+    cache = DirectoryStore.open(tmp_path)
     wrong = Tensor("w", "float32", (2,), lambda: np.zeros(3, np.float32))
     with pytest.raises(BuildError, match=r"w: expected float32\[2\], found float32\[3\]"):
         with cache.blob_writer() as blob:
@@ -65,7 +65,7 @@ def test_a_tensor_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> 
 
 
 def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path) -> None:
-    cache = Cache.open(tmp_path)
+    cache = DirectoryStore.open(tmp_path)
     frames = {}
     for name, content in (("a", b"one"), ("b", b"other"), ("c", b"one")):
         digest = cache.put_blob(content)

@@ -23,6 +23,7 @@ from prejit.compiler.build.plan import (
     COMPILE,
     TRACED,
     Kernels,
+    Native,
     Plan,
     choose_source,
     find_toolchain,
@@ -32,10 +33,11 @@ from prejit.compiler.build.plan import (
 )
 from prejit.compiler.build.run import build
 from prejit.compiler.compile import jobs
+from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.runtime.errors import CheckpointError, ManifestError
 
@@ -52,7 +54,7 @@ class Planned:
     """A plan with its store."""
 
     plan: Plan
-    store: Cache
+    store: DirectoryStore
 
     @cached_property
     def model(self) -> ModelSource:
@@ -94,8 +96,13 @@ def planned(
         f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [{context}]\n"
         + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
     )
-    store = Cache.open(at / "cache")
+    store = DirectoryStore.open(at / "cache")
     return Planned(plan_build(read_manifest(manifest), store, only=only), store)
+
+
+def build_quietly(plan: Plan, output: Path, store: DirectoryStore) -> None:
+    pool = WorkerPool(store, workers=2)
+    build(plan.manifest, output, store=store, executor=pool, progress=Quiet())
 
 
 def layout_and_keys(found: Planned) -> tuple[str, list[str]]:
@@ -182,19 +189,31 @@ def test_a_function_is_traced_at_build_whatever_the_store_holds(tmp_path: Path) 
         '[bundle]\nname = "m"\n[[program]]\nname = "p"\nfunction = "mine:f"\n'
         'args = ["float32[3]"]\n[[target]]\nname = "cpu-host"\n'
     )
-    store = Cache.open(tmp_path / "cache")
+    store = DirectoryStore.open(tmp_path / "cache")
     for _ in range(2):
         plan = plan_build(read_manifest(manifest), store)
         [found] = planned_executables(plan, store)
         assert (found.state, found.cached) == (TRACED, False)
         assert found.why == "a build traces mine:f, and then looks for its executable"
-        build(plan.manifest, tmp_path / "out", store=store, workers=1, progress=Quiet())
+        build(
+            plan.manifest,
+            tmp_path / "out",
+            store=store,
+            executor=WorkerPool(store, workers=1),
+            progress=Quiet(),
+        )
 
 
 def test_what_a_build_compiled_is_cached_for_the_next_plan(model: Path, tmp_path: Path) -> None:
     found = planned(tmp_path / "m", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
     assert set(found.states().values()) == {COMPILE}
-    build(found.plan.manifest, tmp_path / "out", store=found.store, workers=2, progress=Quiet())
+    build(
+        found.plan.manifest,
+        tmp_path / "out",
+        store=found.store,
+        executor=WorkerPool(found.store, workers=2),
+        progress=Quiet(),
+    )
     again = planned(tmp_path / "m", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
     assert set(again.states().values()) == {CACHED}
     assert again.reasons() == {""}
@@ -221,7 +240,7 @@ def test_a_plan_names_what_a_build_compiles(
             fresh.plan, program, program.lowered, kernels, lambda: found.model, found.store
         )
         key = compile_key(fresh.plan.manifest, program.spec, toolchain, made)
-        found.store.store(key, {"not": "an executable"})
+        found.store.put(key, {"not": "an executable"})
         found.store._action(key).unlink()  # only the name of the last key stays
     assert fresh.reasons() == {"its last result is gone from the cache, or was damaged"}
 
@@ -241,7 +260,7 @@ def test_a_model_that_was_not_fetched_is_planned_without_a_network(
         '[bundle]\nname = "m"\n[model]\nsource = "hf://org/name"\n[generate]\nbatch = [1]\n'
         'prompt = [8]\ncontext = [16]\n[[target]]\nname = "cpu-host"\n'
     )
-    store = Cache.open(tmp_path / "cache")
+    store = DirectoryStore.open(tmp_path / "cache")
     plan = plan_build(read_manifest(manifest), store)
     assert plan.model is None
     found = planned_executables(plan, store)
@@ -259,9 +278,6 @@ def test_a_program_without_products_is_compiled_from_its_portable_form(
     program = found.plan.programs[0]
     lowered = lower(found.plan, program, lambda: found.model, {}, found.store, Quiet())
     portable = jobs.Source(lowered.portable.raw_digest, lowered.platforms)
-
-    from prejit.compiler.build.plan import Native
-
     empty = Native(f"sha256:{0:064x}", ())
     assert choose_source(lowered, None, lambda forms: empty) == portable
     assert choose_source(lowered, found.kernels(), lambda forms: empty) == portable
@@ -283,7 +299,13 @@ def test_what_the_model_does_not_allow_is_refused_before_anything_compiles(
         (copy / "config.json").write_text(json.dumps({**config, "n_layer": config["n_layer"] + 1}))
     found = planned(tmp_path / "m", copy, "cpu-x86-64-v2", context=context)
     with pytest.raises((ManifestError, CheckpointError)) as caught:
-        build(found.plan.manifest, tmp_path / "out", store=found.store, workers=1, progress=Quiet())
+        build(
+            found.plan.manifest,
+            tmp_path / "out",
+            store=found.store,
+            executor=WorkerPool(found.store, workers=1),
+            progress=Quiet(),
+        )
     assert not compiled.exists()
     if what == "context":
         assert f"expected at most {LARGEST_CONTEXT}" in str(caught.value)

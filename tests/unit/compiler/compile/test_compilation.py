@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,14 @@ import numpy as np
 import pytest
 import zstandard
 
-from prejit.compiler.build import measuring
 from prejit.compiler.compile import pool, worker_process
 from prejit.compiler.compile.compiling import compress
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, find_compiled
-from prejit.compiler.compile.pool import WORKER_BYTES, CompilePool, default_workers
+from prejit.compiler.compile.executor import Executor, collect, find_compiled
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.pool import WORKER_BYTES, WorkerPool, default_workers
+from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import cpu_count
 from prejit.compiler.targets.target_table import jaxlib_version, target
@@ -108,8 +110,8 @@ worker.main(compile_program)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache.open(tmp_path / "cache")
+def cache(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore.open(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(
-    cache: Cache,
+    cache: DirectoryStore,
     program: str,
     portable: str | bytes,
     on: Target = HOST,
@@ -144,24 +146,27 @@ def job(
 
 
 def run(
-    cache: Cache, command: tuple[str, ...], *jobs: CompileJob, workers: int = 2
+    cache: DirectoryStore, command: tuple[str, ...], *jobs: CompileJob, workers: int = 2
 ) -> dict[tuple[str, str], Compiled]:
     """Compiles jobs."""
-    with CompilePool(cache, workers=workers) as pool:
-        for one in jobs:
-            pool.submit(replace(one, toolchain=replace(one.toolchain, command=command)))
-        return pool.results()
+    with WorkerPool(cache, workers=workers) as pool:
+        return results(
+            pool, *(replace(one, toolchain=replace(one.toolchain, command=command)) for one in jobs)
+        )
 
 
-def compiled(cache: Cache, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
+def results(pool: Executor, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
+    """Compiles jobs with an executor."""
+    return collect({(one.program, one.target.name): pool.submit(one) for one in jobs})
+
+
+def compiled(cache: DirectoryStore, *jobs: CompileJob) -> dict[tuple[str, str], Compiled]:
     """Compiles jobs with their own toolchains."""
-    with CompilePool(cache) as pool:
-        for one in jobs:
-            pool.submit(one)
-        return pool.results()
+    with WorkerPool(cache) as pool:
+        return results(pool, *jobs)
 
 
-def test_a_real_program_is_compiled_for_each_target_and_runs(cache: Cache) -> None:
+def test_a_real_program_is_compiled_for_each_target_and_runs(cache: DirectoryStore) -> None:
     import jax
     from jax import export
 
@@ -209,7 +214,7 @@ def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> No
     host = os.sched_getaffinity(0)
     found = []
     for cpus in ({min(host)}, host, host):
-        cache = Cache.open(tmp_path / f"cache-{len(found)}")
+        cache = DirectoryStore.open(tmp_path / f"cache-{len(found)}")
         os.sched_setaffinity(0, cpus)
         try:
             one = compiled(cache, job(cache, "p", portable))["p", "cpu-host"]
@@ -221,7 +226,7 @@ def test_the_build_hosts_cores_change_no_byte_of_a_program(tmp_path: Path) -> No
 
 
 def test_programs_are_compiled_side_by_side(
-    cache: Cache, fake: tuple[str, str], tmp_path: Path
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     jobs = [job(cache, "a", f"meet:{a},{b}"), job(cache, "b", f"meet:{b},{a}")]
@@ -229,7 +234,7 @@ def test_programs_are_compiled_side_by_side(
 
 
 def test_each_target_has_a_process_of_its_own_that_is_used_again(
-    cache: Cache, fake: tuple[str, str]
+    cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     jobs = [job(cache, f"p{n}", f"ok:{n}", on) for n in range(3) for on in (HOST, V3)]
     results = run(cache, fake, *jobs, workers=1)
@@ -244,18 +249,18 @@ def test_each_target_has_a_process_of_its_own_that_is_used_again(
         assert flags == job(cache, "any", "", on).toolchain.xla_flags(os.environ)
 
 
-def test_what_xla_prints_is_no_answer(cache: Cache, fake: tuple[str, str]) -> None:
+def test_what_xla_prints_is_no_answer(cache: DirectoryStore, fake: tuple[str, str]) -> None:
     assert len(run(cache, fake, job(cache, "a", "noise:"))) == 1
 
 
-def failure(cache: Cache, command: tuple[str, ...], bad: CompileJob) -> BuildError:
+def failure(cache: DirectoryStore, command: tuple[str, ...], bad: CompileJob) -> BuildError:
     """The error of a build with one bad job among good ones; the good ones must be cached."""
     good = [job(cache, f"good{n}", f"ok:{n}", on) for n in range(2) for on in (HOST, V3)]
     with pytest.raises(BuildError) as caught:
         run(cache, command, good[0], bad, *good[1:])
     for one in good:
-        assert cache.lookup(one.key, verify=True) is not None, one
-    assert cache.lookup(bad.key) is None
+        assert cache.get(one.key, verify=True) is not None, one
+    assert cache.get(bad.key) is None
     assert str(caught.value).startswith("1 of 5 programs did not compile\n")
     assert caught.value.hint is not None
     assert caught.value.hint.endswith("4 finished and stay cached")
@@ -263,7 +268,7 @@ def failure(cache: Cache, command: tuple[str, ...], bad: CompileJob) -> BuildErr
 
 
 def test_an_out_of_memory_kill_is_told_with_program_target_and_last_lines(
-    cache: Cache, fake: tuple[str, str]
+    cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     error = failure(cache, fake, job(cache, "decode", "signal:9", V3))
     assert str(error).splitlines()[1:] == [
@@ -294,19 +299,21 @@ def test_an_out_of_memory_kill_is_told_with_program_target_and_last_lines(
     ],
 )
 def test_a_crash_is_told_with_its_text(
-    cache: Cache, fake: tuple[str, str], portable: str, lines: list[str]
+    cache: DirectoryStore, fake: tuple[str, str], portable: str, lines: list[str]
 ) -> None:
     assert str(failure(cache, fake, job(cache, "bad", portable))).splitlines()[1:] == lines
 
 
-def test_a_bug_of_ours_is_told_with_its_traceback(cache: Cache, fake: tuple[str, str]) -> None:
+def test_a_bug_of_ours_is_told_with_its_traceback(
+    cache: DirectoryStore, fake: tuple[str, str]
+) -> None:
     text = str(failure(cache, fake, job(cache, "bad", "bug:")))
     assert "its worker ended with exit code 1" in text
     assert "| ZeroDivisionError: a bug" in text
 
 
 def test_a_worker_process_that_is_killed_is_told_at_once(
-    cache: Cache, fake: tuple[str, str]
+    cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     start = time.monotonic()
     text = str(failure(cache, fake, job(cache, "bad", "kill-worker:")))
@@ -315,14 +322,16 @@ def test_a_worker_process_that_is_killed_is_told_at_once(
 
 
 def test_a_worker_that_babbles_is_killed(
-    cache: Cache, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    cache: DirectoryStore, fake: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_process, "_ANSWER_SECONDS", 0.1)
     text = str(failure(cache, fake, job(cache, "bad", "babble:")))
     assert "bad for cpu-host: its worker was killed by SIGKILL" in text
 
 
-def test_only_what_the_failed_program_wrote_is_told(cache: Cache, fake: tuple[str, str]) -> None:
+def test_only_what_the_failed_program_wrote_is_told(
+    cache: DirectoryStore, fake: tuple[str, str]
+) -> None:
     jobs = [job(cache, "a", "warn:"), job(cache, "b", "exit:7")]
     with pytest.raises(BuildError, match="what went wrong") as caught:
         run(cache, fake, *jobs, workers=1)
@@ -330,14 +339,16 @@ def test_only_what_the_failed_program_wrote_is_told(cache: Cache, fake: tuple[st
 
 
 def test_real_xla_tells_of_a_flag_that_it_does_not_know(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(BuildError, match=r"Unknown flags? in XLA_FLAGS: --xla_no_such_flag=1"):
         compiled(cache, job(cache, "f", b"whatever"))
 
 
-def test_a_portable_program_that_is_damaged_is_told(cache: Cache, fake: tuple[str, str]) -> None:
+def test_a_portable_program_that_is_damaged_is_told(
+    cache: DirectoryStore, fake: tuple[str, str]
+) -> None:
     one = job(cache, "a", "ok:")
     path = cache.blob_path(one.source.program)
     assert path is not None
@@ -347,53 +358,56 @@ def test_a_portable_program_that_is_damaged_is_told(cache: Cache, fake: tuple[st
 
 
 def test_a_cache_that_cannot_be_written_is_a_store_error(
-    cache: Cache, fake: tuple[str, str]
+    cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     broken = cache.root / "v1" / "temp"
     with pytest.raises(StoreError, match="cannot write the build cache"):
         run(cache, fake, job(cache, "a", f"break-cache:{broken}"))
 
 
-def test_a_worker_that_cannot_be_started_is_told_for_every_program(cache: Cache) -> None:
+def test_a_worker_that_cannot_be_started_is_told_for_every_program(cache: DirectoryStore) -> None:
     jobs = [job(cache, f"p{n}", f"ok:{n}") for n in range(3)]
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
         run(cache, ("/nonexistent",), *jobs)
     assert str(caught.value).count("cannot start a worker process, /nonexistent") == 3
 
 
-def test_a_result_of_another_form_is_compiled_again(cache: Cache, fake: tuple[str, str]) -> None:
+def test_a_result_of_another_form_is_compiled_again(
+    cache: DirectoryStore, fake: tuple[str, str]
+) -> None:
     one = job(cache, "a", "ok:")
-    cache.store(one.key, {"executable": "of an older prejit"})
+    cache.put(one.key, {"executable": "of an older prejit"})
     assert find_compiled(cache, one.key) is None
     assert run(cache, fake, one) == {("a", "cpu-host"): find_compiled(cache, one.key)}
 
 
 def test_jobs_are_taken_while_others_run(
-    cache: Cache, fake: tuple[str, str], tmp_path: Path
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    with CompilePool(cache, workers=2) as pool:
-        pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
+    with WorkerPool(cache, workers=2) as pool:
+        first = pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
         wait_for(a.exists)
-        pool.submit(job(cache, "b", f"meet:{b},{a}", command=fake))
-        assert len(pool.results()) == 2
-        pool.submit(job(cache, "c", "ok:", command=fake))
-        assert len(pool.results()) == 3
+        second = pool.submit(job(cache, "b", f"meet:{b},{a}", command=fake))
+        first.result()
+        second.result()
+        pool.submit(job(cache, "c", "ok:", command=fake)).result()
+        assert pool.compiled == 3
 
 
 def test_a_long_compile_is_told_by_a_heartbeat(
-    cache: Cache, fake: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cache: DirectoryStore, fake: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     with (
         Plain(sys.stderr, heartbeat_seconds=0.05) as progress,
-        CompilePool(cache, workers=1, progress=progress) as pool,
+        WorkerPool(cache, workers=1, progress=progress) as pool,
     ):
-        pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
+        future = pool.submit(job(cache, "a", f"meet:{a},{b}", command=fake))
         wait_for(a.exists)
         time.sleep(0.2)
         b.touch()
-        pool.results()
+        future.result()
     captured = capsys.readouterr()
     assert re.search(r"^still compiling a for cpu-host \(\d+ s\); 0/1$", captured.err, re.MULTILINE)
     assert captured.err.splitlines()[-1].startswith("compiled a for cpu-host in ")
@@ -405,29 +419,32 @@ BUILD = """
 import signal
 import sys
 from pathlib import Path
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
+from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.jobs import CompileJob, Source
-from prejit.compiler.compile.pool import CompilePool
+from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.targets.target_table import jaxlib_version, target
 from prejit.compiler.targets.toolchain import Toolchain
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 root, command, *portables = sys.argv[1:]
-cache = Cache.open(Path(root))
+cache = DirectoryStore.open(Path(root))
 toolchain = Toolchain(target("cpu-host"), (sys.executable, command), (("jaxlib", "0.12.0"),))
-with CompilePool(cache, workers=len(portables)) as pool:
+with WorkerPool(cache, workers=len(portables)) as pool:
+    futures = {}
     for number, portable in enumerate(portables):
         digest = cache.put_blob(portable.encode())
         key = Key("compile", f"{number}", (("portable", digest),))
-        pool.submit(CompileJob(f"{number}", toolchain, Source(digest, ()), key))
-    pool.results()
+        job = CompileJob(f"{number}", toolchain, Source(digest, ()), key)
+        futures[job.program, "cpu-host"] = pool.submit(job)
+    collect(futures)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_build_that_is_interrupted(
-    cache: Cache, fake: tuple[str, str], tmp_path: Path, number: signal.Signals
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
     marks = [tmp_path / "a", tmp_path / "b"]
     portables = [f"sleep:{mark}" for mark in marks]
@@ -444,7 +461,7 @@ def test_no_worker_outlives_a_build_that_is_interrupted(
     if number == signal.SIGINT:
         assert errors.rstrip().endswith("KeyboardInterrupt")
     wait_for(lambda: not any(map(is_alive, processes)))
-    assert list((Cache.open(cache.root).root / "v1" / "temp").iterdir()) == []
+    assert list((DirectoryStore.open(cache.root).root / "v1" / "temp").iterdir()) == []
 
 
 def is_alive(process: int) -> bool:
@@ -467,15 +484,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("portable", ["sleep:{mark}", "stop:"])
 def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(
-    cache: Cache, fake: tuple[str, str], tmp_path: Path, portable: str
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path, portable: str
 ) -> None:
     mark = tmp_path / "mark"
     late = job(cache, "decode", portable.format(mark=mark), V3, command=fake)
-    with CompilePool(cache, workers=1, timeout_seconds=3.0) as pool:
-        pool.submit(late)
-        pool.submit(job(cache, "good", "ok:", V3, command=fake))
+    with WorkerPool(cache, workers=1, timeout_seconds=3.0) as pool:
         with pytest.raises(BuildError) as caught:
-            pool.results()
+            results(pool, late, job(cache, "good", "ok:", V3, command=fake))
     assert str(caught.value).splitlines()[:2] == [
         "1 of 2 programs did not compile",
         "  decode for cpu-x86-64-v3: its worker did not answer within 3 s and was killed",
@@ -496,15 +511,16 @@ def test_a_worker_that_does_not_answer_is_killed_at_the_time_limit(
     ],
 )
 def test_a_worker_that_dies_while_it_measures_is_a_failed_measurement(
-    cache: Cache, code: str, reason: str
+    cache: DirectoryStore, code: str, reason: str
 ) -> None:
     toolchain = Toolchain(HOST, (sys.executable, "-c", code), VERSIONS)
-    large = {"measure": {"programs": ["x" * (1 << 20)]}}  # more than a pipe holds
-    with measuring.worker(toolchain, cache, 1.0 if "sleep" in code else 60.0) as ask:
+    large = [{"executable": "x" * (1 << 20)}]  # more than a pipe holds
+    seconds = 1.0 if "sleep" in code else 60.0
+    with WorkerProcess(toolchain, cache, os.environ) as worker:
         with pytest.raises(BuildError) as caught:
-            ask(large)
+            worker.measure(large, Path("weights"), None, seconds)
         with pytest.raises(BuildError, match="cannot measure"):
-            ask(large)
+            worker.measure(large, Path("weights"), None, seconds)
     assert str(caught.value).startswith(
         "target cpu-host: cannot measure its programs on this machine: its worker "
     )
@@ -519,23 +535,21 @@ class Closed(io.StringIO):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
-def test_a_build_whose_stderr_is_closed_does_not_hang(cache: Cache, fake: tuple[str, str]) -> None:
+def test_a_build_whose_stderr_is_closed_does_not_hang(
+    cache: DirectoryStore, fake: tuple[str, str]
+) -> None:
     jobs = [job(cache, f"p{n}", f"ok:{n}", command=fake) for n in range(3)]
     bad = job(cache, "bad", "exit:7", command=fake)
     with (
         Plain(Closed(), heartbeat_seconds=0.05) as progress,
-        CompilePool(cache, workers=1, progress=progress) as pool,
+        WorkerPool(cache, workers=1, progress=progress) as pool,
     ):
-        for one in jobs:
-            pool.submit(one)
-        assert len(pool.results()) == 3
-        pool.submit(bad)
         with pytest.raises(BuildError, match="1 of 4 programs"):
-            pool.results()
+            results(pool, *jobs, bad)
 
 
 def test_equal_builds_at_once_compile_each_program_once(
-    cache: Cache, fake: tuple[str, str], tmp_path: Path
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
 ) -> None:
     marks = [tmp_path / f"mark{n}" for n in range(3)]
     portables = [f"count:{mark}" for mark in marks]
@@ -547,7 +561,7 @@ def test_equal_builds_at_once_compile_each_program_once(
 
 
 def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(
-    cache: Cache, fake: tuple[str, str], tmp_path: Path
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
 ) -> None:
     mark, count = tmp_path / "mark", tmp_path / "count"
     count.touch()
@@ -566,19 +580,34 @@ def test_a_build_that_is_killed_leaves_its_program_to_those_that_wait(
 
 
 def test_closing_a_pool_ends_its_wait_for_another_build(
-    cache: Cache, fake: tuple[str, str]
+    cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     one = job(cache, "a", "ok:", command=fake)
     with cache.making(one.key) as held:
         assert held
-        pool = CompilePool(cache, workers=1)
-        pool.submit(one)
+        pool = WorkerPool(cache, workers=1)
+        future = pool.submit(one)
         time.sleep(0.2)
         pool.close()
-    with CompilePool(cache, workers=1) as pool:
-        pool.submit(one)
-        assert len(pool.results()) == 1
+        with pytest.raises(CancelledError):
+            future.result(timeout=10)
+    with WorkerPool(cache, workers=1) as pool:
+        pool.submit(one).result()
         assert pool.compiled == 1
+
+
+def test_closing_a_pool_cancels_what_it_has_not_compiled(
+    cache: DirectoryStore, fake: tuple[str, str], tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    pool = WorkerPool(cache, workers=1)
+    jobs = (job(cache, name, f"sleep:{mark}", command=fake) for name in ("running", "waiting"))
+    running, waiting = map(pool.submit, jobs)
+    wait_for(mark.exists)
+    pool.close()
+    for future in (running, waiting):
+        with pytest.raises(CancelledError):
+            future.result(timeout=10)
 
 
 def test_workers_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from prejit.compiler.compile.disassembly import (
     narrowed,
     used_features,
 )
+from prejit.compiler.compile.xla import compile_portable, cross_compiles
 from prejit.compiler.targets.target_table import target
-from prejit.runtime.device.executable import compile_portable, cross_compiles
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
@@ -36,7 +36,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from prejit.compiler.targets.target_table import target
-from prejit.runtime.device.executable import CompileFor, compile_portable
+from prejit.compiler.compile.xla import CompileFor, compile_portable
 level = target(sys.argv[1])
 machine = CompileFor(cpu=level.cpu, cpu_features=level.cpu_features)
 compiled = compile_portable(Path(sys.argv[2]).read_bytes(), machine)
@@ -465,7 +465,8 @@ def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same() -> None:
     import numpy as np
     from jax import export
 
-    from prejit.runtime.device.executable import Device, compile_portable, to_numpy
+    from prejit.compiler.compile.xla import compile_portable
+    from prejit.runtime.device.executable import Device, to_numpy
 
     x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(8, 12)
     exported = export.export(jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0)), platforms=["cpu"])(x)

@@ -25,7 +25,8 @@ from prejit.compiler.lowering.sampling import (
     sample_each,
     sampling_shapes,
 )
-from prejit.runtime.generation.sampling import Sampling, arrays, history_row
+from prejit.runtime.generation.options import Sampling
+from prejit.runtime.generation.sampling import arrays, history_row
 from prejit.runtime.machine.catalogue import PLATFORMS
 
 V = 40

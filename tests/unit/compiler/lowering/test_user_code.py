@@ -18,7 +18,7 @@ from prejit.compiler.build.lowering import Functions, find_functions
 from prejit.compiler.build.plan import Lowered, Plan, plan_build
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.progress import Quiet
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import BuildError, ManifestError
 
 MANIFEST = """
@@ -38,7 +38,7 @@ class Project:
     """A manifest with a module beside it, and what was imported for it."""
 
     plan: Plan
-    store: Cache
+    store: DirectoryStore
 
     @cached_property
     def functions(self) -> Functions:
@@ -54,7 +54,7 @@ def project(directory: Path, module: str, **others: str) -> Project:
         path = directory / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    store = Cache.open(directory / "cache")
+    store = DirectoryStore.open(directory / "cache")
     return Project(plan_build(read_manifest(directory / "m.toml"), store), store)
 
 

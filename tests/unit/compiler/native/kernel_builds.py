@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tests.kernel_bundles import built_kernels
 
 from prejit.compiler.native.library import SOURCES, level_features
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -43,30 +45,43 @@ def highest_level() -> str:
     return next(level for level in reversed(LEVELS) if not missing_features(level))
 
 
-def load(level: str, out: Path, sources: Iterable[Path], *kernels: str) -> ctypes.CDLL:
-    """Compiles sources to a library, and makes kernels of it known to XLA as `KERNEL/LEVEL`."""
-    include = ("-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
-    _compile(level, out, *_LIBRARY, *include, *sources)
-    library = ctypes.CDLL(str(out))
-    for name in kernels:
-        handler = jax.ffi.pycapsule(getattr(library, f"prejit_{name}"))
-        jax.ffi.register_ffi_target(f"{name}/{level}", handler, platform="cpu")
-    return library
+def product_library(level: str, cache: Path) -> ctypes.CDLL:
+    """Load the library of all kernels as `prejit build` makes it, from a build cache."""
+    _need(level)
+    _, content = built_kernels(f"cpu-{level}", SOURCES, cache)
+    place = cache / f"{level}.so"
+    temporary = place.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.rename(place)  # another process of these tests may load it
+    return ctypes.CDLL(str(place))
 
 
-def run_sanitized(
-    driver: Path, names: Iterable[str], sanitizers: str, out: Path, *arguments: str
-) -> None:
-    """Runs a driver with some sources under sanitizers, which must find nothing."""
+def load(level: str, out: Path, sources: Iterable[Path]) -> ctypes.CDLL:
+    """Compile sources to a library and load it."""
+    _compile(level, out, *_LIBRARY, "-isystem", jax.ffi.include_dir(), f"-I{SOURCES}", *sources)
+    return ctypes.CDLL(str(out))
+
+
+def sanitized(driver: Path, names: Iterable[str], sanitizers: str, out: Path) -> Path:
+    """Compile a driver with some sources under sanitizers."""
     flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{SOURCES}")
     _compile(highest_level(), out, *flags, driver, *(SOURCES / name for name in names))
-    done = subprocess.run([out, *arguments], capture_output=True, text=True, check=False)
+    return out
+
+
+def assert_runs_clean(driver: Path, *arguments: str) -> None:
+    """Run a driver, in which its sanitizers must find nothing."""
+    done = subprocess.run([driver, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def _compile(level: str, out: Path, *more: object) -> None:
+def _need(level: str) -> None:
     if missing := missing_features(level):
         pytest.skip(f"this machine runs no {level}: it lacks {', '.join(sorted(missing))}")
+
+
+def _compile(level: str, out: Path, *more: object) -> None:
+    _need(level)
     found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if found is None:
         pytest.skip("no C++ compiler on this machine")

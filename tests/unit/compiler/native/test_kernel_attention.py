@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 from prejit.compiler.models.encoders.sentence import attention as encoder_form
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.attention import attention as decoder_form
-from prejit.compiler.native.library import SOURCES
 
-from . import kernel_builds
+from . import kernel_builds, kernel_frames
 from .kernel_builds import LEVELS, TESTS
+from .kernel_frames import KernelError
 
 DRIVER = TESTS / "attention_driver.cc"
 TOLERANCE = 3e-6
@@ -30,13 +31,18 @@ TOLERANCE = 3e-6
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The level whose kernels XLA knows as `attention/LEVEL` and `encoder_attention/LEVEL`."""
-    level: str = request.param
-    sources = (*SOURCES.glob("*attention*.cc"), SOURCES / "threads.cc")
-    out = tmp_path_factory.mktemp(level) / "kernels.so"
-    kernel_builds.load(level, out, sources, "attention", "encoder_attention")
-    return level
+def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
+    """The library of a level, as bundles have it."""
+    return kernel_builds.product_library(request.param, build_cache)
+
+
+@pytest.fixture(scope="module")
+def in_xla(build_cache: Path) -> str:
+    """The name by which XLA knows the attention of the highest level that this machine runs."""
+    library = kernel_builds.product_library(kernel_builds.highest_level(), build_cache)
+    name = "test_kernel_attention"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.prejit_attention), platform="cpu")
+    return name
 
 
 @dataclass(frozen=True)
@@ -61,36 +67,46 @@ class Case:
         before = (self.query, self.new_keys, self.new_values, self.start, self.length)
         return (*before, self.query_start, self.keys, self.values)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether query, keys and values are parts of one array, as a fused projection gives them."""
+        return self.packed and self.query.shape[1] == self.new_keys.shape[1]
 
-def kernel(case: Case, level: str) -> Callable[..., list[jax.Array]]:
-    """Attention of arrays as those of a case; the cache is donated."""
-    heads, kv_heads = case.query.shape[2], case.keys.shape[1]
-    packed = case.packed and case.query.shape[1] == case.new_keys.shape[1]
+    @property
+    def attributes(self) -> dict[str, np.generic]:
+        heads, kv_heads = self.query.shape[2], self.keys.shape[1]
+        return {
+            "scale": np.float32(self.scale),
+            "softcap": np.float32(self.softcap),
+            "window": np.int32(self.window),
+            "key_head": np.int32(heads if self.is_packed else 0),
+            "value_head": np.int32(heads + kv_heads if self.is_packed else 0),
+        }
+
+
+def run(case: Case, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The attention of a case, and its cache after it; the handler writes a copy of the cache."""
+    arrays = [np.ascontiguousarray(array) for array in case.arrays]
+    if case.is_packed:
+        whole = np.concatenate(arrays[:3], 2)
+        arrays[:3] = whole, whole, whole
+    out = np.full(case.query.shape, np.nan, np.float32)
+    keys, values = arrays[6].copy(), arrays[7].copy()
+    handler = kernel_frames.handler_of(library, "attention")
+    results = (out, keys, values)
+    kernel_frames.call(handler, [*arrays[:6], keys, values], results, **case.attributes)
+    return results
+
+
+def kernel_in_xla(case: Case, name: str) -> Callable[..., list[jax.Array]]:
+    """Attention as a program calls it, of arrays as those of a case."""
 
     def call(*arrays: jax.Array) -> Any:
         shapes = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in (0, 6, 7)]
-        if (
-            packed
-        ):  # query, keys and values are parts of one array, as a fused projection gives them
-            whole = jnp.concatenate(arrays[:3], 2)
-            arrays = (whole, whole, whole, *arrays[3:])
-        aliases = {6: 1, 7: 2}
-        native = jax.ffi.ffi_call(f"attention/{level}", shapes, input_output_aliases=aliases)
-        return native(
-            *arrays,
-            scale=np.float32(case.scale),
-            softcap=np.float32(case.softcap),
-            window=np.int32(case.window),
-            key_head=np.int32(heads if packed else 0),
-            value_head=np.int32(heads + kv_heads if packed else 0),
-        )
+        native = jax.ffi.ffi_call(name, shapes, input_output_aliases={6: 1, 7: 2})
+        return native(*arrays, **case.attributes)
 
-    return jax.jit(call, donate_argnums=(6, 7))
-
-
-def run(case: Case, level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    out, keys, values = kernel(case, level)(*map(jnp.asarray, case.arrays))
-    return np.array(out), np.array(keys), np.array(values)
+    return call
 
 
 def reference(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -197,7 +213,7 @@ cases = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: str, case: Case) -> None:
+def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
     out, keys, values = run(case, kernels)
     expected, expected_keys, expected_values = reference(case)
     assert_close(out, expected)
@@ -205,7 +221,7 @@ def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: str, case: Cas
     np.testing.assert_array_equal(values, expected_values)
 
 
-def test_attention_agrees_with_the_form_that_xla_compiles(kernels: str) -> None:
+def test_attention_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) -> None:
     case = drawn(
         0,
         batch=2,
@@ -233,27 +249,43 @@ def test_attention_agrees_with_the_form_that_xla_compiles(kernels: str) -> None:
     assert_close(out, np.asarray(expected).reshape(out.shape))
 
 
-def test_a_donated_cache_is_written_where_it_lies(kernels: str) -> None:
+def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
     case = drawn(1, batch=1, kv_heads=2, group=1, size=16, slots=64, tokens=1)
     arrays = [jnp.asarray(array) for array in case.arrays]
     before = [array.unsafe_buffer_pointer() for array in arrays[6:]]
-    _, keys, values = kernel(case, kernels)(*arrays)
+    call = jax.jit(kernel_in_xla(case, in_xla), donate_argnums=(6, 7))
+    _, keys, values = call(*arrays)
     assert [keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()] == before
+    np.testing.assert_array_equal(keys, reference(case)[1])
 
 
-def test_a_cache_that_is_not_donated_stays_as_it_is(kernels: str) -> None:
+def test_a_cache_that_is_not_donated_stays_as_it_is(in_xla: str) -> None:
     case = drawn(2, batch=1, kv_heads=2, group=1, size=16, slots=64, tokens=3)
     case = replace(case, start=np.array([5], np.int32), length=np.array([3], np.int32))
     case = replace(case, query_start=case.start)
     keys = jnp.asarray(case.keys)
-    call = jax.jit(kernel(case, kernels).__wrapped__)
+    call = jax.jit(kernel_in_xla(case, in_xla))
     _, written, _ = call(*case.arrays[:6], keys, jnp.asarray(case.values))
     np.testing.assert_array_equal(keys, case.keys)
     np.testing.assert_array_equal(written, reference(case)[1])
 
 
+def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> None:
+    case = drawn(2, batch=2, kv_heads=2, group=1, size=16, slots=64, tokens=3)
+    _, *expected = reference(case)
+    before = [array.copy() for array in case.arrays[6:]]
+    found = [np.zeros_like(array) for array in before]
+    handler = kernel_frames.handler_of(kernels, "attention")
+    out = np.empty_like(case.query)
+    kernel_frames.call(handler, case.arrays, (out, *found), **case.attributes)
+    for array, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+    for array, wanted in zip(case.arrays[6:], before, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 60])
-def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: str, tokens: int) -> None:
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: ctypes.CDLL, tokens: int) -> None:
     # Alone, 1000 positions of 2 heads are split over threads; in the batch they are not.
     start = np.array([1000, 3, 640, 77, 500, 901])
     sizes = {"kv_heads": 2, "group": 2, "size": 64, "slots": 1100, "tokens": tokens}
@@ -271,7 +303,9 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: str, tokens: int
         np.testing.assert_array_equal(run(row, kernels)[0][0], together[b])
 
 
-def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(kernels: str) -> None:
+def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
+    kernels: ctypes.CDLL,
+) -> None:
     for tokens in (1, 5, 40):
         case = drawn(
             4,
@@ -293,7 +327,7 @@ def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(kernels: 
         assert_close(out, expected)
 
 
-def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: str) -> None:
+def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
     case = drawn(
         5,
         batch=1,
@@ -310,7 +344,9 @@ def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: str) 
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
 
 
-def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(kernels: str) -> None:
+def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(
+    kernels: ctypes.CDLL,
+) -> None:
     case = drawn(
         6,
         batch=1,
@@ -339,7 +375,7 @@ def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(kernels
     assert np.isnan(keys[0, 0, 2, 4:6].astype(np.float32)).all()
 
 
-def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: str) -> None:
+def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: ctypes.CDLL) -> None:
     # A server must not crash of a position that its host got wrong.
     case = drawn(7, batch=4, kv_heads=1, group=1, size=8, slots=16, tokens=4, length=np.full(4, 4))
     most = np.iinfo(np.int32).max
@@ -349,16 +385,15 @@ def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: str)
     assert out.shape == case.query.shape
 
 
-def test_calls_from_many_threads_get_each_its_own_result(kernels: str) -> None:
+def test_calls_from_many_threads_get_each_its_own_result(kernels: ctypes.CDLL) -> None:
     sizes = {"batch": 2, "kv_heads": 3, "group": 2, "size": 64, "slots": 300}
     works = [drawn(i, tokens=(1, 4, 64)[i % 3], **sizes) for i in range(6)]
     expected = [reference(case)[0] for case in works]
     wrong: list[int] = []
 
     def work(i: int) -> None:
-        call = kernel(works[i], kernels)
         for _ in range(20):
-            out = np.asarray(call(*map(jnp.asarray, works[i].arrays))[0])
+            out = run(works[i], kernels)[0]
             if np.abs(out - expected[i]).max() > TOLERANCE:
                 wrong.append(i)
 
@@ -370,7 +405,7 @@ def test_calls_from_many_threads_get_each_its_own_result(kernels: str) -> None:
     assert wrong == []
 
 
-def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: str) -> None:
+def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: ctypes.CDLL) -> None:
     case = drawn(8, batch=2, kv_heads=2, group=1, size=8, slots=16, tokens=1)
     for wrong in (
         replace(case, new_keys=case.new_keys[:, :, :, :4]),
@@ -379,23 +414,24 @@ def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: str) -> None:
         replace(case, query=np.ones((2, 1, 3, 8), np.float32)),
         replace(case, keys=case.keys[:, :, :8]),
     ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="prejit_attention: expected out"):
+        with pytest.raises(KernelError, match="prejit_attention: expected out"):
             run(wrong, kernels)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="one dtype"):
+    with pytest.raises(KernelError, match="one dtype"):
         run(replace(case, keys=case.keys.astype(ml_dtypes.bfloat16)), kernels)
     zeros = np.zeros(case.keys.shape, np.float16)
     half = replace(case, keys=zeros, values=zeros)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="float32 or bfloat16"):
+    with pytest.raises(KernelError, match="float32 or bfloat16"):
         run(half, kernels)
 
 
-def encode(level: str, query: Any, keys: Any, values: Any, length: Any, scale: float) -> np.ndarray:
-    def call(*arrays: jax.Array) -> Any:
-        shape = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
-        native = jax.ffi.ffi_call(f"encoder_attention/{level}", shape)
-        return native(*arrays, scale=np.float32(scale))
-
-    return np.asarray(jax.jit(call)(query, keys, values, np.asarray(length, np.int32)))
+def encode(
+    library: ctypes.CDLL, query: Any, keys: Any, values: Any, length: Any, scale: float
+) -> np.ndarray:
+    out = np.full(query.shape, np.nan, np.float32)
+    arguments = [np.ascontiguousarray(x) for x in (query, keys, values, length.astype(np.int32))]
+    handler = kernel_frames.handler_of(library, "encoder_attention")
+    kernel_frames.call(handler, arguments, [out], scale=np.float32(scale))
+    return out
 
 
 @settings(max_examples=40, deadline=None)
@@ -407,7 +443,7 @@ def encode(level: str, query: Any, keys: Any, values: Any, length: Any, scale: f
     st.sampled_from([1, 3, 16, 32, 33, 64, 100]),
 )
 def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
-    kernels: str, seed: int, batch: int, tokens: int, heads: int, size: int
+    kernels: ctypes.CDLL, seed: int, batch: int, tokens: int, heads: int, size: int
 ) -> None:
     rng = np.random.default_rng(seed)
     shape = (batch, tokens, heads, size)
@@ -426,7 +462,7 @@ def test_an_encoder_of_any_size_is_what_numpy_makes_of_it(
     assert_close(encode(kernels, query, keys, values, length, 0.25), expected)
 
 
-def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: str) -> None:
+def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) -> None:
     rng = np.random.default_rng(9)
     query, keys, values = rng.normal(size=(3, 2, 128, 12, 32)).astype(np.float32)
     length = np.array([128, 77], np.int32)
@@ -441,4 +477,5 @@ def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: str) -> None
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
-    kernel_builds.run_sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
+    driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
+    kernel_builds.assert_runs_clean(driver)

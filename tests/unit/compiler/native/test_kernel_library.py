@@ -23,7 +23,7 @@ from prejit.compiler.native.library import (
     find_kernels,
     level_of,
 )
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, UsageError
@@ -41,8 +41,8 @@ def toolchain(name: str = "cpu-x86-64-v2", **changes: Any) -> Toolchain:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache.open(tmp_path / "cache")
+def cache(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore.open(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def without_zig(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_library_is_compiled_once(fake_compiler: Path, cache: Cache) -> None:
+def test_a_library_is_compiled_once(fake_compiler: Path, cache: DirectoryStore) -> None:
     first = build_kernels(toolchain(), cache, sources=TOY)
     assert isinstance(first, KernelLibrary)
     compiled = fake_compiler.read_text()
@@ -92,7 +92,7 @@ def test_a_library_is_compiled_once(fake_compiler: Path, cache: Cache) -> None:
 
 
 def test_what_decides_the_library_is_in_its_key(
-    fake_compiler: Path, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_compiler: Path, cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Level, sources, flags, headers, the compiler's version and arguments; not the place of the sources."""
     sources = tmp_path / "elsewhere"
@@ -128,7 +128,7 @@ def test_what_decides_the_library_is_in_its_key(
     assert compiles(toolchain(), sources)
 
 
-def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: Cache) -> None:
+def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: DirectoryStore) -> None:
     built = build_kernels(toolchain(), cache, sources=TOY)
     assert isinstance(built, KernelLibrary)
     path = cache.blob_path(built.digest)
@@ -140,7 +140,7 @@ def test_a_damaged_library_is_made_again(fake_compiler: Path, cache: Cache) -> N
 
 
 def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
@@ -155,7 +155,7 @@ def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_so(
 
 @pytest.mark.parametrize("cxx", ["g++ -DNAME='a", 'g++ "', "g++ \\"])
 def test_cxx_with_an_unbalanced_quote_is_a_usage_error(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch, cxx: str
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch, cxx: str
 ) -> None:
     monkeypatch.setenv("CXX", cxx)
     with pytest.raises(UsageError, match="CXX: expected a command as a shell reads it") as caught:
@@ -165,7 +165,7 @@ def test_cxx_with_an_unbalanced_quote_is_a_usage_error(
 
 
 def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
-    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
+    cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
 ) -> None:
     told = write_compiler(tmp_path, monkeypatch, "echo 'toy.cc:1: no such level' >&2; exit 1")
     found = build_kernels(toolchain(), cache, sources=TOY)
@@ -186,7 +186,7 @@ def test_a_compiler_that_fails_leaves_the_next_to_try_and_then_tells_why(
 
 
 def test_a_compiler_under_two_names_is_tried_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Cache
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: DirectoryStore
 ) -> None:
     told = write_compiler(tmp_path, monkeypatch, "exit 1")
     (tmp_path / "bin" / "c++").symlink_to("g++")
@@ -196,7 +196,7 @@ def test_a_compiler_under_two_names_is_tried_once(
 
 
 def test_cxx_zig_leaves_the_compilers_of_the_machine_alone(
-    fake_compiler: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    fake_compiler: Path, cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "zig")
     assert isinstance(build_kernels(toolchain(), cache, sources=TOY), NoKernels)
@@ -204,7 +204,7 @@ def test_cxx_zig_leaves_the_compilers_of_the_machine_alone(
 
 
 def test_what_is_no_library_of_kernels_is_an_error(
-    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
+    cache: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: Any
 ) -> None:
     write_compiler(tmp_path, monkeypatch, "echo nothing > $out")
     with pytest.raises(BuildError, match="expected a shared library: not an ELF"):
@@ -261,7 +261,7 @@ def test_the_headers_are_those_of_the_jaxlib_that_compiles(tmp_path: Path) -> No
 
 
 def test_the_same_compiler_makes_the_same_bytes_at_another_place(
-    toy_library: Any, cache: Cache, tmp_path: Path
+    toy_library: Any, cache: DirectoryStore, tmp_path: Path
 ) -> None:
     sources = tmp_path / "a longer name" / "sources"
     shutil.copytree(TOY, sources)
@@ -291,7 +291,7 @@ def test_a_glibc_that_jaxlib_wants_anyway_is_not_asked_for(
 
 
 def test_zig_makes_a_library_for_an_old_glibc(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With a compiler of the machine beside it."""
     pytest.importorskip("ziglang", reason="the wheel ziglang has 100 MB: pip install ziglang")

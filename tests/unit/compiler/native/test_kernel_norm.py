@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,19 +14,41 @@ from hypothesis import strategies as st
 
 from prejit.compiler.models.layers import forms
 
-pytestmark = pytest.mark.usefixtures("with_kernels")
+from . import kernel_builds, kernel_frames
+from .kernel_builds import LEVELS
+
+EPSILON = 1e-3
 
 
-def expected(x: Any, weight: Any, bias: Any, epsilon: float, offset: float) -> Any:
+@pytest.fixture(scope="module", params=LEVELS)
+def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
+    """The library of a level, as bundles have it."""
+    return kernel_builds.product_library(request.param, build_cache)
+
+
+def run(library: ctypes.CDLL, x: Any, weight: Any, bias: Any, offset: float = 0.0) -> np.ndarray:
     """Layer norm where there is a bias, else RMS norm."""
+    out = np.full(x.shape, np.nan, np.float32)
+    kernel_frames.call(
+        kernel_frames.handler_of(library, "norm"),
+        [x, weight, *([] if bias is None else [bias])],
+        [out],
+        centred=np.int32(bias is not None),
+        epsilon=np.float32(EPSILON),
+        offset=np.float32(offset),
+    )
+    return out
+
+
+def expected(x: Any, weight: Any, bias: Any, offset: float) -> Any:
     wide = x.astype(np.float64)
     if bias is not None:
         wide = wide - wide.mean(-1, keepdims=True)
-    scale = 1 / np.sqrt(np.square(wide).mean(-1, keepdims=True) + epsilon)
+    scale = 1 / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPSILON)
     return wide * scale * (weight + np.float64(offset)) + (0 if bias is None else bias)
 
 
-@settings(deadline=None)  # each shape is a program to compile
+@settings(deadline=None)
 @given(
     rows=st.integers(0, 70),
     width=st.integers(1, 70) | st.sampled_from([768, 769, 2048]),
@@ -34,27 +58,51 @@ def expected(x: Any, weight: Any, bias: Any, epsilon: float, offset: float) -> A
     seed=st.integers(0, 1 << 16),
 )
 def test_rows_are_normalized_whatever_their_width(
-    rows: int, width: int, mean: float, centred: bool, offset: float, seed: int
+    kernels: ctypes.CDLL,
+    rows: int,
+    width: int,
+    mean: float,
+    centred: bool,
+    offset: float,
+    seed: int,
 ) -> None:
     random = np.random.default_rng(seed)
     x = (random.standard_normal((rows, width)) + mean).astype(np.float32)
     weight, bias = random.standard_normal((2, width)).astype(np.float32)
     shift = bias if centred else None
+    found = run(kernels, x, weight, shift, offset)
+    np.testing.assert_allclose(found, expected(x, weight, shift, offset), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_program_calls_the_kernel_with_what_it_expects(centred: bool) -> None:
+    random = np.random.default_rng(1)
+    x = random.standard_normal((2, 3, 20)).astype(np.float32)
+    weight, bias = random.standard_normal((2, 20)).astype(np.float32)
+    shift = bias if centred else None
     found = forms.norm(
-        jax.numpy.asarray(x),
-        jax.numpy.asarray(weight),
+        *(jax.numpy.asarray(x), jax.numpy.asarray(weight)),
         None if shift is None else jax.numpy.asarray(shift),
-        epsilon=1e-3,
+        epsilon=EPSILON,
         centred=centred,
-        offset=offset,
+        offset=1.0,
     )
-    wanted = expected(x, weight, shift, 1e-3, offset)
+    wanted = expected(x, weight, shift, 1.0)
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=2e-5, atol=2e-4)
 
 
-def test_a_number_that_is_none_stays_in_its_row() -> None:
+def test_a_number_that_is_none_stays_in_its_row(kernels: ctypes.CDLL) -> None:
     x = np.ones((3, 20), np.float32)
     x[1, 7] = np.nan
-    found = np.asarray(forms.norm(jax.numpy.asarray(x), jax.numpy.ones(20), epsilon=1e-6))
+    found = run(kernels, x, np.ones(20, np.float32), None)
     assert np.isnan(found).all(axis=1).tolist() == [False, True, False]
     assert np.isfinite(found[[0, 2]]).all()
+
+
+def test_shapes_that_do_not_fit_are_refused(kernels: ctypes.CDLL) -> None:
+    x, weight = np.ones((3, 20), np.float32), np.ones(20, np.float32)
+    with pytest.raises(kernel_frames.KernelError, match="a weight for each column"):
+        run(kernels, x, weight[:19], None)
+    with pytest.raises(kernel_frames.KernelError, match="a float32 bias for each column"):
+        run(kernels, x, weight, weight[:1])

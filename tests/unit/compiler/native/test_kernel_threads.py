@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler.native.library import SOURCES, KernelLibrary, build_kernels
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
 from prejit.runtime.format.elf import find_note, read_shared_library
@@ -58,7 +58,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for path in (SOURCES / "threads.cc", SOURCES / "threads.h", TESTS / "threads_probe.cc"):
         shutil.copy(path, directory)
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
-    cache = Cache.open(directory / "cache")
+    cache = DirectoryStore.open(directory / "cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", request.param)
         toolchain = host_toolchain(target("cpu-x86-64-v2"), versions)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.store.cache import Cache
+from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets import toolchain
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
@@ -21,7 +21,7 @@ from prejit.compiler.targets.toolchain import (
     host_toolchain,
     read_tuning,
 )
-from prejit.runtime.cli.tuning import Tuning, write
+from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
 from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -175,7 +175,7 @@ def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -
     path = tmp_path / "l4.json"
     results, topology = (base64.b64encode(x).decode() for x in (b"results", b"topology"))
     write(Tuning(measured, topology, results), path)
-    cache = Cache.open(tmp_path / "cache")
+    cache = DirectoryStore.open(tmp_path / "cache")
     tuned = read_tuning(replace(L4, tuning=str(path)), cache)
     assert tuned is not None
     assert Path(tuned.results).read_bytes() == b"results"

@@ -29,7 +29,7 @@ from prejit.runtime import (
     load,
 )
 from prejit.runtime.base.arguments import described
-from prejit.runtime.generation.request import OPTIONS, resolve
+from prejit.runtime.generation.options import OPTIONS, resolve
 
 VOCAB = 48
 GOLDEN = Path(__file__).parents[3] / "format"

@@ -17,32 +17,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import __main__
-from prejit.runtime.bench import measure
-from prejit.runtime.bench.measure import Setup, ratio_in_turns
-from prejit.runtime.bench.page import page
+from prejit.runtime.bench.comparison import (
+    MIN_QUARTILE_SAMPLES,
+    Comparison,
+    Ratio,
+    better_of,
+    compare_reports,
+)
+from prejit.runtime.bench.processes import Setup, _fresh_process
 from prejit.runtime.bench.report import (
     GROUPS,
     MIN_P95_SAMPLES,
     MIN_P99_SAMPLES,
-    MIN_QUARTILE_SAMPLES,
     YARDSTICK,
-    Comparison,
-    Ratio,
-    Report,
+    BenchReport,
     Row,
-    better_of,
-    compare,
-    notes,
-    quantile,
     read,
-    regression,
-    spelled,
-    spelled_programs,
     summarize,
-    text,
 )
+from prejit.runtime.bench.rounds import ratio_in_turns
+from prejit.runtime.bench.wording import notes, regression, spelled, spelled_programs, text
 from prejit.runtime.errors import ProcessError, RegressionError, StoreError, UsageError
-from prejit.runtime.programs.programs import ProgramReport
+from prejit.runtime.pages.bench import bench_page
+from prejit.runtime.programs.ready import ProgramReport
 
 MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": ["avx", "sse"]}
 times = st.floats(1e-6, 1e3)
@@ -54,7 +51,7 @@ def row(name: str, samples: Sequence[float], **changes: Any) -> Row:
     return summarize(group, name, work, samples, **fields)
 
 
-def report(*rows: Row, **changes: Any) -> Report:
+def report(*rows: Row, **changes: Any) -> BenchReport:
     values: dict[str, Any] = {
         "report_version": 1,
         "bundle": "b",
@@ -69,11 +66,13 @@ def report(*rows: Row, **changes: Any) -> Report:
         "programs": (ProgramReport("p", "loaded", 0.25),),
         "rows": rows,
     }
-    return Report(**{**values, **changes})
+    return BenchReport(**{**values, **changes})
 
 
-def beside(before: Report, after: Report, tolerance: float = 0.25, **rest: Any) -> Comparison:
-    return compare(before, after, other="other", tolerance=tolerance, **rest)
+def beside(
+    before: BenchReport, after: BenchReport, tolerance: float = 0.25, **rest: Any
+) -> Comparison:
+    return compare_reports(before, after, other="other", tolerance=tolerance, **rest)
 
 
 def verdict(before: Sequence[float], after: Sequence[float], tolerance: float = 0.25) -> str:
@@ -82,11 +81,6 @@ def verdict(before: Sequence[float], after: Sequence[float], tolerance: float = 
 
 
 # Percentiles
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
-def test_quantiles_are_numpys(samples: list[float], q: float) -> None:
-    assert quantile(sorted(samples), q) == pytest.approx(float(np.quantile(samples, q)), rel=1e-9)
 
 
 @pytest.mark.parametrize("count", [1, 2, MIN_P95_SAMPLES, MIN_P99_SAMPLES])
@@ -169,7 +163,7 @@ def test_times_with_hardly_any_samples_are_not_judged_but_memory_is() -> None:
 
 
 def test_a_machine_that_slowed_down_as_a_whole_fails_no_bundle() -> None:
-    def measured(speed: float, yardstick: float) -> Report:
+    def measured(speed: float, yardstick: float) -> BenchReport:
         return report(row("r", [speed] * 5), row(YARDSTICK, [yardstick] * 5, group="machine"))
 
     assert beside(measured(1, 1), measured(2, 1)).deltas[0].verdict == "worse"
@@ -401,9 +395,9 @@ def test_names_stay_text_on_the_page() -> None:
         machine={"cpu_model": EVIL, "cpu_count": EVIL},
         programs=(ProgramReport(EVIL, EVIL, 1.0),),
     )
-    comparison = compare(before, after, other=EVIL, tolerance=0.25)
+    comparison = compare_reports(before, after, other=EVIL, tolerance=0.25)
     assert comparison.regressions
-    found = Elements(page(after, comparison))
+    found = Elements(bench_page(after, comparison))
     tags = [tag for tag, _ in found.found]
     assert not {"script", "img"} & set(tags)
     assert not any(name.startswith("on") for _, attributes in found.found for name in attributes)
@@ -425,7 +419,7 @@ def test_the_page_needs_nothing_beside_itself_and_shows_everything() -> None:
     memory = row("bytes row", [1e8], unit="bytes", group="memory")
     after = report(*rows, memory, FULL.rows[2])
     before = report(*(dataclasses.replace(one, minimum=one.minimum / 2) for one in rows), memory)
-    source = page(after, beside(before, after))
+    source = bench_page(after, beside(before, after))
     found = Elements(source)
     for _, attributes in found.found:
         assert not {"src", "href", "action", "data", "xlink:href"} & attributes.keys()
@@ -447,7 +441,7 @@ def test_pictures_stay_inside_their_frame(rows: list[list[float]]) -> None:
     made = [row(f"r{i}", samples, items=1, item="tokens") for i, samples in enumerate(rows)]
     turned = [row(f"r{i}", samples) for i, samples in enumerate(reversed(rows))]
     after = report(*made)
-    for tag, attributes in Elements(page(after, beside(report(*turned), after))).found:
+    for tag, attributes in Elements(bench_page(after, beside(report(*turned), after))).found:
         for name in ("x", "x1", "x2", "cx", "width"):
             if tag in ("line", "rect", "circle", "text") and name in attributes:
                 assert 0 <= float(attributes[name] or "nan") <= 1000
@@ -506,7 +500,7 @@ def test_a_failed_process_keeps_its_own_exit_status(bundle_dir: Path, tmp_path: 
         (tmp_path / "nowhere", 6, "error[store]"),
     ):
         with pytest.raises(ProcessError, match=re.escape(told)) as caught:
-            measure._fresh_process(Setup(str(path)), use)
+            _fresh_process(Setup(str(path)), use)
         assert caught.value.exit_code == status
         assert f"a fresh process ended with {status}" in str(caught.value)
     assert ProcessError("killed", -9).exit_code == 137

@@ -182,8 +182,8 @@ def test_missing_and_damaged_and_foreign_end_differently(
         *((("inspect", bundle_dir), 0), (("explain", bundle_dir), 0)),
         (("explain", settled_dir, "--fingerprint", tmp_path / "none"), 6),
         (("explain", settled_dir, "--fingerprint", x_file), 4),
-        ((*call, "--require-aot"), 0),
-        ((*call, "--require-aot", "--fingerprint", foreign), 3),
+        ((*call, "--on-mismatch", "error"), 0),
+        ((*call, "--on-mismatch", "error", "--fingerprint", foreign), 3),
         (("call", bundle_dir, *call[2:]), 4),
         (("call", settled_dir, "scores", *call[3:]), 2),
         (("generate", settled_dir, "--prompt", "x"), 2),
@@ -241,7 +241,7 @@ def test_call_falls_back_with_a_warning_on_stderr(
     for filters in ("error", "ignore"):  # of Python's, which say nothing about ours
         done = prejit(*call, "--fingerprint", foreign, env={"PYTHONWARNINGS": filters})
         assert done.stderr.startswith("warning: ")
-    refused = prejit(*call, "--fingerprint", foreign, "--require-aot", status=3)
+    refused = prejit(*call, "--fingerprint", foreign, "--on-mismatch", "error", status=3)
     assert refused.stdout == ""
     assert refused.stderr.startswith("error[mismatch]: ")
 
@@ -476,7 +476,7 @@ def test_a_key_that_looks_like_a_number_is_a_key(
 
 
 def test_results_of_every_dtype_can_be_read_again(tmp_path: Path) -> None:
-    from prejit.runtime.cli.commands import _as_numpy_writes
+    from prejit.runtime.cli.call import _as_numpy_writes
 
     for dtype in (*map(np.dtype, ("float32", "bool")), ml_dtypes.bfloat16, ml_dtypes.float8_e5m2):
         value = np.ones(3, dtype)

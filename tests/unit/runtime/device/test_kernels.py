@@ -298,11 +298,12 @@ def test_inspect_and_verify_tell_of_kernels(
 STAND_IN = """
 import sys
 import numpy as np
+from prejit.compiler.compile.xla import compile_portable, stand_in_for_kernels
 from prejit.runtime.device import executable
 library, program, other = (open(path, "rb").read() for path in sys.argv[1:])
-executable.stand_in_for_kernels(library)
+stand_in_for_kernels(library)
 assert "prejit-kernels" not in open("/proc/self/maps").read()
-compiled = executable.compile_portable(program).serialized
+compiled = compile_portable(program).serialized
 assert compiled == other, "the stand-in is in what was compiled"
 device = executable.Device("cpu")
 try:
@@ -313,11 +314,12 @@ except Exception as error:
 """
 WITHOUT = """
 import sys
+from prejit.compiler.compile.xla import compile_portable
 from prejit.runtime.device import executable
 from prejit.runtime.errors import BuildError, MismatchError
 program, compiled = (open(path, "rb").read() for path in sys.argv[1:])
 try:
-    executable.compile_portable(program)
+    compile_portable(program)
 except BuildError as error:
     print(error)
 try:
@@ -347,6 +349,7 @@ import sys
 import jax
 import numpy as np
 from jax import export
+from prejit.compiler.compile.xla import compile_portable
 from prejit.runtime.device import executable
 name, library, program, compiled = sys.argv[1:]
 x = jax.ShapeDtypeStruct((5,), np.float32)
@@ -355,7 +358,7 @@ unchecked = [export.DisabledSafetyCheck.custom_call(name)]
 portable = export.export(call, platforms=("cpu",), disabled_checks=unchecked)(x).mlir_module_serialized
 open(program, "wb").write(portable)
 executable.register_kernels(open(library, "rb").read())
-open(compiled, "wb").write(executable.compile_portable(bytes(portable)).serialized)
+open(compiled, "wb").write(compile_portable(bytes(portable)).serialized)
 """
 
 

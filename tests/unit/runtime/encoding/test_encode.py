@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from prejit.runtime.encoding.buckets import Bucket, loading_order, partition
-from prejit.runtime.encoding.sentences import check_ids, shortened
+from prejit.runtime.encoding.sentences import check_ids, shorten
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 from prejit.runtime.text.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ def tokenizer() -> Tokenizer:
 def test_a_sentence_that_is_cut_off_keeps_what_sentences_end_with(tokenizer: Tokenizer) -> None:
     sentences = [tokenizer.encode("a b " * 4), tokenizer.encode("b"), [3, 4, 3, 4, 3, 4]]
     with pytest.warns(TruncationWarning, match="2 of 3 sentences are longer than 5") as told:
-        assert shortened(sentences, 5, lambda: tokenizer, "truncate", "it says") == 2
+        assert shorten(sentences, 5, lambda: tokenizer, "truncate", "it says") == 2
     assert len(told) == 1, "one warning for all"
     assert sentences == [[1, 3, 4, 3, 2], [1, 4, 2], [3, 4, 3, 4, 3]]
 
@@ -147,21 +147,21 @@ def test_a_sentence_that_is_cut_off_keeps_what_sentences_end_with(tokenizer: Tok
 def test_a_limit_of_the_ending_alone_still_leaves_a_sentence(tokenizer: Tokenizer) -> None:
     sentences = [tokenizer.encode("a b a b")]
     with pytest.warns(TruncationWarning):
-        shortened(sentences, 1, lambda: tokenizer, "truncate", "it says")
+        shorten(sentences, 1, lambda: tokenizer, "truncate", "it says")
     assert sentences == [[1]]
 
 
 def test_too_long_is_an_error_where_that_is_asked_for_and_changes_nothing() -> None:
     sentences = [[1], [1, 2, 3]]
     with pytest.raises(ContextError, match=r"at most 2 tokens.*number 1 with 3"):
-        shortened(sentences, 2, lambda: None, "error", "it says")
+        shorten(sentences, 2, lambda: None, "error", "it says")
     assert sentences == [[1], [1, 2, 3]]
 
 
 def test_what_fits_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert shortened([[1, 2], [3]], 2, lambda: None, "truncate", "it says") == 0
+        assert shorten([[1, 2], [3]], 2, lambda: None, "truncate", "it says") == 0
 
 
 @pytest.mark.parametrize("ids", [[], [5], [-1], [0, 1, 99]])

@@ -21,12 +21,11 @@ from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.fallback import closest_verdict
-from prejit.runtime.fleet import machines
+from prejit.runtime.fallback import closest_target
+from prejit.runtime.fleet import cover
 from prejit.runtime.fleet.cover import fewest_sets
 from prejit.runtime.fleet.machines import Machine, read_fleet
-from prejit.runtime.fleet.page import page
-from prejit.runtime.fleet.report import Report, explain_fleet
+from prejit.runtime.fleet.report import FleetReport, explain_fleet
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REF_NAME, REQUIREMENT
 from prejit.runtime.format.opening import match, open_index
@@ -36,6 +35,7 @@ from prejit.runtime.machine.environment import effective_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.machine.target import Target
+from prejit.runtime.pages.fleet import fleet_page
 
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}
 HOST = Fingerprint("cpu", "x86_64", LEVELS["v3"], "0.12.0.1", "Some CPU", 4, 1 << 34)
@@ -89,7 +89,7 @@ def save(machines: Sequence[Machine], directory: Path) -> Path:
     return directory
 
 
-def helped(report: Report) -> dict[str, Fingerprint]:
+def helped(report: FleetReport) -> dict[str, Fingerprint]:
     """The machines that fall back now and are not beyond help."""
     beyond = {name for group in report.beyond_help for name in group.machines}
     return {
@@ -244,7 +244,7 @@ def test_a_greedy_cover_is_not_taken_where_it_is_larger() -> None:
 def test_a_search_that_takes_too_long_says_so_and_covers_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machines, "MAX_STEPS", 3)
+    monkeypatch.setattr(cover, "MAX_STEPS", 3)
     import random
 
     pick = random.Random(1)
@@ -413,7 +413,7 @@ def test_it_is_what_the_loader_would_choose(
         for machine, verdict in report.verdicts:
             ranked = match(layout, index, machine.fingerprint)
             chosen = next((t for t in ranked if t.verdict.matches), None)
-            expected = chosen or closest_verdict(ranked)
+            expected = chosen or closest_target(ranked)
             assert verdict == expected.verdict
 
 
@@ -512,7 +512,9 @@ def test_a_target_that_serves_nobody_is_listed(
     tmp_path: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(named([HOST]), tmp_path / "fleet")
-    assert run("explain", fleet_bundle, "--fleet", tmp_path / "fleet", "--require-aot") == 0
+    assert (
+        run("explain", fleet_bundle, "--fleet", tmp_path / "fleet", "--on-mismatch", "error") == 0
+    )
     said = capsys.readouterr().out
     assert re.search(r"\ncpu-host +0\n", said)
     assert "all 1 machines load a target" in said
@@ -523,7 +525,7 @@ def test_scripts_get_json_and_an_exit_status(
     small_fleet: Path, fleet_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ("explain", fleet_bundle, "--fleet", small_fleet, "--json")
-    assert run(*command, "--require-aot") == 3
+    assert run(*command, "--on-mismatch", "error") == 3
     plain = json.loads(capsys.readouterr().out)
     assert run(*command) == 0
     assert json.loads(capsys.readouterr().out) == plain
@@ -586,7 +588,7 @@ def test_one_bad_file_is_named_after_the_report_of_all_others(
     assert "machines  loads" in captured.out
     assert f"found 1 that cannot be read:\n  {bad}: " in captured.err
     assert str(bad) in "".join(Elements(path.read_text(encoding="utf-8")).text)
-    assert run(*argv, "--json", "--require-aot") == 6
+    assert run(*argv, "--json", "--on-mismatch", "error") == 6
     said = json.loads(capsys.readouterr().out)
     assert (said["machines"], [file["path"] for file in said["unreadable"]]) == (7, [str(bad)])
 
@@ -610,7 +612,7 @@ def test_each_proposal_says_what_it_needs_of_the_build_host() -> None:
 
 
 def test_the_page_of_a_fleet_named_fleet_says_which_is_which() -> None:
-    text = page("fleet", "sha256:0", "fleet", explain_fleet([needs("cpu-x86-64-v3")], []))
+    text = fleet_page("fleet", "sha256:0", "fleet", explain_fleet([needs("cpu-x86-64-v3")], []))
     assert "fleet on the fleet" not in "".join(Elements(text).text)
     assert "<h1>Bundle <code>fleet</code>, machines of <code>fleet</code></h1>" in text
 
@@ -649,7 +651,7 @@ def test_text_from_files_stays_text_on_the_page() -> None:
     host = dataclasses.replace(HOST, cpu_model=EVIL, jaxlib="0.11.2")
     machines = (Machine(EVIL, EVIL, machine), Machine(f"{EVIL}2", EVIL, host))
     targets = [(EVIL, needs("cuda-h100")[1])]
-    text = page(EVIL, EVIL, EVIL, explain_fleet(targets, machines))
+    text = fleet_page(EVIL, EVIL, EVIL, explain_fleet(targets, machines))
     found = Elements(text)
     assert [tag for tag, _ in found.found].count("script") == 1
     assert not any(tag == "img" for tag, _ in found.found)
@@ -674,7 +676,7 @@ def test_the_page_shows_every_machine_target_and_table(small_fleet: Path) -> Non
     machines = read_fleet(small_fleet).machines
     targets = [needs("cpu-x86-64-v3", **DEFAULTS), needs("cuda-h100", **DEFAULTS)]
     report = explain_fleet(targets, machines)
-    found = Elements(page("demo", "sha256:0", "fleet", report))
+    found = Elements(fleet_page("demo", "sha256:0", "fleet", report))
     told = "".join(found.text)
     for part in (
         *(machine.name for machine in machines),

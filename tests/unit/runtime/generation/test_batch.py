@@ -17,10 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.errors import ContextError, PrejitWarning, UsageError
-from prejit.runtime.generation import batch as engine
+from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.request import Logprob, Request, Token
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.rows import Token
+from prejit.runtime.generation.sampling import Logprob
 
 VOCAB, CONTEXT = 48, 72
 TEXT = np.random.default_rng(3).integers(0, VOCAB, CONTEXT).tolist()
@@ -89,7 +91,7 @@ def reference(decoder_dir: Path) -> Reference:
 @pytest.fixture
 def sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many steps a call as there is room for: else the measured time of a step decides."""
-    monkeypatch.setattr(engine, "_CALL_SECONDS", 1e9)
+    monkeypatch.setattr(decode, "CALL_SECONDS", 1e9)
 
 
 def request(prompt: Sequence[int], count: int | None = 8, **options: Any) -> Request:
@@ -738,7 +740,7 @@ def test_a_session_that_is_closed_while_it_streams_says_so(bundle: Bundle) -> No
     stream = session.stream(TEXT[:6], max_new_tokens=60, stop_token_ids=())
     next(stream)
     session.close()
-    with pytest.raises(UsageError, match="found that 1 of them were freed"):
+    with pytest.raises(UsageError, match="found 1 that became free"):
         list(stream)
     result = session.generate(TEXT[:6], max_new_tokens=8, stop_token_ids=())
     assert result.token_ids == greedy(bundle, TEXT[:6]).token_ids

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.sampling import Sampling, arrays, bias_row, history_row
+from prejit.runtime.generation.options import Sampling
+from prejit.runtime.generation.sampling import arrays, bias_row, history_row
 
 
 @pytest.mark.parametrize(

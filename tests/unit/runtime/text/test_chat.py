@@ -31,7 +31,8 @@ from prejit.runtime.format.names import (
     TOKENIZER_MEDIA_TYPE,
 )
 from prejit.runtime.format.schema import Chat, Descriptor, Manifest
-from prejit.runtime.text.chat import MAX_CHARACTERS, ChatTemplates, check_template
+from prejit.runtime.text.chat import ChatTemplates
+from prejit.runtime.text.sandbox import MAX_CHARACTERS, check_template
 from prejit.runtime.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[4] / "manifests" / "demo-model" / "tokenizer.json"

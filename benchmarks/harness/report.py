@@ -1,0 +1,240 @@
+"""Turn samples into tables, targets and text. Pure functions; standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness import workload
+from benchmarks.harness.measure import Sample, Spread, spread
+
+MB = 1e6
+Samples = Mapping[str, list[Sample]]
+
+PREJIT = "prejit"
+JAX_COLD, JAX_WARM = "JAX, cold jit", "JAX, persistent cache"
+EAGER, JIT = "JAX op by op, no cache", "JAX jit, no cache"
+JIT_SHORT, JIT_CACHE = "JAX jit, no cache, padded to 18", "JAX jit, KV cache"
+BUILD_COLD_4, BUILD_COLD_40 = "cold build, 4 buckets", "cold build, 40 buckets"
+BUILD_NOOP, HELP, PASS = "no-op rebuild", "prejit --help", "python -c pass"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure, and the limit that it should meet.
+
+    Attributes:
+        what: name of the figure.
+        found: measured value.
+        limit: largest value allowed, or the smallest with `at_least`.
+        unit: text after both values.
+        at_least: whether the limit is the smallest value allowed.
+    """
+
+    what: str
+    found: float
+    limit: float
+    unit: str = ""
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Return whether the figure meets its limit."""
+        return self.found >= self.limit if self.at_least else self.found <= self.limit
+
+    def row(self) -> tuple[str, str, str, str]:
+        """Return a row of the table of targets."""
+        bound = f"{'at least' if self.at_least else 'at most'} {self.limit:.4g}{self.unit}"
+        return self.what, f"{self.found:.3g}{self.unit}", bound, "met" if self.met else "**missed**"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its title and a note."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        lines = [self.head, tuple("---" for _ in self.head), *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"## {self.title}\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
+
+
+def cell(samples: Sequence[Sample], key: str, digits: int = 2, scale: float = 1) -> str:
+    """Return `median [least..greatest]` of one figure."""
+    s = spread(samples, key)
+    low, high = s.low / scale, s.high / scale
+    return f"{s.median / scale:.{digits}f} [{low:.{digits}f}..{high:.{digits}f}]"
+
+
+def median(samples: Sequence[Sample], key: str) -> float:
+    """Return the median of one figure."""
+    return spread(samples, key).median
+
+
+def ratio(rows: Samples, name: str, other: str, key: str, other_key: str = "") -> float:
+    """Return one row's figure divided by another's: the median of the ratios within each round.
+
+    The speed of a virtual machine drifts more between rounds than within one.
+    """
+    pairs = zip(rows[name], rows[other], strict=True)
+    return Spread.of([mine[key] / theirs[other_key or key] for mine, theirs in pairs]).median
+
+
+def same_tokens(rows: Samples) -> bool:
+    """Return whether every process of every row gave the same tokens."""
+    return len({tuple(s["tokens"]) for row in rows.values() for s in row if "tokens" in s}) == 1
+
+
+def flat(rows: Samples, failures: Mapping[str, str]) -> tuple[list[Table], list[Target]]:
+    """Return the tables of starts of small and large bundles."""
+    what = {
+        "tiny-4": "5 MB of weights, 4 programs",
+        "tiny-400": "5 MB of weights, 400 programs",
+        "gpt2-4": "500 MB of weights, 4 programs",
+        "llama-1b-float32": "5 GB of weights, 4 programs",
+    }
+    lines = [
+        (
+            what[name],
+            cell(samples, "loaded_seconds"),
+            cell(samples, "first_seconds"),
+            cell(samples, "rss_bytes", 0, MB),
+        )
+        for name, samples in rows.items()
+    ]
+    table = Table(
+        "Start-up of small and large bundles",
+        ("", "exec → loaded, s", "exec → 1st token, s", "peak RSS, MB"),
+        lines,
+        "\n".join(
+            [
+                "The first token reads all weights of a dense model; loading reads none.",
+                *(f"Not there: {name}: {reason}." for name, reason in failures.items()),
+            ]
+        ),
+    )
+    targets = []
+    for name, other, key, shown in (
+        ("tiny-400", "tiny-4", "first_seconds", "exec → 1st token, 400 programs to 4"),
+        ("gpt2-4", "tiny-4", "loaded_seconds", "exec → loaded, 500 MB of weights to 5 MB"),
+        ("llama-1b-float32", "tiny-4", "loaded_seconds", "exec → loaded, 5 GB of weights to 5 MB"),
+    ):
+        if name in rows and other in rows:
+            targets.append(Target(shown, ratio(rows, name, other, key), 1.1, " x"))
+    return [table], targets
+
+
+def kv_cache(rows: Samples) -> tuple[list[Table], list[Target]]:
+    """Return the tables that compare generation with and without a KV cache."""
+    count = workload.SHORT_NEW_TOKENS
+
+    def rate(name: str) -> float:
+        return count / Spread.of([t for s in rows[name] for t in s["warm_seconds"]]).median
+
+    lines = [
+        (
+            name,
+            cell(samples, "all_seconds"),
+            cell(samples, "cold_seconds"),
+            f"{count / rate(name):.3f}",
+            f"{rate(name):.1f}",
+            f"{rate(name) / rate(EAGER):.1f} x",
+        )
+        for name, samples in rows.items()
+    ]
+    table = Table(
+        f"The KV cache earns its keep: GPT-2 124M, {workload.SHORT_PROMPT_TOKENS} tokens in, {count} out",
+        (
+            *("", "exec → 15th token, s", "first request, s", "warm request, s"),
+            *("tokens/s, warm", "ratio"),
+        ),
+        lines,
+        "Without a cache each token takes the whole sequence again, padded to the length of the cache "
+        f"({workload.CONTEXT}) so that no shape changes. "
+        f"Tokens of all rows: {'the same' if same_tokens(rows) else '**not the same**'}.",
+    )
+    return [table], [
+        Target("processes whose tokens differ (KV cache)", 0 if same_tokens(rows) else 1, 0)
+    ]
+
+
+def buckets(rows: Samples) -> tuple[list[Table], list[Target]]:
+    """Return the tables of a process that uses every bucket once."""
+    lines = [
+        (
+            name,
+            str(samples[0]["answers"]),
+            str(len(samples)),
+            cell(samples, "first_seconds"),
+            cell(samples, "last_seconds"),
+            f"{median(samples, 'last_seconds') / median(rows[JAX_COLD], 'last_seconds'):.2f}",
+            f"{Spread.of([s['memory']['Anonymous'] for s in samples]).median / MB:.0f}",
+        )
+        for name, samples in rows.items()
+    ]
+    table = Table(
+        "Until every bucket has answered once: GPT-2 124M, 40 programs",
+        (
+            *("", "programs", "runs", "exec → first answer, s", "exec → every answer, s"),
+            *("to cold jit", "private memory then, MB"),
+        ),
+        lines,
+    )
+    return [table], []
+
+
+def build(rows: Samples) -> tuple[list[Table], list[Target]]:
+    """Return the tables of build times."""
+    lines = [
+        (
+            name,
+            str(len(samples)),
+            cell(samples, "exit_seconds"),
+            str(max(s["compiled"] for s in samples)) if "compiled" in samples[0] else "",
+        )
+        for name, samples in rows.items()
+    ]
+    table = Table("Building", ("", "runs", "s", "programs compiled"), lines)
+    [noop] = [samples for name, samples in rows.items() if name.startswith(BUILD_NOOP)]
+    extra = median(rows[HELP], "exit_seconds") - median(rows[PASS], "exit_seconds")
+    return [table], [
+        Target("no-op rebuild", median(noop, "exit_seconds"), 1.5, " s"),
+        Target("compiled by a no-op rebuild", max(s["compiled"] for s in noop), 0),
+        Target("prejit --help over python -c pass", extra, 0.15, " s"),
+    ]
+
+
+def markdown(
+    facts: Mapping[str, Any], tables: Sequence[Table], targets: Sequence[Target], picture: str
+) -> str:
+    """Return the whole page."""
+    machine, versions = facts["machine"], facts["versions"]
+    missed = sum(not target.met for target in targets)
+    verdict = f"{missed} of {len(targets)} targets missed" if missed else "all targets met"
+    busy = max(machine["load_average"], facts["load_average_after"] - 2)
+    head = (
+        f"# Benchmark of {facts['date']}: {verdict}\n\n"
+        f"{machine['cpu']} (family/model {machine['family_model']}"
+        f"{', AVX-512' if machine['avx512'] else ''}), {machine['cores']} cores used, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GB, Linux {machine['kernel']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f".\nMedians [least..greatest] of {facts['runs']} fresh processes, all rows in turn after one "
+        "round that was thrown away; ratios are medians of the ratios within each round. "
+        "`make bench` repeats it.\n"
+    )
+    if busy > 0.5:
+        head += (
+            f"\n**The machine was not quiet** (load {machine['load_average']:.1f} before): "
+            "the figures are for debugging.\n"
+        )
+    goals = Table(
+        "Targets", ("", "found", "wanted", ""), [target.row() for target in targets]
+    ).markdown()
+    image = f"![start-up and decode]({picture})\n" if picture else ""
+    return "\n".join(part for part in (head, image, goals, *(t.markdown() for t in tables)) if part)

@@ -1,0 +1,215 @@
+"""The work of every row, and the lines by which a child process reports it. Standard library only.
+
+The parent holds the clock. It starts just before the child's process and stops at lines of the child:
+
+    LOADED         the model is loaded (only prejit's children print it)
+    FIRST          the first token is a Python int
+    ALL            the first request is complete (only children that go on print it)
+    LAST {json}    the work is done; the figures that the child measured itself
+
+This module imports nothing that would delay a child's first token.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+EVENTS = ("LOADED", "FIRST", "ALL", "LAST")
+
+LAYERS, WIDTH, HEADS, VOCABULARY, POSITIONS = 12, 768, 12, 50257, 1024
+"""Sizes of GPT-2 with 124 million parameters."""
+HEAD_SIZE = WIDTH // HEADS
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a decoder like Llama: grouped queries, gated product, tied head, no biases.
+
+    Attributes:
+        layers: number of layers, L.
+        width: width of the model, D.
+        heads: number of query heads N, each of width / heads.
+        kv_heads: number of key/value heads, K.
+        inner: width of the gated product.
+        vocabulary: number of tokens, V.
+        positions: longest context.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    positions: int
+
+    @property
+    def matrix_weights(self) -> int:
+        """Number of weights that one decode step reads: those of all products. The head is the embedding."""
+        shared = self.kv_heads * self.width // self.heads
+        layer = self.width * (2 * self.width + 2 * shared + 3 * self.inner)
+        return self.layers * layer + self.vocabulary * self.width
+
+
+LLAMA_1B = Llama(16, 2048, 32, 8, 8192, 128256, 2048)
+"""The shape of Llama 3.2 1B: 1.24 billion parameters."""
+LLAMA_TINY = Llama(4, 128, 4, 2, 384, 4096, 1024)
+"""A model of 5 MB, which shows the cost of many programs and nothing else."""
+
+PROMPT_TOKENS, NEW_TOKENS, CONTEXT = 32, 64, 128
+"""Tokens of the main rows. CONTEXT is the length of the KV cache of both JAX and prejit."""
+SHORT_PROMPT_TOKENS, SHORT_NEW_TOKENS = 4, 15
+"""Tokens of the rows with and without a KV cache."""
+PREFILL_TOKENS, PREFILL_RUNS = 512, 7
+ENCODER_SHAPES = ((1, 16), (1, 128), (8, 128), (64, 128))
+"""Shapes (sentences, tokens) of the encoder's rows."""
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Bytes of one stored weight by dtype."""
+
+Sizes = dict[str, tuple[int, ...]]
+BUCKETS: dict[str, Sizes] = {
+    "gpt2-4": {"batch": (1,), "prompt": (32,), "context": (128, 256)},
+    "gpt2-40": {"batch": (1, 4), "prompt": (16, 32, 64, 128), "context": (128, 256, 512, 1024)},
+}
+"""Manifests of float32 GPT-2 by name. Programs: batch x context x (prompts + 1 for decode)."""
+
+
+def program_count(name: str) -> int:
+    """Return the number of programs of a manifest of BUCKETS."""
+    sizes = BUCKETS[name]
+    return len(sizes["batch"]) * len(sizes["context"]) * (len(sizes["prompt"]) + 1)
+
+
+def prompt_ids(count: int) -> list[int]:
+    """Return fixed token ids, the same on every machine."""
+    state, ids = 1, []
+    for _ in range(count):
+        state = state * 48271 % (2**31 - 1)
+        ids.append(state % VOCABULARY)
+    return ids
+
+
+def prompts(count: int, batch: int) -> list[list[int]]:
+    """Return a batch of prompts of one length. The first is that of batch 1, so tokens are comparable."""
+    ids = prompt_ids(count * batch)
+    return [ids[row * count : (row + 1) * count] for row in range(batch)]
+
+
+def prefill_prompt(number: int) -> list[int]:
+    """Return PREFILL_TOKENS ids, different for each number: some engines cache repeated prompts."""
+    first, *others = prompt_ids(PREFILL_TOKENS)
+    return [(first + number) % VOCABULARY, *others]
+
+
+def decode_bytes(dtype: str = "float32") -> int:
+    """Return the bytes of weights that one decode step of GPT-2 must read, without the scales of int8.
+
+    A step reads all matrices except the position embedding, where it reads one row. The head is the token
+    embedding.
+    """
+    matrices = LAYERS * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
+    vectors = LAYERS * 13 * WIDTH + 2 * WIDTH + WIDTH
+    return BYTES[dtype] * matrices + 4 * vectors
+
+
+def llama_bytes(dtype: str) -> int:
+    """Return the bytes of matrices that one decode step of LLAMA_1B must read."""
+    return BYTES[dtype] * LLAMA_1B.matrix_weights
+
+
+def kv_cache_bytes(batch: int = 1, context: int = CONTEXT) -> int:
+    """Return the bytes of a float32 KV cache."""
+    return 4 * 2 * LAYERS * batch * context * WIDTH
+
+
+def say_first() -> None:
+    """Report that the first token is a Python int."""
+    print("FIRST", flush=True)
+
+
+def say_last(**facts: object) -> None:
+    """Report that the work is done, with the child's own figures and its memory."""
+    import json
+
+    print("LAST " + json.dumps({**facts, "memory": memory_bytes()}), flush=True)
+
+
+def stream(tokens: Iterable[int], batch: int = 1) -> dict[str, object]:
+    """Consume a generation token by token, and report the first.
+
+    The decode rate counts from the second token to the last. What a runtime does once, when its decode
+    program first runs (JAX compiles it), is in `second_token_seconds`.
+
+    Args:
+        tokens: tokens of the first row, each when the step of all rows is done.
+        batch: number of rows. The rate counts the tokens of all rows.
+
+    Returns:
+        Facts for `say_last`.
+    """
+    found: list[int] = []
+    times: list[float] = []
+    for token in tokens:
+        times.append(time.perf_counter())
+        if not found:
+            say_first()
+        found.append(token)
+    return {
+        "tokens": found,
+        "decode_tokens_per_second": batch * (len(found) - 2) / (times[-1] - times[1]),
+        "second_token_seconds": times[1] - times[0],
+    }
+
+
+def requests(generate: Callable[[], Iterable[int]], warm: int) -> dict[str, object]:
+    """Run one request cold, then the same one warm.
+
+    Returns:
+        Facts for `say_last`.
+    """
+    started = time.perf_counter()
+    found = stream(generate())
+    seconds = [time.perf_counter() - started]
+    print("ALL", flush=True)
+    for _ in range(warm):
+        started = time.perf_counter()
+        for _token in generate():
+            pass
+        seconds.append(time.perf_counter() - started)
+    return {"tokens": found["tokens"], "cold_seconds": seconds[0], "warm_seconds": seconds[1:]}
+
+
+def prefill(first_token: Callable[[list[int]], int]) -> dict[str, object]:
+    """Time prompts of PREFILL_TOKENS in a warm process.
+
+    Args:
+        first_token: function that returns the token after a prompt.
+
+    Returns:
+        Facts for `say_last`; `tokens` holds the token of the first prompt.
+    """
+    token = first_token(prefill_prompt(0))
+    say_first()
+    seconds = []
+    for number in range(1, PREFILL_RUNS + 1):
+        started = time.perf_counter()
+        first_token(prefill_prompt(number))
+        seconds.append(time.perf_counter() - started)
+    rate = PREFILL_TOKENS / statistics.median(seconds)
+    return {"tokens": [token], "prefill_tokens_per_second": rate}
+
+
+def memory_bytes() -> dict[str, int]:
+    """Return this process's memory now, from smaps_rollup.
+
+    Private_Clean counts pages of a mapped file while no other process maps it. They belong to the page cache,
+    and the kernel can drop them. The memory that a process costs is Private_Dirty.
+    """
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        fields = [line.split() for line in file if line.rstrip().endswith("kB")]
+    wanted = ("Rss:", "Pss:", "Private_Clean:", "Private_Dirty:", "Anonymous:")
+    return {name[:-1]: int(size) << 10 for name, size, _ in fields if name in wanted}

@@ -1,0 +1,129 @@
+"""Write a decoder of the benchmark as a GGUF file. Runs in the environment of llama.cpp.
+
+    peers/convert/gguf_file.py MODEL OUTPUT.gguf KIND     kinds: f32, bf16, q8_0
+
+MODEL is a directory of models.py. Norms, biases and GPT-2's positions stay float32, as llama.cpp's own
+converter leaves them; q8_0 is its package's quantization (blocks of 32 with one scale each). Tokens have
+meaningless names, because the benchmark uses ids.
+
+Sources: the GGUF specification (ggml, docs/gguf.md); llama.cpp's convert_hf_to_gguf.py for names and for the
+order of the rotary rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+_FILE_TYPES = {"f32": 0, "bf16": 32, "q8_0": 7}
+_GPT2 = {
+    **{"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"},
+    **{"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"},
+    **{"ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+}
+_LLAMA = {
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm"},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+_KEPT = "position_embd.weight"
+
+
+def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a safetensors file as float32, one at a time."""
+    content = np.memmap(path, np.uint8, "r")
+    start = 8 + int(content[:8].view(np.uint64)[0])
+    for name, about in json.loads(content[8:start].tobytes()).items():
+        begin, end = about["data_offsets"]
+        raw = content[start + begin : start + end]
+        if about["dtype"] == "BF16":
+            flat = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            flat = raw.view(np.float32)
+        yield name, flat.reshape(about["shape"])
+
+
+def new_name(name: str, names: dict[str, str]) -> str:
+    """Return GGUF's name for a tensor: `h.3.ln_1.bias` is `blk.3.attn_norm.bias`."""
+    base, leaf = name.rsplit(".", 1)
+    if base in names:
+        return f"{names[base]}.{leaf}"
+    layer, _, rest = base.removeprefix("model.layers.").removeprefix("h.").partition(".")
+    return f"blk.{layer}.{names[rest]}.{leaf}"
+
+
+def rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return a query or key weight (out, in) with adjacent pairs, as llama.cpp rotates them."""
+    half = weight.shape[0] // heads // 2
+    pairs = weight.reshape(heads, 2, half, weight.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def write(model: Path, output: Path, kind: str) -> None:
+    """Write the file."""
+    config = json.loads((model / "config.json").read_text())
+    gpt2 = config["model_type"] == "gpt2"
+    partial = output.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, config["model_type"])
+    writer.add_file_type(_FILE_TYPES[kind])
+    if gpt2:
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_feed_forward_length(4 * config["n_embd"])
+        writer.add_block_count(config["n_layer"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    else:
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(config["hidden_size"])
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_block_count(config["num_hidden_layers"])
+        writer.add_head_count(config["num_attention_heads"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_rope_dimension_count(config["head_dim"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _add_tokens(writer, config["vocab_size"])
+    # GPT-2's weights (out, in) lie beside its directory.
+    source = model.with_suffix(".safetensors") if gpt2 else model / "model.safetensors"
+    quantized = {"bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+    for name, values in tensors(source):
+        if ".q_proj." in name:
+            values = rotary_rows(values, config["num_attention_heads"])
+        elif ".k_proj." in name:
+            values = rotary_rows(values, config["num_key_value_heads"])
+        target = new_name(name, _GPT2 if gpt2 else _LLAMA)
+        if kind == "f32" or values.ndim == 1 or target == _KEPT:
+            writer.add_tensor(target, np.ascontiguousarray(values))
+        else:
+            form = quantized[kind]
+            writer.add_tensor(target, gguf.quants.quantize(values, form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(partial, output)
+
+
+def _add_tokens(writer: gguf.GGUFWriter, count: int) -> None:
+    """Return a byte-level BPE vocabulary of the given size."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{place}" for place in range(count)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * (count - 1) + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["t 1"])
+    writer.add_bos_token_id(count - 1)
+    writer.add_eos_token_id(count - 1)
+
+
+if __name__ == "__main__":
+    model, output, kind = sys.argv[1:]
+    write(Path(model), Path(output), kind)

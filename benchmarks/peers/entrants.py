@@ -1,0 +1,344 @@
+"""The rows of a comparison: prejit and what a user would otherwise pick, each with its process.
+
+An entrant is prepared when its row is first needed: its environment, its model in its own format, its bundle.
+If that fails, the reason stands in the row's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import environments, workload
+from benchmarks.harness.measure import BENCHMARKS, FailedProcessError, Row, progress, run_once
+from benchmarks.harness.report import JAX_COLD, JAX_WARM
+from benchmarks.harness.workspace import Bench
+
+PREJIT = {dtype: f"prejit {dtype}" for dtype in workload.BYTES}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a section, which every entrant does.
+
+    Attributes:
+        job: `generate` (32 tokens in, 64 out), `prefill` (512 in) or `encode`.
+        model: `gpt2`, `llama-1b` or `minilm`.
+        batch: number of rows that run together.
+        dtypes: dtypes of the weights that are compared.
+    """
+
+    job: str
+    model: str
+    batch: int = 1
+    dtypes: tuple[str, ...] = tuple(workload.BYTES)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of the child process: the batch, unless it is 1."""
+        return (str(self.batch),) if self.batch > 1 else ()
+
+
+Command = tuple[str, ...]
+Prepare = Callable[[Bench, Work], tuple[Command, Mapping[str, str]]]
+"""A function that returns the command of an entrant's process and its environment variables."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """An engine with one dtype: one row of the tables.
+
+    Attributes:
+        name: name of the row.
+        dtype: dtype of its stored weights.
+        prepare: function that makes what it needs and returns its command.
+        can: jobs and models that it takes part in.
+        quick: whether it is in the quick form.
+        environment: name of its environment; empty: the benchmark's own.
+        packages: packages whose versions are reported.
+        one_row: reason why it takes part with batch 1 only; empty: it takes part with every batch.
+    """
+
+    name: str
+    dtype: str
+    prepare: Prepare
+    can: frozenset[tuple[str, str]]
+    quick: bool = False
+    environment: str = ""
+    packages: tuple[str, ...] = ()
+    one_row: str = ""
+
+
+def prejit(bench: Bench, work: Work, dtype: str) -> tuple[Command, Mapping[str, str]]:
+    """Return prejit's process, on a bundle with the programs that the work needs."""
+    if work.job == "encode":
+        bench.model("minilm")
+        shapes = [list(shape) for shape in workload.ENCODER_SHAPES]
+        name = f"encoder-4-{dtype}"
+        path = bench.built_manifest(
+            name,
+            f'[bundle]\nname = "{name}"\n\n[model]\nsource = "minilm"\ndtype = "{dtype}"\n\n'
+            f'[encode]\nshapes = {shapes}\n\n[[target]]\nname = "cpu-host"\n',
+        )
+        return ("peers/encode_child.py", "bundle", path, "0", "peers"), bench.prejit
+    sizes = workload.BUCKETS["gpt2-4"]
+    name = f"{work.model}-{dtype}"
+    if work.job == "prefill":
+        length = workload.PREFILL_TOKENS
+        sizes, name = (
+            {"batch": (1,), "prompt": (length,), "context": (2 * length,)},
+            f"{name}-prefill",
+        )
+    elif work.batch > 1:
+        sizes, name = {**sizes, "batch": (work.batch,)}, f"{name}-batch-{work.batch}"
+    path = bench.built(name, work.model, dtype, sizes)
+    return ("peers/prejit_child.py", work.job, path, *work.options), bench.prejit
+
+
+def jax(bench: Bench, work: Work, warm: bool, *options: str) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of plain JAX, in prejit's own environment."""
+    environment = bench.warm if warm else {}
+    if work.job == "encode":
+        return (
+            "peers/encode_child.py",
+            "jax",
+            str(bench.model("minilm")),
+            "0",
+            "peers",
+        ), environment
+    bench.model("gpt2")
+    return ("peers/jax_baseline.py", work.job, bench.weights, *work.options, *options), environment
+
+
+def jax_bfloat16(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of plain JAX with matrices in bfloat16."""
+    return jax(bench, work, True, "--bfloat16")
+
+
+def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of llama.cpp's Python binding."""
+    python = environments.interpreter(bench.directory, "llama.cpp")
+    model = bench.model(work.model)
+    path = bench.directory / f"{work.model}-{kind}.gguf"
+    if not path.is_file():
+        progress(f"writing {path.name}")
+        converter = str(BENCHMARKS / "peers/convert/gguf_file.py")
+        run_once(Row(path.name, (python, converter, str(model), str(path), kind)))
+    return child(python, "peers/llama_cpp_child.py", work, str(path)), {}
+
+
+def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of ONNX Runtime on optimum's export; `int8` is its dynamic quantization."""
+    python = environments.interpreter(bench.directory, "onnxruntime")
+    path = exported(bench, work, "onnx", TASKS[work.job])
+    if kind == "int8":
+        path = exported(bench, work, "onnx-int8", source=path)
+    return child(python, "peers/onnxruntime_child.py", work, path), {}
+
+
+def ctranslate2(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of CTranslate2 on its own conversion."""
+    python = environments.interpreter(bench.directory, "ctranslate2")
+    return child(
+        python, "peers/ctranslate2_child.py", work, exported(bench, work, "ctranslate2", kind)
+    ), {}
+
+
+def openvino(
+    bench: Bench, work: Work, weights: str, precision: str
+) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of OpenVINO on optimum-intel's export, with a warm cache of compiled models."""
+    python = environments.interpreter(bench.directory, "openvino")
+    path = exported(bench, work, "openvino", TASKS[work.job], weights)
+    return child(python, "peers/openvino_child.py", work, path, precision), {}
+
+
+def iree(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of IREE on the StableHLO of plain JAX."""
+    python = environments.interpreter(bench.directory, "iree")
+    bench.model("gpt2")
+    path = bench.directory / "exports" / f"{work.model}-iree"
+    if not path.is_dir():
+        progress(f"exporting {path.name}")
+        compiler = str(Path(python).with_name("iree-compile"))
+        run_once(Row(path.name, ("peers/convert/iree_export.py", compiler, str(path))))
+    return child(python, "peers/iree_child.py", work, str(path), bench.weights), {}
+
+
+def pytorch(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
+    """Return the process of PyTorch with transformers' model, op by op, in the environment of the exports."""
+    python = environments.interpreter(bench.directory, "export-onnx")
+    return child(python, "peers/torch_child.py", work, str(bench.model(work.model))), {}
+
+
+TASKS = {
+    "generate": "text-generation-with-past",
+    "prefill": "text-generation-with-past",
+    "encode": "feature-extraction",
+}
+"""Names of the tasks in optimum."""
+
+
+def exported(bench: Bench, work: Work, form: str, *options: str, source: str = "") -> str:
+    """Return the path of a model in a peer's format; write it if it is missing.
+
+    Args:
+        bench: directory of the benchmark.
+        work: work whose model is exported.
+        form: format of export_model.py.
+        *options: options of that format. The last one is part of the name, unless it is a task.
+        source: another export that this one is made from.
+
+    Returns:
+        Its directory.
+    """
+    name = f"{work.model}-{form}"
+    if options and options[-1] not in TASKS.values():
+        name += f"-{options[-1]}"
+    path = bench.directory / "exports" / name
+    if not path.is_dir():
+        where = "export-openvino" if form == "openvino" else "export-onnx"
+        python = environments.interpreter(bench.directory, where)
+        path.parent.mkdir(exist_ok=True)
+        given = source or str(bench.model(work.model))
+        script = str(BENCHMARKS / "peers/convert/export_model.py")
+        progress(f"exporting {name}")
+        run_once(Row(name, (python, script, form, given, str(path), *options)))
+    return str(path)
+
+
+def child(python: str, script: str, work: Work, path: str, *more: str) -> Command:
+    """Return the command of a peer's child process."""
+    return (python, str(BENCHMARKS / script), work.job, path, *more, *work.options)
+
+
+_GPT2 = frozenset({("generate", "gpt2"), ("prefill", "gpt2")})
+_LLAMA = frozenset({("generate", "llama-1b")})
+_MINILM = frozenset({("encode", "minilm")})
+
+ENTRANTS = (
+    *(
+        Entrant(PREJIT[dtype], dtype, partial(prejit, dtype=dtype), can, quick=True)
+        for dtype, can in (
+            ("float32", _GPT2 | _MINILM),
+            ("bfloat16", _GPT2 | _LLAMA),
+            ("int8", _GPT2 | _LLAMA),
+        )
+    ),
+    Entrant(JAX_COLD, "float32", partial(jax, warm=False), _GPT2 | _MINILM, quick=True),
+    Entrant(JAX_WARM, "float32", partial(jax, warm=True), _GPT2 | _MINILM, quick=True),
+    *(
+        Entrant(
+            f"llama.cpp {kind}",
+            dtype,
+            partial(llama_cpp, kind=kind),
+            can,
+            True,
+            "llama.cpp",
+            ("llama-cpp-python",),
+        )
+        for kind, dtype, can in (
+            ("f32", "float32", _GPT2),
+            ("bf16", "bfloat16", _GPT2 | _LLAMA),
+            ("q8_0", "int8", _GPT2 | _LLAMA),
+        )
+    ),
+    *(
+        Entrant(
+            f"OpenVINO {name}",
+            dtype,
+            partial(openvino, weights=weights, precision=precision),
+            can,
+            environment="openvino",
+            packages=("openvino", "openvino-genai"),
+            one_row="its pipeline does not tell when a step of several rows is done",
+        )
+        for name, dtype, weights, precision, can in (
+            ("fp32", "float32", "fp32", "f32", _GPT2 | _MINILM),
+            ("bf16 arithmetic", "bfloat16", "fp32", "bf16", _GPT2),
+            ("int8", "int8", "int8", "f32", _GPT2 | _MINILM),
+        )
+    ),
+    *(
+        Entrant(
+            f"ONNX Runtime {name}",
+            dtype,
+            partial(onnxruntime, kind=dtype),
+            _GPT2 | _MINILM,
+            environment="onnxruntime",
+            packages=("onnxruntime",),
+        )
+        for name, dtype in (("fp32", "float32"), ("int8", "int8"))
+    ),
+    *(
+        Entrant(
+            f"CTranslate2 {dtype}",
+            dtype,
+            partial(ctranslate2, kind=dtype),
+            _GPT2 | _MINILM,
+            environment="ctranslate2",
+            packages=("ctranslate2",),
+        )
+        for dtype in ("float32", "int8")
+    ),
+    Entrant(
+        "IREE float32",
+        "float32",
+        iree,
+        _GPT2,
+        environment="iree",
+        packages=("iree-base-runtime",),
+        one_row="its programs are compiled for one row",
+    ),
+    Entrant(
+        "PyTorch float32, transformers",
+        "float32",
+        pytorch,
+        _GPT2,
+        environment="export-onnx",
+        packages=("torch", "transformers"),
+    ),
+    Entrant("JAX bfloat16, persistent cache", "bfloat16", jax_bfloat16, _GPT2),
+)
+
+
+def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> list[Row]:
+    """Return the rows of a section, with models and bundles prepared.
+
+    Args:
+        bench: directory, and whether the form is the quick one.
+        work: work of the section.
+        wanted: parts of the names of rows to run, with commas; empty: all.
+        failures: receives the reason by name for each row that cannot be prepared.
+    """
+    made = []
+    for entrant in ENTRANTS:
+        if (work.job, work.model) not in entrant.can or entrant.dtype not in work.dtypes:
+            continue
+        if bench.quick and not entrant.quick:
+            continue
+        if not any(part in entrant.name.lower() for part in wanted.lower().split(",")):
+            continue
+        if work.batch > 1 and entrant.one_row:
+            failures[entrant.name] = entrant.one_row
+            continue
+        try:
+            command, environment = entrant.prepare(bench, work)
+        except (FailedProcessError, environments.EnvironmentFailedError) as error:
+            failures[entrant.name] = str(error).removeprefix(f"{entrant.name}: ")
+            progress(f"left out: {entrant.name}: {error}")
+        else:
+            made.append(Row(entrant.name, command, environment, entrant.dtype))
+    return made
+
+
+def versions(bench: Bench, names: Collection[str]) -> dict[str, str]:
+    """Return the package versions of the entrants that took part."""
+    found: dict[str, str] = {}
+    for entrant in ENTRANTS:
+        if entrant.environment and entrant.name in names:
+            python = bench.directory / "envs" / entrant.environment / "bin" / "python"
+            found |= environments.package_versions(str(python), entrant.packages)
+    return found

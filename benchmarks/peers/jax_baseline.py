@@ -1,0 +1,252 @@
+"""Plain JAX, written as a good JAX user writes it: the baseline of prejit.
+
+It has a static, donated KV cache, jitted prefill and decode, and the form of matrix product that XLA's CPU
+backend runs best at batch 1: weights (out, in), one array a layer, dot_general contracting dimension 1 of
+both.
+
+    peers/jax_baseline.py generate WEIGHTS [BATCH] [--mapped] [--bfloat16]   32 tokens in, 64 out
+    peers/jax_baseline.py prefill  WEIGHTS [--bfloat16]   512 tokens in, again and again
+    peers/jax_baseline.py kv-cache WEIGHTS HOW            4 tokens in, 15 out
+    peers/jax_baseline.py buckets  WEIGHTS MANIFEST       every program of a manifest once
+
+The environment decides whether the compilation cache is cold or warm (JAX_COMPILATION_CACHE_DIR).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.harness import workload
+from benchmarks.harness.workload import EPSILON, HEAD_SIZE, HEADS, LAYERS, WIDTH
+
+Weights = dict[str, jax.Array]
+Tokens = jax.Array | np.ndarray
+Number = jax.Array | np.integer | int
+Cache = list[tuple[jax.Array, jax.Array]]
+
+
+def linear(x: jax.Array, weights: Weights, name: str) -> jax.Array:
+    """Return x [B, T, in] times a weight (out, in), plus its bias."""
+    return dot(x, weights[f"{name}.weight"]) + weights[f"{name}.bias"]
+
+
+def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return x [..., in] times a weight (out, in), which may be bfloat16. Sums are float32."""
+    contracted = (((x.ndim - 1,), (1,)), ((), ()))
+    product: jax.Array = lax.dot_general(
+        x.astype(weight.dtype), weight, contracted, preferred_element_type=jnp.float32
+    )
+    return product
+
+
+def layer_norm(x: jax.Array, weights: Weights, name: str) -> jax.Array:
+    """Apply layer normalization over the last axis."""
+    scale, offset = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.square(x - mean).mean(-1, keepdims=True)
+    normal: jax.Array = (x - mean) * lax.rsqrt(variance + EPSILON)
+    return normal * scale + offset
+
+
+def heads(x: jax.Array) -> jax.Array:
+    """Return [B, T, D] as [B, N, T, H]."""
+    return x.reshape(*x.shape[:2], HEADS, HEAD_SIZE).swapaxes(1, 2)
+
+
+def forward(
+    weights: Weights, tokens: Tokens, start: Number, last: Number, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Run GPT-2 on T new positions (openai/gpt-2, src/model.py).
+
+    Args:
+        weights: weights by their published names.
+        tokens: int32 [B, T].
+        start: position of the first of them.
+        last: index of the token whose logits give the next one.
+        cache: per layer, keys and values float32 [B, N, S, H]; empty: attend to the new positions only.
+
+    Returns:
+        The most likely next tokens, int32 [B], and the new cache.
+    """
+    count = tokens.shape[1]
+    positions = lax.dynamic_slice(weights["wpe.weight"], (start, 0), (count, WIDTH))
+    x = weights["wte.weight"][tokens].astype(jnp.float32) + positions
+    updated = []
+    for layer in range(LAYERS):
+        name = f"h.{layer}"
+        fused = linear(layer_norm(x, weights, f"{name}.ln_1"), weights, f"{name}.attn.c_attn")
+        query, keys, values = map(heads, jnp.split(fused, 3, -1))
+        if cache:
+            keys = lax.dynamic_update_slice(cache[layer][0], keys, (0, 0, start, 0))
+            values = lax.dynamic_update_slice(cache[layer][1], values, (0, 0, start, 0))
+            updated.append((keys, values))
+        scores = jnp.einsum("bnth,bnsh->bnts", query, keys) / np.float32(HEAD_SIZE**0.5)
+        visible = jnp.arange(keys.shape[2]) <= start + jnp.arange(count)[:, None]
+        attention = jax.nn.softmax(jnp.where(visible, scores, -1e30), -1)
+        mixed = jnp.einsum("bnts,bnsh->bnth", attention, values)
+        mixed = mixed.swapaxes(1, 2).reshape(x.shape)
+        x = x + linear(mixed, weights, f"{name}.attn.c_proj")
+        inner = linear(layer_norm(x, weights, f"{name}.ln_2"), weights, f"{name}.mlp.c_fc")
+        x = x + linear(jax.nn.gelu(inner), weights, f"{name}.mlp.c_proj")
+    x = layer_norm(lax.dynamic_slice_in_dim(x, last, 1, 1), weights, "ln_f")
+    logits = dot(x[:, 0], weights["wte.weight"])
+    return jnp.argmax(logits, -1).astype(jnp.int32), updated
+
+
+@partial(jax.jit, donate_argnums=2)
+def prefill(weights: Weights, tokens: Tokens, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Run a prompt int32 [B, T] with an empty cache; return the next tokens and the cache."""
+    return forward(weights, tokens, 0, tokens.shape[1] - 1, cache)
+
+
+@partial(jax.jit, donate_argnums=3)
+def decode(
+    weights: Weights, token: jax.Array, position: Number, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Run one token a row, int32 [B]; return the next ones and the cache."""
+    return forward(weights, token[:, None], position, 0, cache)
+
+
+def without_cache(weights: Weights, tokens: Tokens, last: Number) -> jax.Array:
+    """Return the token that follows token number `last` of a padded sequence int32 [1, T]."""
+    return forward(weights, tokens, 0, last, [])[0]
+
+
+def empty_cache(batch: int, context: int) -> Cache:
+    """Return a cache of zeros."""
+    shape = (batch, HEADS, context, HEAD_SIZE)
+    return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(LAYERS)]
+
+
+def load_weights(path: str, mapped: bool = False) -> Weights:
+    """Return the weights as jax arrays.
+
+    Args:
+        path: a safetensors file.
+        mapped: map the file and give its memory to JAX without a copy, as few users do.
+    """
+    if not mapped:
+        from safetensors.numpy import load_file
+
+        return {name: jnp.asarray(value) for name, value in load_file(path).items()}
+    import json
+    import mmap
+
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = 8 + int.from_bytes(content[:8], "little")
+    weights = {}
+    for name, tensor in json.loads(content[8:start]).items():
+        begin, end = tensor["data_offsets"]
+        flat = np.frombuffer(content, np.float32, (end - begin) // 4, start + begin)
+        weights[name] = jax.dlpack.from_dlpack(flat.reshape(tensor["shape"]))
+    return weights
+
+
+def to_bfloat16(weights: Weights) -> Weights:
+    """Return the weights with matrices in bfloat16, except the position embedding."""
+    return {
+        name: w.astype(jnp.bfloat16) if w.ndim == 2 and name != "wpe.weight" else w
+        for name, w in weights.items()
+    }
+
+
+def generate(weights: Weights, prompts: list[list[int]], count: int) -> Iterator[int]:
+    """Yield greedy tokens of the first row from the two jitted programs."""
+    tokens = np.array(prompts, np.int32)
+    token, cache = prefill(weights, tokens, empty_cache(len(prompts), workload.CONTEXT))
+    yield int(token[0])
+    for position in range(tokens.shape[1], tokens.shape[1] + count - 1):
+        token, cache = decode(weights, token, np.int32(position), cache)
+        yield int(token[0])
+
+
+def generate_without_cache(
+    weights: Weights, prompt: list[int], count: int, length: int, jit: bool
+) -> Iterator[int]:
+    """Yield greedy tokens; each runs the whole sequence, padded to one length so that no shape changes."""
+    step = jax.jit(without_cache) if jit else without_cache
+    tokens = np.zeros((1, length), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    for last in range(len(prompt) - 1, len(prompt) + count - 1):
+        token = int(step(weights, tokens, np.int32(last))[0])
+        if last + 1 < length:
+            tokens[0, last + 1] = token
+        yield token
+
+
+def first_token(weights: Weights, prompt: list[int]) -> int:
+    """Return the token that follows a prompt."""
+    cache = empty_cache(1, 2 * workload.PREFILL_TOKENS)
+    return int(prefill(weights, np.array([prompt], np.int32), cache)[0][0])
+
+
+def kv_cache(weights: Weights, how: str) -> None:
+    """Generate 15 tokens after 4, once cold, then warm.
+
+    Args:
+        weights: weights of the model.
+        how: `eager`, `jit` (without a cache, padded to the length that the cache has), `jit-short` (padded
+            to what these 15 tokens need) or `jit-cache`.
+    """
+    prompt = workload.prompt_ids(workload.SHORT_PROMPT_TOKENS)
+    count = workload.SHORT_NEW_TOKENS
+    length = len(prompt) + count - 1 if how == "jit-short" else workload.CONTEXT
+
+    def request() -> Iterator[int]:
+        if how == "jit-cache":
+            return generate(weights, [prompt], count)
+        return generate_without_cache(weights, prompt, count, length, how != "eager")
+
+    workload.say_last(**workload.requests(request, warm=1 if how == "eager" else 3))
+
+
+def buckets(weights: Weights, manifest: str) -> None:
+    """Compile and run every program that prejit has for a manifest."""
+    sizes = workload.BUCKETS[manifest]
+    answers = 0
+    for batch in sizes["batch"]:
+        for context in sizes["context"]:
+            cache = empty_cache(batch, context)
+            for length in sizes["prompt"]:
+                tokens = np.array([workload.prompt_ids(length)] * batch, np.int32)
+                token, cache = prefill(weights, tokens, cache)
+                int(token[0])
+                answers += 1
+                if answers == 1:
+                    workload.say_first()
+            int(decode(weights, token, np.int32(length), cache)[0][0])
+            answers += 1
+    workload.say_last(answers=answers)
+
+
+def main(job: str, path: str, *options: str) -> None:
+    """Run a job of the module's docstring."""
+    imported = time.perf_counter()
+    weights = load_weights(path, "--mapped" in options)
+    if "--bfloat16" in options:
+        weights = to_bfloat16(weights)
+    seconds = time.perf_counter() - imported
+    if job == "generate":
+        batch = int(options[0]) if options and options[0].isdecimal() else 1
+        prompts = workload.prompts(workload.PROMPT_TOKENS, batch)
+        facts = workload.stream(generate(weights, prompts, workload.NEW_TOKENS), batch)
+        workload.say_last(**facts, weights_seconds=seconds)
+    elif job == "prefill":
+        workload.say_last(**workload.prefill(partial(first_token, weights)))
+    elif job == "kv-cache":
+        kv_cache(weights, options[0])
+    else:
+        buckets(weights, options[0])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,109 @@
+"""llama.cpp through llama-cpp-python's low-level binding: how a Python user gets the most of it.
+
+    peers/llama_cpp_child.py generate MODEL.gguf [BATCH]     32 tokens in, 64 out
+    peers/llama_cpp_child.py prefill  MODEL.gguf             512 tokens in, again and again
+
+Weights are mapped; the cache is float32 like that of all rows. llama.cpp pads its context to 256 positions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+
+import llama_cpp as llama
+import numpy as np
+
+from benchmarks.harness import workload
+
+THREADS = 2
+CONTEXT_MULTIPLE = 256
+FLOAT32_CACHE = 0  # GGML_TYPE_F32
+
+
+class Decoder:
+    """A model with one context, and a batch that every step fills again."""
+
+    def __init__(self, path: str, batch: int, positions: int) -> None:
+        """Load a model.
+
+        Args:
+            path: path of a GGUF file.
+            batch: number of rows that run together.
+            positions: longest text of a row in tokens.
+        """
+        self._quiet = llama.llama_log_callback(lambda *_: None)  # kept: C calls it
+        llama.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        llama.llama_backend_init()
+        options = llama.llama_model_default_params()
+        options.n_gpu_layers = 0
+        # Its product for CPUs with AMX crashes on this model's q8_0 (llama-cpp-python 0.3.36, SIGSEGV in
+        # ggml_backend_amx_mul_mat). Nothing else of these rows uses its extra buffer types on x86-64.
+        options.use_extra_bufts = False
+        self._model = llama.llama_model_load_from_file(path.encode(), options)
+        assert self._model, path
+        self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        sizes = llama.llama_context_default_params()
+        sizes.n_ctx = batch * -(-positions // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
+        sizes.n_batch = sizes.n_ubatch = max(512, batch * workload.PROMPT_TOKENS)
+        sizes.n_seq_max = batch
+        sizes.n_threads = sizes.n_threads_batch = THREADS
+        sizes.type_k = sizes.type_v = FLOAT32_CACHE
+        self._context = llama.llama_init_from_model(self._model, sizes)
+        assert self._context, path
+        self._batch = llama.llama_batch_init(sizes.n_batch, 0, 1)
+
+    def run(self, rows: list[list[int]], start: int) -> list[int]:
+        """Run new tokens of each row at positions from `start`; return each row's most likely next one."""
+        batch, count = self._batch, 0
+        ends = []
+        for row, tokens in enumerate(rows):
+            for offset, token in enumerate(tokens):
+                batch.token[count], batch.pos[count] = token, start + offset
+                batch.n_seq_id[count], batch.seq_id[count][0] = 1, row
+                batch.logits[count] = offset == len(tokens) - 1
+                count += 1
+            ends.append(count - 1)
+        batch.n_tokens = count
+        status = llama.llama_decode(self._context, batch)
+        assert status == 0, status
+        return [int(self._logits(end).argmax()) for end in ends]
+
+    def _logits(self, place: int) -> np.ndarray:
+        pointer = llama.llama_get_logits_ith(self._context, place)
+        return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
+
+    def clear(self) -> None:
+        """Clear the cache."""
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), False)
+
+
+def generate(path: str, batch: int) -> Iterator[int]:
+    """Yield greedy tokens of the first row."""
+    decoder = Decoder(path, batch, workload.CONTEXT)
+    tokens = decoder.run(workload.prompts(workload.PROMPT_TOKENS, batch), 0)
+    yield tokens[0]
+    for step in range(workload.NEW_TOKENS - 1):
+        tokens = decoder.run([[token] for token in tokens], workload.PROMPT_TOKENS + step)
+        yield tokens[0]
+
+
+def prefill(path: str) -> dict[str, object]:
+    """Measure prompts."""
+    decoder = Decoder(path, 1, 2 * workload.PREFILL_TOKENS)
+
+    def first_token(prompt: list[int]) -> int:
+        decoder.clear()
+        return decoder.run([prompt], 0)[0]
+
+    return workload.prefill(first_token)
+
+
+if __name__ == "__main__":
+    job, path, *size = sys.argv[1:]
+    batch = int(size[0]) if size else 1
+    if job == "generate":
+        workload.say_last(**workload.stream(generate(path, batch), batch))
+    else:
+        workload.say_last(**prefill(path))

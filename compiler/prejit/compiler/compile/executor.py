@@ -1,0 +1,132 @@
+"""What a build may ask of an executor of compile jobs, and how results get into the store.
+
+`pool.WorkerPool` is the executor that compiles in worker processes of this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Protocol
+
+from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.compiler.store.key import Key
+from prejit.runtime.errors import BuildError, PrejitError, RejectError, StoreError
+
+
+class Executor(Protocol):
+    """Compiles jobs side by side. Use it as a context manager: leaving the block ends unfinished jobs.
+
+    A job that fails ends no other job. Finished results stay in the store.
+    """
+
+    @property
+    def compiled(self) -> int:
+        """Number of jobs that this executor compiled; all other results came from the store."""
+
+    def submit(self, job: CompileJob) -> Future[Compiled]:
+        """Take a job: its result comes from the store, or is compiled as soon as there is room.
+
+        The future fails with a BuildError or StoreError that names program and target.
+        """
+
+    def close(self) -> None:
+        """End all unfinished jobs at once and cancel their futures."""
+
+    def __enter__(self) -> Executor:
+        """Return the executor itself."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+
+
+def find_compiled(store: Store, key: Key) -> Compiled | None:
+    """Return the undamaged result of a compile key; None: it has to be compiled.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    stored = store.get(key, verify=True)
+    try:
+        return None if stored is None else Compiled.from_plain(stored)
+    except RejectError:  # another version of prejit wrote it, with other fields
+        return None
+
+
+def compile_once(
+    store: Store,
+    job: CompileJob,
+    compile_job: Callable[[CompileJob], Compiled | None],
+    *,
+    progress: Progress,
+    give_up: Callable[[], bool],
+) -> tuple[Compiled | None, bool]:
+    """Return the result of a job, from the store or compiled now and put into the store.
+
+    Builds that share a store compile a job once: the others wait for the one that compiles it.
+
+    Args:
+        store: the store.
+        job: the job.
+        compile_job: compiles it; None: it was ended.
+        progress: shows the wait for another build.
+        give_up: called during such a wait; true ends the job.
+
+    Returns:
+        The result, or None where the job was ended; and whether it was compiled now.
+    """
+    label = f"waiting for another build, which compiles {job.program} for {job.target.name}"
+    with ExitStack() as stack:
+        with progress.phase(label):
+            held = stack.enter_context(store.making(job.key, give_up=give_up))
+        if not held:
+            return None, False
+        # Another build may have compiled it since it was submitted.
+        if (stored := find_compiled(store, job.key)) is not None:
+            return stored, False
+        compiled = compile_job(job)
+        if compiled is not None:
+            store.put(job.key, compiled.to_plain(), blobs=[compiled.executable.digest])
+        return compiled, True
+
+
+def collect(
+    futures: Mapping[tuple[str, str], Future[Compiled]],
+) -> dict[tuple[str, str], Compiled]:
+    """Wait for all jobs and return their results.
+
+    Args:
+        futures: what `Executor.submit` returned, by (program, name of the target).
+
+    Raises:
+        BuildError: programs that did not compile, each with its reason. The others are in the store.
+        StoreError: one of the reasons is that the store cannot be written.
+    """
+    results: dict[tuple[str, str], Compiled] = {}
+    failures: list[PrejitError] = []
+    for name in sorted(futures):
+        try:
+            results[name] = futures[name].result()
+        except PrejitError as error:
+            failures.append(error)
+    if not failures:
+        return {name: results[name] for name in futures}
+    message = f"{len(failures)} of {len(futures)} programs did not compile\n" + "\n".join(
+        f"  {line}" for failure in failures for line in str(failure).splitlines()
+    )
+    hints = sorted({failure.hint for failure in failures if failure.hint})
+    if results:
+        hints.append(f"{len(results)} finished and stay cached")
+    hint = "; ".join(hints) or None
+    if any(isinstance(failure, StoreError) for failure in failures):
+        raise StoreError(message, hint=hint)
+    raise BuildError(message, hint=hint)

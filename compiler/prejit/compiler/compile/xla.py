@@ -1,0 +1,167 @@
+"""Compile a portable program with XLA for a machine that is described in data and need not be this one."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.compiler.compile.protobuf import edit_protobuf
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.device import executable, kernels
+from prejit.runtime.errors import BuildError, PrejitError
+from prejit.runtime.format.kernels import kernel_target
+from prejit.runtime.format.schema import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A program compiled for a target.
+
+    Attributes:
+        serialized: the executable, which `Device.load` reads.
+        memory: memory that it needs on each device while it runs.
+    """
+
+    serialized: bytes
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class CompileFor:
+    """The machine to compile for. It need not be this one.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `tpu`.
+        platforms: platforms that the program was lowered for, in order; empty: `platform` alone.
+        device_count: number of devices in the mesh.
+        cpu: LLVM's name of the CPU to tune for; None: this machine's.
+        cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
+            Ignored where `cross_compiles()` is false.
+        gpu: XLA's description of a GPU: a GpuTargetConfigProto as text.
+        described: XLA's description of one GPU from `Device.describe`, base64; replaces `gpu`.
+        topology: libtpu's name of a slice of TPUs: `v5e:2x2`.
+    """
+
+    platform: str = "cpu"
+    platforms: tuple[str, ...] = ()
+    device_count: int = 1
+    cpu: str | None = None
+    cpu_features: tuple[str, ...] | None = None
+    gpu: str | None = None
+    described: str | None = None
+    topology: str | None = None
+
+
+def cross_compiles() -> bool:
+    """Return whether this jaxlib compiles for a CPU that is described in data (0.11 and later).
+
+    Older ones compile for the build host's own features, capped by `--xla_cpu_max_isa` in XLA_FLAGS.
+    """
+    return executable.compiles_for_topology()
+
+
+def import_compiler(platform: str) -> None:
+    """Import what compiling for a platform needs. Starts no thread, so the process can still fork safely."""
+    executable.import_mlir()
+    if platform != "cpu":
+        from jax.experimental import topologies  # noqa: F401
+
+
+def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> CompiledProgram:
+    """Compile a portable program for a machine.
+
+    Args:
+        portable: StableHLO as a versioned portable artifact.
+        machine: the machine to compile for. This host needs none of its devices.
+
+    Raises:
+        BuildError: XLA cannot compile it.
+    """
+    topology = None
+    try:
+        if machine.platform == "cpu":
+            devices = executable.new_cpu_devices(machine.device_count)
+            if machine.cpu is not None and machine.cpu_features is not None and cross_compiles():
+                host = executable.topology_of(devices)
+                topology = _with_cpu(host, machine.cpu, machine.cpu_features)
+        else:
+            devices = _described_devices(machine)
+        serialized, memory = executable.compile_ahead(
+            portable, machine.platforms, machine.platform, devices, topology
+        )
+    except PrejitError:
+        raise
+    except Exception as error:
+        raise BuildError(f"XLA cannot compile this program: {error}") from error
+    return CompiledProgram(serialized, memory)
+
+
+def stand_in_for_kernels(library: bytes) -> None:
+    """Register the names of a library's kernels with XLA, so that it compiles programs that call them.
+
+    This process does not load the library: the machine may lack its instructions or its glibc. The compiled
+    program is the same; running it in this process fails.
+
+    Raises:
+        KernelError: the bytes are not a library of kernels.
+    """
+    digest = digest_of(library)
+    executable.register_stand_ins(
+        kernel_target(name, digest) for name in kernels.kernels_of(library)
+    )
+
+
+def _described_devices(machine: CompileFor) -> tuple[Any, ...]:
+    """Return devices that exist as a description only, from a PJRT plugin that is installed here.
+
+    Raises:
+        BuildError: the plugin is missing, or gives fewer devices than the mesh needs.
+    """
+    from jax.experimental import topologies
+
+    read: Any = getattr(topologies.TopologyDescription, "deserialize", None)  # since jax 0.11
+    try:
+        if machine.platform == "cuda":
+            shape = f"1x1x{machine.device_count}"  # slices x hosts x devices of a host
+            found = topologies.get_topology_desc(
+                platform="cuda", target_config=machine.gpu, topology=shape
+            )
+            if machine.described is not None and machine.device_count == 1 and read is not None:
+                found = read(base64.b64decode(machine.described))  # the plugin is initialized now
+        else:
+            found = topologies.get_topology_desc(
+                machine.topology or "", platform="tpu", **_one_host(machine.topology or "")
+            )
+    except NotImplementedError as error:
+        raise BuildError(
+            f"expected jax's plugin for {machine.platform}, found none: {error}"
+        ) from error
+    if len(found.devices) < machine.device_count:
+        raise BuildError(
+            f"expected {machine.device_count} devices, found {len(found.devices)} in {machine.topology}"
+        )
+    return tuple(found.devices[: machine.device_count])
+
+
+def _one_host(topology: str) -> dict[str, Any]:
+    """Return libtpu's options for a slice that one host holds: 8 chips in two dimensions, 4 in three.
+
+    libtpu itself assumes 2x2 chips a host, which does not fit one chip (before 0.0.51), and splits a 2x4
+    slice into two hosts.
+    """
+    shape = tuple(map(int, topology.partition(":")[2].split("x")))
+    fits = math.prod(shape) <= (8 if len(shape) == 2 else 4)
+    return {"chips_per_host_bounds": (*shape, 1)[:3]} if fits else {}
+
+
+def _with_cpu(topology: bytes, cpu: str, features: tuple[str, ...]) -> bytes:
+    """Return a serialized topology of this machine with another CPU in it.
+
+    xla/pjrt/proto/topology_description.proto holds, as an Any in field 9, a CpuTopologyProto, whose
+    field 5 is TargetMachineOptionsProto {1: triple, 2: cpu, 3: features}
+    (xla/service/cpu/executable.proto).
+    """
+    listed = ",".join(f"+{name}" for name in features)
+    return edit_protobuf(topology, (9, 2, 5), {2: cpu.encode(), 3: listed.encode()})

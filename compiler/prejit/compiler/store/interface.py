@@ -1,0 +1,124 @@
+"""The store of results: what a build may ask of it. `directory.DirectoryStore` keeps results in a directory.
+
+A result is JSON under the key of everything that decides it. Large contents (programs, executables, weights)
+are blobs, named by their digest; a result names its blobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from prejit.compiler.store.key import Key
+
+
+class BlobWriter(Protocol):
+    """Writes one blob piece by piece: `with store.blob_writer() as blob: blob.write(...)`.
+
+    The blob is in the store when the block ends without an error, and not at all otherwise.
+    """
+
+    @property
+    def digest(self) -> str:
+        """Digest of the bytes written so far."""
+
+    @property
+    def size(self) -> int:
+        """Number of bytes written so far."""
+
+    def write(self, content: bytes | bytearray | memoryview) -> None:
+        """Append content.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+
+    def __enter__(self) -> BlobWriter:
+        """Begin the blob."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Store the blob, or drop it after an error."""
+
+
+class Store(Protocol):
+    """Results by key and blobs by digest. Safe for many processes and threads."""
+
+    @property
+    def root(self) -> Path:
+        """Local directory of the store. Worker processes open it as a `DirectoryStore`."""
+
+    def get(self, key: Key, *, verify: bool = False) -> Mapping[str, Any] | None:
+        """Return the result of a key; None: the store has none, or one of its blobs is missing.
+
+        Args:
+            key: everything that decides the result.
+            verify: whether to compare the digests of its blobs too, not only their sizes.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
+    def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
+        """Store the result of a key, and remember the key as the last one of its kind and name.
+
+        Args:
+            key: everything that decides the result.
+            result: JSON.
+            blobs: digests of the blobs that the result needs.
+
+        Raises:
+            StoreError: the store cannot be written, or lacks one of the blobs.
+        """
+
+    def making(
+        self, key: Key, *, give_up: Callable[[], bool] = lambda: False
+    ) -> AbstractContextManager[bool]:
+        """Hold the right to make the result of a key: several builds that need it make it once.
+
+        The others wait, and then find it in the store. The right ends with its process.
+
+        Args:
+            key: key of the result.
+            give_up: called while waiting; true ends the wait.
+
+        Returns:
+            A context manager that gives whether the right is held: always, unless `give_up` ended the wait.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+
+    def last_key(self, kind: str, name: str) -> Key | None:
+        """Return the key of the last result of a kind and name, which explains a miss; None: there is none.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
+    def put_blob(self, content: bytes) -> str:
+        """Store a blob and return its digest.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+
+    def blob_writer(self) -> BlobWriter:
+        """Return a context manager that writes one blob, which need not fit into memory."""
+
+    def read_blob(self, digest: str) -> bytes | None:
+        """Return the content of a blob; None: there is none, or it was damaged and is deleted now.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+
+    def blob_path(self, digest: str) -> Path | None:
+        """Return the local file of a blob, unchecked; None: there is none."""

@@ -1,0 +1,355 @@
+"""Assemble the source of the documentation site: `python docs/generate.py DIRECTORY`.
+
+The directory gets the pages of docs/, the pages that are generated from the code (the manifest, the command
+line, the errors), and the figures and result pages that other pages link to. `make docs` calls this script
+and then mkdocs. Nothing generated is kept in the repository, so nothing generated can be out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from prejit.compiler import cli
+from prejit.runtime import errors
+from prejit.runtime.__main__ import parser
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+
+Schema = Mapping[str, Any]
+
+_MANIFEST = """\
+# Manifest
+
+A manifest is a TOML file. It says what to compile and for which machines. This page is generated from the
+code that reads manifests. `prejit plan` checks a manifest and reports all errors at once, each with its line.
+"""
+_COMMAND_LINE = """\
+# Command line
+
+`prejit COMMAND --help` prints the same. Where only the server side is installed, the commands that use a
+bundle are `python -m prejit.runtime COMMAND`. The commands that build need `pip install 'prejit[compiler]'`.
+[Errors and exit statuses](errors.md) lists what a command ends with.
+"""
+_ERRORS = """\
+# Errors and exit statuses
+
+The command line prints `error[code]: what happened`, then a hint, and ends with the exit status. Python
+raises the class. All classes can be imported from `prejit.runtime.errors`, and those that a server meets from
+`prejit.runtime`.
+
+| code | exit | class | meaning |
+| --- | --- | --- | --- |"""
+_STATUSES = """\
+Two statuses have no class: 0 (success) and 8 (`prejit plan`: something will compile). A command that ends
+with ctrl-C has status 130, and one whose reader has gone has status 141.
+"""
+
+
+def assemble(directory: Path) -> None:
+    """Write every page of the site to a directory, which is made anew."""
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(DOCS, directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    reference = directory / "reference"
+    (reference / "manifest.md").write_text(manifest_page(manifest_schema()))
+    (reference / "command-line.md").write_text(command_line_page())
+    (reference / "errors.md").write_text(errors_page())
+    overview = directory / "architecture" / "index.md"
+    text = overview.read_text().replace("<!-- rooms -->", rooms())
+    overview.write_text(text.replace("<!-- import-graphs -->", import_graphs()))
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text().replace("](docs/", "](")
+        (directory / name.lower()).write_text(text)
+    for page in directory.rglob("*.md"):
+        _copy_results(page)
+
+
+def _copy_results(page: Path) -> None:
+    """Copy the result pages and figures that a page links to, and those that these link to."""
+    for link in re.findall(r"\]\((?:results/)?([\w.-]+\.(?:md|svg))\)", page.read_text()):
+        source, target = RESULTS / link, page.parent / "results" / link
+        if page.parent.name == "results":
+            target = page.parent / link
+        elif f"](results/{link})" not in page.read_text():
+            continue
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+            if target.suffix == ".md":
+                _copy_results(target)
+
+
+# --- the architecture ---------------------------------------------------------------------------------------
+
+
+def rooms() -> str:
+    """Return a table of the packages of each root, from the docstrings of their `__init__.py`."""
+    parts = []
+    for root in ("runtime", "compiler"):
+        top = ROOT / root / "prejit" / root
+        parts += [f"### prejit.{root}", "", "| room | subject |", "| --- | --- |"]
+        for path in sorted(top.rglob("__init__.py")):
+            if path.parent != top:
+                name = ".".join(path.parent.relative_to(top).parts)
+                docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+                parts.append(f"| `{name}` | {_cell(docstring)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def import_graphs() -> str:
+    """Return the pictures of the import graphs, for those that lie in docs/architecture."""
+    parts = []
+    for root in ("runtime", "compiler"):
+        for name, title in (("imports", "now"), ("imports-before", "before there were rooms")):
+            picture = DOCS / "architecture" / f"{name}-{root}.svg"
+            if picture.exists():
+                heading = f"Imports of prejit.{root}, {title}"
+                parts += [f"### {heading}", "", f"![{heading}]({picture.name})", ""]
+    return "\n".join(parts)
+
+
+# --- the manifest ------------------------------------------------------------------------------------------
+
+
+def manifest_schema() -> Schema:
+    """Return the JSON Schema of a manifest, as `prejit schema` prints it."""
+    command = cli.commands.commands.get("schema")
+    if command is not None:
+        from click.testing import CliRunner
+
+        result = CliRunner().invoke(cli.commands, ["schema"], catch_exceptions=False)
+        schema: Schema = json.loads(result.stdout)
+        return schema
+    return _schema_of_models()
+
+
+def _schema_of_models() -> Schema:
+    """Return the schema that pydantic derives from the models of the sections."""
+    import pydantic
+
+    from prejit.compiler.manifest import manifest
+
+    definitions: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
+    for name, (model, repeated) in manifest._SECTIONS.items():
+        schema = pydantic.TypeAdapter(model).json_schema()
+        definitions |= schema.pop("$defs", {})
+        properties[name] = {"type": "array", "items": schema} if repeated else schema
+    return {"properties": properties, "$defs": definitions, "required": ["bundle", "target"]}
+
+
+def manifest_page(schema: Schema) -> str:
+    """Return the manifest reference: one section for each table, one row for each key."""
+    parts = [_MANIFEST]
+    for name, section in schema["properties"].items():
+        if name.startswith("$"):
+            continue
+        section = _resolve(section, schema)
+        repeated = section.get("type") == "array"
+        table = _resolve(section["items"], schema) if repeated else section
+        heading = f"`[[{name}]]`" if repeated else f"`[{name}]`"
+        parts.append(f"## {heading}\n")
+        parts.append(_section_text(table, schema, (name, 0) if repeated else (name,)))
+    return "\n".join(parts)
+
+
+def _section_text(table: Schema, schema: Schema, where: tuple[str | int, ...]) -> str:
+    summary, meanings = _described(str(table.get("description", "")))
+    lines = [summary, ""] if summary else []
+    lines += ["| key | must be | default | meaning |", "| --- | --- | --- | --- |"]
+    nested: list[str] = []
+    required = table.get("required", ())
+    for key, value in table.get("properties", {}).items():
+        found = _resolve(value, schema)
+        inner = next((v for v in _alternatives(found, schema) if v.get("properties")), None)
+        default = "**required**" if key in required else _default(found)
+        meaning = found.get("description") or meanings.get(key, "")
+        if inner is not None and inner.get("description") == meaning:
+            meaning = meanings.get(key, "")
+        kind = _expected((*where, key)) or _type_name(found, schema)
+        lines.append(f"| `{key}` | {_cell(kind)} | {default} | {_cell(meaning)} |")
+        if inner is not None:
+            nested += ["", f"### `{key}`", "", _section_text(inner, schema, (*where, key))]
+    return "\n".join([*lines, *nested, ""])
+
+
+def _described(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return the summary of a docstring and the text of each of its attributes."""
+    text, _, attributes = inspect.cleandoc(docstring).partition("Attributes:")
+    found: dict[str, str] = {}
+    pattern = r"^ {4}(\w[\w, \n]*):(.*(?:\n {8}.*|\n {4}(?=\s).*)*)"
+    for names, meaning in re.findall(pattern, attributes, re.MULTILINE):
+        for name in re.findall(r"\w+", names):
+            found[name] = " ".join(meaning.split())
+    summary = re.sub(r"^`\[+\w+\]+`[.:;]?\s*", "", " ".join(text.split()))
+    found |= {name: _of_class(meaning, name) for name, meaning in found.items()}
+    if "the attributes of `" in summary:
+        found |= _described(_docstring_of(summary))[1]
+        summary = ""
+    return summary[:1].upper() + summary[1:], found
+
+
+def _of_class(meaning: str, name: str) -> str:
+    """Return the meaning of an attribute, looked up where the docstring only names another class."""
+    if not meaning.startswith("as in `"):
+        return meaning
+    return _described(_docstring_of(meaning))[1].get(name, meaning)
+
+
+def _docstring_of(text: str) -> str:
+    """Return the docstring of the class that a text names by its full path in backquotes."""
+    named = re.search(r"`([\w.]+)\.(\w+)`", text)
+    assert named is not None, text
+    return getattr(importlib.import_module(named[1]), named[2]).__doc__ or ""
+
+
+def _resolve(value: Schema, schema: Schema) -> Schema:
+    reference = value.get("$ref")
+    if reference is None:
+        return value
+    resolved: Schema = schema["$defs"][str(reference).rsplit("/", 1)[-1]]
+    return {**resolved, **{key: item for key, item in value.items() if key != "$ref"}}
+
+
+def _alternatives(value: Schema, schema: Schema) -> Iterator[Schema]:
+    for each in (*value.get("anyOf", ()), *value.get("oneOf", ()), value):
+        yield _resolve(each, schema)
+
+
+def _default(value: Schema) -> str:
+    default = value.get("default")
+    return "" if default in (None, [], {}) else f"`{json.dumps(default)}`"
+
+
+def _expected(where: tuple[str | int, ...]) -> str:
+    """Return what the checks of a manifest demand at this place, in words; empty: they have no words."""
+    from prejit.compiler.manifest.checks import expected
+
+    try:
+        return expected(where)
+    except KeyError:
+        return ""
+
+
+def _type_name(value: Schema, schema: Schema) -> str:
+    if "enum" in value:
+        return " or ".join(f"`{json.dumps(each)}`" for each in value["enum"])
+    kinds = [str(each.get("type", "")) for each in _alternatives(value, schema)]
+    names = {"string": "a text", "integer": "an integer", "array": "a list", "object": "a table"}
+    return " or ".join(
+        dict.fromkeys(names.get(kind, kind) for kind in kinds if kind != "null" and kind)
+    )
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- the command line ---------------------------------------------------------------------------------------
+
+
+def command_line_page() -> str:
+    """Return the reference of all commands, from the parsers of both sides."""
+    parts = [_COMMAND_LINE]
+    parts.append("## Commands that build\n")
+    for name, command in cli.commands.commands.items():
+        parts.append(_click_command(name, command))
+    parts.append("## Commands that use a bundle\n")
+    actions = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, command_parser in actions[0].choices.items():
+        parts.append(_argparse_command(name, command_parser))
+    return "\n".join(parts)
+
+
+def _click_command(name: str, command: click.Command) -> str:
+    context = click.Context(command, info_name=f"prejit {name}")
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    rows = []
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            record = parameter.get_help_record(context)
+            assert record is not None
+            rows.append((f"`{record[0]}`", record[1]))
+    description = inspect.cleandoc(command.help or "")
+    epilog = inspect.cleandoc(command.epilog or "").replace("\b\n", "")
+    return _command(name, usage, description, rows, epilog)
+
+
+def _argparse_command(name: str, command: argparse.ArgumentParser) -> str:
+    usage = re.sub(r"\s+", " ", command.format_usage()).strip().removeprefix("usage: ")
+    rows = []
+    for action in command._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        metavar = action.metavar if isinstance(action.metavar, str) else ""
+        names = [
+            f"{o} {metavar}".strip() if action.nargs != 0 else o for o in action.option_strings
+        ]
+        required = " (required)" if action.required and action.option_strings else ""
+        text = (action.help or "").replace("%%", "%") + required
+        rows.append((f"`{', '.join(names) or metavar}`", text))
+    return _command(name, usage, command.description or "", rows, command.epilog or "")
+
+
+def _command(
+    name: str, usage: str, description: str, rows: Sequence[tuple[str, str]], epilog: str
+) -> str:
+    lines = [f"### prejit {name}", "", description, "", "```text", usage, "```", ""]
+    if rows:
+        lines += ["| | |", "| --- | --- |"]
+        lines += [f"| {_cell(left)} | {_cell(right)} |" for left, right in rows]
+    if epilog:
+        examples = [
+            line.strip() for line in epilog.splitlines() if line.strip().startswith("prejit ")
+        ]
+        notes = [
+            line.strip()
+            for line in epilog.splitlines()
+            if line.strip() and not line.strip().startswith(("prejit ", "examples:", "Examples:"))
+        ]
+        lines += ["", "```sh", *examples, "```", ""] if examples else [""]
+        lines += [" ".join(notes), ""] if notes else []
+    return "\n".join([*lines, ""])
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+def errors_page() -> str:
+    """Return the table of all public errors and warnings."""
+    lines = [_ERRORS]
+    found = [value for value in vars(errors).values() if inspect.isclass(value)]
+    for each in found:
+        if issubclass(each, errors.PrejitError):
+            status = str(each.exit_code)
+            lines.append(f"| `{each.code}` | {status} | `{each.__name__}` | {_first_line(each)} |")
+    lines += ["", "| warning | meaning |", "| --- | --- |"]
+    for each in found:
+        if issubclass(each, errors.PrejitWarning):
+            lines.append(f"| `{each.__name__}` | {_first_line(each)} |")
+    lines += ["", _STATUSES]
+    return "\n".join(lines)
+
+
+def _first_line(value: type) -> str:
+    return _cell(inspect.cleandoc(value.__doc__ or "").splitlines()[0])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: {sys.argv[0]} DIRECTORY")
+    assemble(Path(sys.argv[1]))

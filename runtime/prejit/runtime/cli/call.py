@@ -1,0 +1,126 @@
+"""`prejit call`: run a program of a [[program]] section on .npy files."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prejit.runtime.cli.loading import load_bundle
+from prejit.runtime.cli.output import print_json, print_text
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.config_checks import check_array
+
+if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
+
+
+def call(options: Namespace) -> int:
+    """Run a program on .npy files and write each result to a .npy file."""
+    import numpy as np
+
+    from prejit.runtime.programs import pytree
+
+    files = _read_arguments(options.arg)
+    bundle = load_bundle(options)
+    given = _by_path(files, _arguments_of(bundle, options.program), options.program)
+    result = bundle.call_leaves(options.program, given)
+    directory = Path(options.output)
+    written = {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, value in pytree.leaves(result):
+            # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
+            name = pytree.dotted(path) or "result"
+            np.save(directory / f"{name}.npy", _as_numpy_writes(value))
+            written[name] = {"dtype": str(value.dtype), "shape": list(value.shape)}
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot write results: {error}") from error
+    if options.json:
+        print_json({"results": written, "programs": [asdict(r) for r in bundle.report()]})
+        return 0
+    for name, array in written.items():
+        print_text(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
+    return 0
+
+
+def _as_numpy_writes(value: Any) -> Any:
+    """Return a value that `np.load` can read back.
+
+    float8_e5m2 describes itself as a one-byte float, which NumPy does not know. It goes as raw bytes, as
+    the other float8 types are.
+    """
+    import numpy as np
+
+    try:
+        np.dtype(value.dtype.str)
+    except TypeError:
+        return value.view(f"V{value.dtype.itemsize}")
+    return value
+
+
+def _read_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the arrays of all `--arg NAME=FILE` options by name."""
+    from numpy.lib import format as npy
+
+    given: dict[str, Any] = {}
+    for text in texts:
+        name, separator, file = text.partition("=")
+        if not separator or not name:
+            raise UsageError(f"--arg: expected NAME=FILE, found {text!r}")
+        if name in given:
+            raise UsageError(
+                f"--arg: expected each name once, found {name!r} twice",
+                hint="a part of a name that is a number is a place in a sequence",
+            )
+        try:
+            with open(file, "rb") as opened:
+                given[name] = npy.read_array(opened, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise StoreError(
+                f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
+            ) from error
+    return given
+
+
+def _arguments_of(bundle: Bundle, name: str) -> list[Array]:
+    """Return the arguments of a program, of all its buckets."""
+    config = bundle.config
+    return [
+        check_array(text, config.mesh, f"{config.bundle}: program table: {program.name}")
+        for program in config.programs
+        if program.name.partition("/")[0] == name
+        for text in program.arguments
+    ]
+
+
+def _by_path(
+    files: Mapping[str, Any], arguments: Sequence[Array], program: str
+) -> dict[tuple[str | int, ...], Any]:
+    """Return the arrays by the path of their argument, in the dtypes that the arguments have.
+
+    A .npy file stores bfloat16 and other types of ml_dtypes as raw bytes.
+
+    Raises:
+        UsageError: the program has no argument of such a name.
+    """
+    from prejit.runtime.device.dtypes import dtype_of
+    from prejit.runtime.programs import pytree
+
+    named = {pytree.dotted(argument.path): argument for argument in arguments}
+    given: dict[tuple[str | int, ...], Any] = {}
+    for name, value in files.items():
+        if (argument := named.get(name)) is None:
+            if not named:  # no such program, or it takes no arguments: the call reports it
+                return {(name,): value}
+            raise UsageError(
+                f"--arg: expected a name of an argument of {program!r}, found {name!r}",
+                hint=f"they are: {', '.join(named)}; a dot inside of a key is written %2E",
+            )
+        dtype = dtype_of(argument.dtype)
+        as_bytes = value.dtype.kind == "V" and dtype.itemsize == value.dtype.itemsize
+        given[argument.path] = value.view(dtype) if as_bytes else value
+    return given

@@ -1,0 +1,145 @@
+"""`prejit fingerprint` and `prejit explain`: what a machine is, and which target it loads."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from prejit.runtime.base.tables import table
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.cli.loading import machine_of
+from prejit.runtime.cli.output import print_json, print_text, write_text
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.checks import target_of
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import BUNDLE_NAME
+from prejit.runtime.format.opening import match, open_index
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.verdict import Axis, Verdict
+
+if TYPE_CHECKING:
+    from prejit.runtime.fleet.report import FleetReport
+
+
+def fingerprint(options: Namespace) -> int:
+    """Print the fingerprint of this machine."""
+    print(to_json(Fingerprint.current()).decode())
+    return 0
+
+
+def explain(options: Namespace) -> int:
+    """Print each target's verdict, axis by axis; with `--fleet`, the target of each machine."""
+    if options.fleet is not None:
+        return _explain_fleet(options)
+    if options.page is not None:
+        raise UsageError("--page: expected --fleet DIR as well, found none")
+    machine = machine_of(options) or Fingerprint.current()
+    with Layout(options.bundle) as layout:
+        index, _ = open_index(layout)
+        targets = match(layout, index, machine)
+    chosen = next((target.name for target in targets if target.verdict.matches), None)
+    if options.json:
+        print_json(
+            {
+                "target": chosen,
+                "verdicts": [{"matches": t.verdict.matches, **asdict(t.verdict)} for t in targets],
+            }
+        )
+        return 0 if chosen else 3
+    rows = [
+        (target.name, a.name, a.rule, "yes" if a.matches else "NO", a.needed, a.found)
+        for target in targets
+        for a in _telling_axes(target.verdict)
+    ]
+    print_text(table(["target", "axis", "rule", "fits", "needed", "found"], rows))
+    where = (
+        f"the machine of {options.fingerprint}"
+        if options.fingerprint is not None
+        else "this machine"
+    )
+    if chosen:
+        print_text(f"\n{where} loads {chosen}: nothing is compiled")
+        return 0
+    print_text(f"\n{where} is none of the targets: every program would be compiled there")
+    return 3
+
+
+def _telling_axes(verdict: Verdict) -> tuple[Axis, ...]:
+    """Return the axes to show: only `platform` where that differs, since the others follow from it."""
+    return tuple(a for a in verdict.axes if a.name == "platform" and not a.matches) or verdict.axes
+
+
+def _explain_fleet(options: Namespace) -> int:
+    """Print which target each machine of a fleet loads, and the fewest targets to add for the rest."""
+    from prejit.runtime.fleet.machines import read_fleet, unread
+    from prejit.runtime.fleet.report import explain_fleet
+
+    with Layout(options.bundle) as layout:
+        index, digest = open_index(layout)
+        where = str(layout.path / "index.json")
+        targets = [target_of(descriptor, where) for descriptor in index.manifests]
+    fleet = read_fleet(options.fleet)
+    report = explain_fleet(targets, fleet.machines, fleet.unreadable)
+    if options.page is not None:
+        from prejit.runtime.pages.fleet import fleet_page
+
+        write_text(
+            options.page, fleet_page(index.annotations[BUNDLE_NAME], digest, options.fleet, report)
+        )
+    if options.json:
+        print_json(report.described())
+    else:
+        print_text(_fleet_text(report))
+    if fleet.unreadable:
+        sys.stdout.flush()  # the report comes before the error
+        raise unread(fleet.unreadable, len(fleet.machines) + len(fleet.unreadable))
+    return 3 if options.on_mismatch == "error" and report.fallen_back else 0
+
+
+def _fleet_text(report: FleetReport) -> str:
+    """Return the report of a fleet as text for a terminal."""
+    from prejit.runtime.fleet.groups import few
+
+    parts = [
+        table(
+            ["machines", "loads", "which", "closest", "why not"],
+            [
+                (
+                    str(len(group.machines)),
+                    "nothing: compiles" if group.mismatches else group.target,
+                    few(group.machines),
+                    group.target if group.mismatches else "",
+                    group.reason(),
+                )
+                for group in report.groups
+            ],
+        ),
+        table(["target", "machines"], [(name, str(n)) for name, n in report.serves.items()]),
+    ]
+    total = len(report.verdicts)
+    if not report.fallen_back:
+        return "\n\n".join([*parts, f"all {total} machines load a target: nothing is compiled"])
+    parts.append(
+        f"{report.fallen_back} of {total} machines are none of the targets: every program would be "
+        "compiled there"
+    )
+    if report.additions:
+        parts.append(f"{report.advice()} (the path of a file is relative to the manifest):")
+        parts += [
+            f"# serves {len(addition.machines)}: {few(addition.machines)}\n{addition.toml()}"
+            for addition in report.additions
+        ]
+    if report.beyond_help:
+        parts.append("no target that can be added serves:")
+        parts.append(
+            table(
+                ["machines", "which", "what stands in the way"],
+                [
+                    (str(len(group.machines)), few(group.machines), group.reason())
+                    for group in report.beyond_help
+                ],
+            )
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,74 @@
+"""What commands print and write: data on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from prejit.runtime.errors import PrejitWarning, StoreError, printable
+
+_PROGRESS_SECONDS = 5
+"""Where stderr is not a terminal, a line of progress appears at most this often."""
+
+
+def print_text(text: str = "", *, file: TextIO | None = None) -> None:
+    """Print text for people. Control characters are escaped: names in it may come from a bundle."""
+    print(printable(text), file=file, flush=file is sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    try:
+        Path(path).write_bytes(text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Give a function that shows one line of progress on stderr.
+
+    On a terminal each line replaces the one before it; elsewhere a line is printed every few seconds.
+    """
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    shown = float("-inf")
+
+    def show(line: str) -> None:
+        nonlocal shown
+        if terminal:
+            print(f"\r\x1b[K{printable(line[:79])}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - shown > _PROGRESS_SECONDS:
+            shown = time.monotonic()
+            print_text(line, file=sys.stderr)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """Print prejit's warnings as one line each on stderr."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PrejitWarning)  # whatever PYTHONWARNINGS says
+        warnings.showwarning = lambda message, *_, **__: print_text(
+            f"warning: {message}", file=sys.stderr
+        )
+        yield

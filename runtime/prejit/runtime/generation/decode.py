@@ -1,0 +1,204 @@
+"""Decode: one call of a decode or verify program over all slots, and how many steps such a call takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.device.executable import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.format.schema import Program
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.kv_cache import KVCache
+from prejit.runtime.generation.options import Sampling
+from prejit.runtime.generation.rows import Row
+from prejit.runtime.generation.sampling import (
+    Logprob,
+    history_row,
+    masked_bias,
+    place_sampling,
+    read_logprob,
+)
+
+CALL_SECONDS = 0.01
+"""Target duration of one decode call in seconds. Small models run several steps per call to hide dispatch."""
+
+Masks = Mapping[int, np.ndarray[Any, Any]]
+"""Token masks by slot, bool [V]."""
+
+
+def steps_per_call(step_seconds: float, most: int) -> int:
+    """Return how many steps a decode call takes: as many as fit into CALL_SECONDS, from 1 to `most`."""
+    return max(1, min(most, int(CALL_SECONDS / max(step_seconds, 1e-6))))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The outcome of one decode or verify call.
+
+    Attributes:
+        program: name of the program.
+        width: positions computed in each row.
+        passes: runs over the weights.
+        tokens: int32 [width, B]; negative where the logits were not numbers or all tokens were forbidden.
+        counts: the number of new tokens of each live slot.
+        drafted: the number of drafted tokens of each slot with a draft.
+        results: the arrays that the program returned.
+    """
+
+    program: str
+    width: int
+    passes: int
+    tokens: np.ndarray[Any, Any]
+    counts: Mapping[int, int]
+    drafted: Mapping[int, int]
+    results: Mapping[str, DeviceArray]
+
+    def logprob(self, step: int, slot: int, count: int) -> Logprob:
+        """Return the log-probabilities of one token, with this many alternatives."""
+        token = int(self.tokens[step, slot])
+        return read_logprob(self.results, "logprobs", (step, slot), token, count)
+
+
+@final
+class Decoding:
+    """Decode and verify calls of one batch.
+
+    What the programs need besides the cache (sampling arguments, token counts for penalties, last tokens and
+    positions) stays on the device from call to call, until `reset` or `reset_counts`.
+    """
+
+    def __init__(self, decoder: DecoderPrograms) -> None:
+        """Start with nothing on the device."""
+        self._decoder = decoder
+        self._step_seconds = CALL_SECONDS
+        self._sampling: dict[str, DeviceArray] | None = None
+        self._place: dict[str, DeviceArray] | None = None
+        self._history: DeviceArray = None
+
+    def reset(self) -> None:
+        """Drop what depends on which rows are live. Call it when a row comes or goes."""
+        self._sampling = self._place = None
+
+    def reset_counts(self) -> None:
+        """Drop the token counts, so that the next call makes them from the rows' texts."""
+        self._history = None
+
+    def run(self, cache: KVCache, rows: Sequence[Row | None], masks: Masks) -> Call:
+        """Compute the next tokens of all live rows.
+
+        Args:
+            cache: with room for at least one more token in each row.
+            rows: the row of each slot; None: the slot is free.
+            masks: of the rows whose token mask forbids something.
+        """
+        live = {slot: row for slot, row in enumerate(rows) if row is not None}
+        drafts = {
+            slot: draft for slot, row in live.items() if (draft := self._draft(row, cache.context))
+        }
+        started = time.perf_counter()
+        inputs = self._arguments(rows, masks)
+        if drafts:
+            return self._verify(cache, live, drafts, inputs)
+        call = self._decode(cache, live, inputs)
+        self._step_seconds = (time.perf_counter() - started) / call.width
+        return call
+
+    def _decode(
+        self, cache: KVCache, live: Mapping[int, Row], inputs: dict[str, DeviceArray]
+    ) -> Call:
+        program = self._decoder.decode_for(cache.batch, cache.context)
+        steps = self._steps(program, cache, live)
+        put = self._decoder.device.put
+        if self._place is None:
+            token, position, alive = (np.zeros(cache.batch, np.int32) for _ in range(3))
+            for slot, row in live.items():
+                token[slot], position[slot] = row.token_ids[-1], len(row.token_ids) - 1
+                alive[slot] = 1
+            self._place = {"token": put(token), "position": put(position), "live": put(alive)}
+        inputs |= {**self._place, "steps": put(np.array(steps, np.int32))}
+        results = cache.run(program, inputs)
+        self._history = results.get("history", self._history)
+        self._place |= {name: results[name] for name in ("token", "position")}
+        # Programs of formats 1 and 2 take one step and return its tokens alone.
+        tokens = to_numpy(results.get("tokens", results["token"])).reshape(-1, cache.batch)
+        return Call(program.name, steps, steps, tokens, dict.fromkeys(live, steps), {}, results)
+
+    def _steps(self, program: Program, cache: KVCache, live: Mapping[int, Row]) -> int:
+        """Return how many steps the next decode call takes."""
+        if any(row.request.token_mask is not None for row in live.values()):
+            return 1  # a token mask is called before every token
+        if self._decoder.device.in_cluster:
+            return 1  # all processes must take the same number, and they measure different times
+        room = cache.context - max(len(row.token_ids) for row in live.values()) + 1
+        left = max(room if row.left is None else row.left for row in live.values())
+        most = min(room, left, self._decoder.max_steps(program))
+        return steps_per_call(self._step_seconds, most)
+
+    def _verify(
+        self,
+        cache: KVCache,
+        live: Mapping[int, Row],
+        drafts: Mapping[int, list[int]],
+        inputs: dict[str, DeviceArray],
+    ) -> Call:
+        program = self._decoder.verify_for(cache.batch, cache.context)
+        assert program is not None
+        put = self._decoder.device.put
+        width = program.bucket["draft"] + 1
+        tokens = np.zeros((cache.batch, width), np.int32)
+        start, length = np.zeros(cache.batch, np.int32), np.zeros(cache.batch, np.int32)
+        for slot, row in live.items():
+            given = [row.token_ids[-1], *drafts.get(slot, ())]
+            tokens[slot, : len(given)] = given
+            start[slot], length[slot] = len(row.token_ids) - 1, len(given)
+        inputs |= {"tokens": put(tokens), "start": put(start), "length": put(length)}
+        results = cache.run(program, inputs)
+        self._history, self._place = results["history"], None
+        accepted = to_numpy(results["accepted"])
+        return Call(
+            program.name,
+            width,
+            1,
+            to_numpy(results["tokens"]).reshape(-1, cache.batch),
+            {slot: int(accepted[slot]) for slot in live},
+            {slot: len(draft) for slot, draft in drafts.items()},
+            results,
+        )
+
+    def _draft(self, row: Row, context: int) -> list[int]:
+        """Return the tokens that may follow a row's text, as many as there is room for."""
+        if row.lookup is None or row.request.token_mask is not None:
+            return []
+        room = context - len(row.token_ids)
+        if row.left is not None:
+            room = min(room, row.left - 1)
+        return row.lookup.draft(min(room, self._decoder.draft_tokens)) if room > 0 else []
+
+    def _arguments(self, rows: Sequence[Row | None], masks: Masks) -> dict[str, DeviceArray]:
+        """Return the sampling arguments and the token counts of all rows, on the device."""
+        decoder, vocab = self._decoder, self._decoder.decoder.vocab_size
+        if self._sampling is None:
+            logprobs = [int(row is not None and row.request.logprobs is not None) for row in rows]
+            self._sampling = place_sampling(decoder, _sampling_of(rows), logprobs)
+        given = dict(self._sampling)
+        if masks and (bias := masked_bias(_sampling_of(rows), masks, vocab)) is not None:
+            given["bias"] = decoder.device.put(bias)
+        if self._history is None:
+            counts = aligned_zeros((len(rows), vocab), np.dtype(np.int32))
+            for slot, row in enumerate(rows):
+                if row is not None and row.request.sampling.needs_history:
+                    before = len(row.request.prompt)
+                    counts[slot] = history_row(row.request.prompt, row.token_ids[before:-1], vocab)
+                    if not row.generated:  # decode is about to count the prompt's last token
+                        counts[slot, row.token_ids[-1]] -= 2
+            self._history = decoder.device.put(counts)
+        given["history"] = self._history
+        return given
+
+
+def _sampling_of(rows: Sequence[Row | None]) -> list[Sampling]:
+    return [Sampling() if row is None else row.request.sampling for row in rows]

@@ -1,0 +1,348 @@
+"""The options of a generation, each defined once: name, type, default, check and help text.
+
+The fields of `Sampling` and `Request` are the definitions; the metadata of a field has its check and its help
+text. Everything else follows from them:
+
+    OPTIONS    all options by name, for `resolve` and for the flags of the command line
+    Defaults   those that a model's generation_config.json may set (`defaults`)
+    Options    the same names and types again, because type checkers need them spelled out; a test compares
+
+This module imports no NumPy, so that the command line can build its flags before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from prejit.runtime.base import arguments
+from prejit.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from prejit.runtime.generation.kv_cache import Prefix
+
+Prompt = str | Sequence[int]
+"""A prompt is text or a list of token ids."""
+
+TokenMask = Callable[[Sequence[int]], Any]
+"""A token mask takes the token ids generated so far. It returns bool [V], true for each token that may come
+next, or None if all may."""
+
+MAX_LOGPROBS = 20
+"""Maximum number of alternatives per token whose log-probabilities a program returns."""
+
+Check = Callable[[str, Any], Any]
+"""A check takes the name and the value of an option. It returns the value in the type that the code computes
+with, or raises UsageError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a generation.
+
+    Attributes:
+        name: the keyword argument; the flag of the command line is the same with dashes.
+        default: the value if neither the call nor the bundle gives one.
+        check: checks and converts a value.
+        help: what the command line shows.
+        flag: the type of the value on the command line (bool: no value; list: a text, repeatable); None if
+            the command line does not have the option, because its value is a Python object.
+        published: whether a model's generation_config.json may set it.
+    """
+
+    name: str
+    default: Any
+    check: Check
+    help: str = ""
+    flag: type | None = None
+    published: bool = False
+
+
+def _option(check: Check, text: str = "", **more: Any) -> dict[str, Any]:
+    """Return the metadata of a field that is an option: the attributes of its `Option`."""
+    return {"check": check, "help": text, **more}
+
+
+def _number(expected: str, holds: Callable[[float], bool]) -> Check:
+    return lambda name, value: arguments.number(name, value, expected, holds)
+
+
+def _integer(least: int, *most: int) -> Check:
+    return lambda name, value: arguments.integer(name, value, least, *most)
+
+
+def _optional(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _token_ids(name: str, value: Any) -> frozenset[int]:
+    return frozenset(arguments.integers(name, value, sets=True))
+
+
+def _prefix(name: str, value: Any) -> Prefix:
+    from prejit.runtime.generation.kv_cache import Prefix  # imports NumPy, see above
+
+    return arguments.instance(name, value, Prefix)
+
+
+def _check_fields(options: Sampling | Request) -> None:
+    """Replace each option of a frozen dataclass by its checked value."""
+    for each in fields(options):
+        if (check := each.metadata.get("check")) is not None:
+            object.__setattr__(options, each.name, check(each.name, getattr(options, each.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen from the logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep only the k most likely tokens; 0: all.
+        top_p: keep only the smallest set of tokens that has this much probability; 1: all.
+        seed: 0 to 2**64 - 1. The tokens of a request depend on its seed, not on the other rows of its batch.
+        min_p: keep only tokens with at least this fraction of the most likely token's probability; 0: all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that are in the prompt
+            or were generated; 1: no penalty (transformers, RepetitionPenaltyLogitsProcessor).
+        presence_penalty: -2 to 2, subtracted from the logits of generated tokens; 0: no penalty (OpenAI).
+        frequency_penalty: -2 to 2, subtracted once for each time a token was generated; 0: no penalty
+            (OpenAI).
+        logit_bias: a number to add to the logit of a token id; -inf forbids the token. Stored as pairs,
+            ordered by token id.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    temperature: float = field(
+        default=0.0,
+        metadata=_option(
+            _number("0 or more", lambda value: value >= 0),
+            "divide the logits by this; 0 takes the most likely token",
+            flag=float,
+            published=True,
+        ),
+    )
+    top_k: int = field(
+        default=0,
+        metadata=_option(
+            _integer(0, 2**31 - 1),
+            "keep only the N most likely tokens; 0 keeps all",
+            flag=int,
+            published=True,
+        ),
+    )
+    top_p: float = field(
+        default=1.0,
+        metadata=_option(
+            _number("more than 0 and at most 1", lambda value: 0 < value <= 1),
+            "keep the smallest set of tokens with this probability; 1 keeps all",
+            flag=float,
+            published=True,
+        ),
+    )
+    seed: int = field(
+        default=0, metadata=_option(_integer(0, 2**64 - 1), "seed of the random numbers", flag=int)
+    )
+    min_p: float = field(
+        default=0.0,
+        metadata=_option(
+            _number("0 to 1", lambda value: 0 <= value <= 1),
+            "keep tokens with at least this fraction of the best token's probability; 0 keeps all",
+            flag=float,
+            published=True,
+        ),
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=_option(
+            _number("more than 0", lambda value: value > 0),
+            "make tokens of the prompt and the answer less likely; 1 is no penalty",
+            flag=float,
+            published=True,
+        ),
+    )
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=_option(
+            _number("-2 to 2", lambda value: -2 <= value <= 2),
+            "subtract this from the logits of generated tokens; 0 is no penalty",
+            flag=float,
+        ),
+    )
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=_option(
+            _number("-2 to 2", lambda value: -2 <= value <= 2),
+            "subtract this for each time a token was generated; 0 is no penalty",
+            flag=float,
+        ),
+    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = field(
+        default=(), metadata=_option(arguments.pairs)
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty is on, so that the programs need counts of the tokens so far."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to generate from it.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampling: how tokens are chosen.
+        max_new_tokens: stop after this many tokens; None: at a stop token or when the longest context is
+            full.
+        stop_token_ids: stop at any of these; None: at those of the model's generation config.
+        logprobs: return the log-probability of each new token and of this many alternatives; None: of none.
+        token_mask: called before every token; decides which tokens may come.
+        prompt_lookup: draft tokens by prompt lookup and verify several in one pass. The tokens are the same;
+            they only come faster.
+        prefix: a computed beginning of the prompt, from the same bundle.
+
+    Raises:
+        UsageError: a value has the wrong type or is out of range.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int | None = field(
+        default=None,
+        metadata=_option(_optional(_integer(1)), "stop after N tokens", flag=int, published=True),
+    )
+    stop_token_ids: Collection[int] | None = field(
+        default=None, metadata=_option(_optional(_token_ids))
+    )
+    logprobs: int | None = field(
+        default=None,
+        metadata=_option(
+            _optional(_integer(0, MAX_LOGPROBS)),
+            "with --json: print the log-probability of each token and of the N most likely ones, "
+            f"0 to {MAX_LOGPROBS}",
+            flag=int,
+        ),
+    )
+    token_mask: TokenMask | None = field(default=None, metadata=_option(arguments.function))
+    prompt_lookup: bool = field(
+        default=False,
+        metadata=_option(
+            arguments.flag,
+            "draft tokens from the text so far; the same tokens, sooner where the text repeats itself",
+            flag=bool,
+        ),
+    )
+    prefix: Prefix | None = field(default=None, metadata=_option(_optional(_prefix)))
+
+    def __post_init__(self) -> None:
+        prompt = arguments.integers("prompt", self.prompt, "a list of token ids")
+        object.__setattr__(self, "prompt", prompt)
+        arguments.instance("sampling", self.sampling, Sampling)
+        _check_fields(self)
+
+
+def _defined(kind: type) -> list[Option]:
+    return [Option(f.name, f.default, **f.metadata) for f in fields(kind) if f.metadata]
+
+
+OPTIONS = {
+    option.name: option
+    for option in (
+        *_defined(Sampling),
+        *_defined(Request),
+        Option("stop", (), arguments.strings, "stop before this text; may be repeated", list),
+    )
+}
+"""All options of a generation by name. `stop` is the only one that is not a field: a batch knows no text."""
+
+SAMPLING_OPTIONS = tuple(option.name for option in _defined(Sampling))
+"""Names of the options that are fields of `Sampling`."""
+
+
+class Options(TypedDict, total=False):
+    """The options that every generating method of a bundle takes.
+
+    An option that is missing or None takes the value in the bundle's `defaults`, or else its own default.
+
+    Attributes:
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+            logit_bias, seed: see `Sampling`.
+        max_new_tokens: stop after this many tokens; if missing, at a stop token or when the longest context
+            is full.
+        stop_token_ids: stop at any of these; if missing, at those of the model's generation config.
+        stop: stop before any of these strings.
+        logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
+            to 20.
+        token_mask: called with the token ids generated so far before every token. Returns bool [V], which
+            tokens may come next, or None for all. Decoding then takes one step per call.
+        prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
+            `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
+        prefix: a result of `Bundle.prefix`.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_new_tokens: int | None
+    stop_token_ids: Collection[int] | None
+    stop: str | Sequence[str]
+    logprobs: int | None
+    token_mask: TokenMask | None
+    prompt_lookup: bool
+    prefix: Prefix | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The options of a call after defaults were filled in; everything of a request but its prompt.
+
+    Attributes:
+        sampling: how tokens are chosen.
+        common: the other fields of a `Request` that were given.
+        stop: strings to stop before.
+    """
+
+    sampling: Sampling
+    common: dict[str, Any]
+    stop: tuple[str, ...] = ()
+
+    def request(self, prompt: Sequence[int]) -> Request:
+        """Return the request for a prompt.
+
+        Raises:
+            UsageError: an option has the wrong type or is out of range.
+        """
+        return Request(prompt, self.sampling, **self.common)
+
+
+def resolve(options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Resolved:
+    """Fill in the options of a call. The value None means that an option is not given.
+
+    Args:
+        options: values by name.
+        defaults: the bundle's values for options that are not given; None: it has none.
+
+    Raises:
+        UsageError: there is no such option, or a value has the wrong type or is out of range.
+    """
+    if unknown := options.keys() - OPTIONS.keys():
+        raise UsageError(f"expected options of {', '.join(OPTIONS)}; found {min(unknown)!r}")
+    given = dict(defaults or {})
+    given |= {name: value for name, value in options.items() if value is not None}
+    stop = arguments.strings("stop", given.pop("stop", ()))
+    sampling = {name: given.pop(name) for name in SAMPLING_OPTIONS if name in given}
+    return Resolved(Sampling(**sampling), given, stop)

@@ -1,0 +1,158 @@
+"""The rows of a batch: each is one request, its text so far and its cost. Also the tokens that come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.base import arguments
+from prejit.runtime.errors import ContextError, UsageError
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prompt_lookup import PromptLookup
+from prejit.runtime.generation.sampling import Logprob, bias_row, check_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A new token of a slot, or the end of its request.
+
+    Attributes:
+        slot: which slot.
+        usage: what the request has cost so far.
+        token_id: the token; None if the request ended without one, since stop tokens are not returned.
+        logprob: its log-probability, if the request has `logprobs`.
+        finish_reason: `stop` (a stop token), `length` (max_new_tokens), `context` (the longest context is
+            full), `mask` (mask and bias forbid every token), `nan` (the logits are not numbers); None while
+            the request continues.
+    """
+
+    slot: int
+    usage: Usage
+    token_id: int | None
+    logprob: Logprob | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a request has cost so far.
+
+    Attributes:
+        reused_tokens: tokens of the prompt that were in a cache already.
+        prefill_seconds: time from its insertion until its prompt was in the cache.
+        decode_seconds: time of the decode calls that it was part of.
+        passes: runs over the weights after prefill: decode steps and verifications.
+        drafted_tokens, accepted_tokens: counts of prompt lookup.
+        computed_tokens: positions computed for it, with its share of padding and of idle rows.
+        programs: names of the programs that ran for it, in order of their first run.
+    """
+
+    reused_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    computed_tokens: float = 0.0
+    programs: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Row:
+    """An occupied slot. After its prefill, all of `token_ids` but the last are in the cache.
+
+    Attributes:
+        request: the request.
+        stop: the tokens that end it.
+        token_ids: the prompt and the generated tokens.
+        usage: what it has cost.
+        lookup: the index for drafts; None without prompt lookup.
+        allowed: the last result of the token mask; None: all tokens may come.
+    """
+
+    request: Request
+    stop: frozenset[int]
+    token_ids: list[int]
+    usage: Usage
+    lookup: PromptLookup | None
+    allowed: np.ndarray[Any, Any] | None = None
+
+    @property
+    def generated(self) -> int:
+        """The number of generated tokens."""
+        return len(self.token_ids) - len(self.request.prompt)
+
+    @property
+    def left(self) -> int | None:
+        """The number of tokens that may still come; None: only the context limits it."""
+        limit = self.request.max_new_tokens
+        return None if limit is None else limit - self.generated
+
+    def mask(self, vocab_size: int) -> np.ndarray[Any, Any] | None:
+        """Call the token mask; return bool [V], true for each allowed token, or None if all are.
+
+        Raises:
+            UsageError: the mask returned something else.
+        """
+        if self.request.token_mask is None:
+            return None
+        mask = self.request.token_mask(self.token_ids[len(self.request.prompt) :])
+        self.allowed = None
+        if mask is None:
+            return None
+        try:
+            mask = np.asarray(mask)
+        except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
+            arguments.refuse("token_mask", f"bool[{vocab_size}] or None", mask)
+        if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
+            raise UsageError(
+                f"token_mask: expected bool[{vocab_size}] or None, found {mask.dtype}{list(mask.shape)}"
+            )
+        self.allowed = mask
+        return mask
+
+    def allows_none(self, vocab_size: int) -> bool:
+        """Return whether the logit bias and the last token mask together forbid every token."""
+        allowed = bias_row(self.request.sampling, vocab_size) > -np.inf
+        return not (allowed if self.allowed is None else allowed & self.allowed).any()
+
+
+def admit(request: Request, programs: DecoderPrograms) -> Row:
+    """Return a row for a request that the programs can serve.
+
+    Raises:
+        ContextError: the prompt is longer than the longest context.
+        UsageError: the model or the bundle does not support something in the request.
+    """
+    decoder, limit = programs.decoder, programs.contexts[-1]
+    prompt = list(request.prompt)
+    if not prompt:
+        raise UsageError("prompt: expected at least one token, found none")
+    arguments.check_vocabulary("prompt", prompt, decoder.vocab_size)
+    if len(prompt) > limit:
+        raise ContextError(
+            f"prompt: expected at most {limit} tokens (the longest context), found {len(prompt)}",
+            hint="shorten the prompt, or add a longer context to [generate] of the manifest",
+        )
+    if request.stop_token_ids is not None:
+        arguments.check_vocabulary("stop_token_ids", request.stop_token_ids, decoder.vocab_size)
+    check_sampling(
+        programs,
+        request.sampling,
+        logprobs=request.logprobs is not None,
+        masked=request.token_mask is not None,
+    )
+    bias_row(request.sampling, decoder.vocab_size)
+    if request.prompt_lookup and not programs.draft_tokens:
+        raise UsageError(
+            "prompt_lookup: expected a bundle with programs that verify drafts, found none",
+            hint="set draft_tokens, such as 8, in [generate] of the manifest and build again",
+        )
+    if request.prefix is not None and not request.prefix.is_of(programs.programs):
+        raise UsageError("prefix: expected one that this bundle computed, found another bundle's")
+    stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
+    lookup = PromptLookup(prompt) if request.prompt_lookup else None
+    return Row(request, frozenset(stop), prompt, Usage(), lookup)

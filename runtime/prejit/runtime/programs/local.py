@@ -1,0 +1,93 @@
+"""The fallback: compile portable programs on this machine, and keep the results for its next start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from prejit.runtime.base.once import once
+from prejit.runtime.device.executable import Device, Executable
+from prejit.runtime.errors import MismatchError
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.schema import Program
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs import compile_cache
+
+CheckSignature = Callable[[Program, Executable, str], None]
+"""Compares an executable with the program table. It takes the program, the executable and the file."""
+
+
+@final
+class LocalCompiler:
+    """Compiles the portable programs of a bundle for a device, or reads what an earlier start compiled."""
+
+    def __init__(self, device: Device, portable: Layer, check: CheckSignature) -> None:
+        """Keep what every compilation needs.
+
+        Args:
+            device: what to compile for.
+            portable: StableHLO of the programs.
+            check: called with every executable before it is returned.
+        """
+        self._device = device
+        self._portable = portable
+        self._check = check
+
+    def obtain(self, program: Program, results: tuple[Array, ...]) -> tuple[Executable, str]:
+        """Return the executable of a program and whether it was `compiled` now or `kept`.
+
+        Args:
+            program: the row of the program table.
+            results: its results.
+
+        Raises:
+            RejectError: the portable program is damaged.
+            BuildError: XLA fails to compile it.
+        """
+        if self._device.in_cluster:
+            # The processes of a cluster compile together, because XLA shares its autotuning among them. A
+            # process with the cache's lock would wait for those that wait for the lock.
+            return self._compile(program, results), "compiled"
+        compiled: list[Executable] = []
+
+        def compile_program() -> bytes:
+            compiled.append(self._compile(program, results))
+            return compiled[0].serialize()
+
+        refused = None
+        while True:
+            serialized, now = compile_cache.compiled_here(
+                self._key(program), self._machine, compile_program, refused=refused
+            )
+            if now:
+                return compiled[0], "compiled"
+            try:
+                executable = self._device.load(serialized, self._portable.path, results)
+            except MismatchError:  # kept by another build of jaxlib, for example
+                refused = serialized
+                continue
+            self._check(program, executable, self._portable.path)
+            return executable, "kept"
+
+    def is_kept(self, program: Program) -> bool:
+        """Return whether an earlier start compiled a program and kept it."""
+        return compile_cache.is_kept(self._key(program), self._machine)
+
+    def _compile(self, program: Program, results: tuple[Array, ...]) -> Executable:
+        portable = self._portable.unpack(program.portable)
+        executable = self._device.compile(portable, program.platforms or (), results)
+        self._check(program, executable, self._portable.path)
+        return executable
+
+    def _key(self, program: Program) -> compile_cache.Portable:
+        return compile_cache.Portable(
+            program.portable.raw_digest,
+            program.platforms or (),
+            self._device.platform,
+            self._device.mesh,
+        )
+
+    @once
+    def _machine(self) -> Fingerprint:
+        return Fingerprint.current()

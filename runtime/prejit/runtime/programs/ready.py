@@ -1,0 +1,287 @@
+"""The programs of a bundle, each made ready when it is first used: loaded, or compiled as a fallback."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from prejit.runtime.base.once import once
+from prejit.runtime.device.executable import Device, DeviceArray, Executable
+from prejit.runtime.format.arrays import Array, parse_sharding
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.config_checks import check_arrays
+from prejit.runtime.format.layer_checks import check_signature
+from prejit.runtime.format.schema import Config, Program
+
+if TYPE_CHECKING:
+    from prejit.runtime.programs.local import LocalCompiler
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """How a program was obtained.
+
+    Attributes:
+        program: its name.
+        source: `loaded` (the bundle's executable), `compiled` (here, now), `kept` (compiled here at an
+            earlier start), `compiling` (or waiting for that) or `unused` (not used so far).
+        seconds: how long it took to become ready; 0 until it is.
+    """
+
+    program: str
+    source: str
+    seconds: float
+
+
+@final
+class Programs:
+    """The executables of a bundle on one device. Safe to use from many threads.
+
+    Attributes:
+        bundle: name of the bundle.
+        table: the rows of the program table by name.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        executables: Layer | None,
+        portable: Layer,
+        weights: dict[str, np.ndarray[Any, Any]],
+        *,
+        serve_smaller: bool = False,
+    ) -> None:
+        """Bind the programs to a device.
+
+        Args:
+            config: the program table.
+            device: where they run.
+            executables: None if the machine does not match: programs are compiled from portable.
+            portable: StableHLO of the same programs.
+            weights: tensors of the weights layer by name.
+            serve_smaller: whether a request may use other programs that are ready while its own compile.
+        """
+        self.bundle = config.bundle
+        self.table = {program.name: program for program in config.programs}
+        self._config = config
+        self._device = device
+        self._executables = executables
+        self._portable = portable
+        self._weights = weights
+        # In a cluster every process must run the same programs, whichever of them are ready.
+        self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
+        self._weights_on_device: dict[str, list[DeviceArray]] = {}
+        self._ready: dict[str, Executable] = {}
+        self._reports: dict[str, ProgramReport] = {}
+        self._arguments: dict[str, tuple[Array, ...]] = {}
+        self._results: dict[str, tuple[Array, ...]] = {}
+        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
+        # Needed but not ready: being made, or in the queue of the background thread.
+        self._underway: set[str] = set()
+        self._failed: set[str] = set()  # in that thread; the caller who needs one gets its error
+        self._queue: list[tuple[bool, int, str]] = []
+        self._queue_lock = threading.Lock()
+        self._working = False
+        self._expected: tuple[str, ...] = ()
+        self._remember: Callable[[tuple[str, ...]], object] | None = None
+
+    def __getitem__(self, name: str) -> Executable:
+        """Return the executable of a program, making it ready first if necessary.
+
+        Raises:
+            RejectError: its bytes are not those in the program table.
+            BuildError: it had to be compiled here, and XLA failed.
+        """
+        if (executable := self._ready.get(name)) is not None:
+            return executable
+        with self._locks[name]:
+            if name not in self._ready:
+                started = time.perf_counter()
+                self._underway.add(name)
+                try:
+                    executable, source = self._obtain(self.table[name])
+                    self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
+                    self._ready[name] = executable
+                finally:
+                    self._underway.discard(name)
+                self._failed.discard(name)
+            return self._ready[name]
+
+    def _obtain(self, program: Program) -> tuple[Executable, str]:
+        """Return the executable of a program and its source: loaded, compiled or kept."""
+        if self._executables is None:
+            return self._compiler.obtain(program, self.results(program.name))
+        path = self._executables.path
+        serialized = self._executables.unpack(program.executable)
+        executable = self._device.load(serialized, path, self.results(program.name))
+        self._check_signature(program, executable, path)
+        return executable, "loaded"
+
+    @once
+    def _compiler(self) -> LocalCompiler:
+        from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
+
+        return LocalCompiler(self._device, self._portable, self._check_signature)
+
+    def _check_signature(self, program: Program, executable: Executable, path: str) -> None:
+        """Compare the arguments and results of an executable with the program table, before it is run.
+
+        Raises:
+            RejectError: they differ. XLA would fail on the arguments, or we would misread the results.
+        """
+        if (compiled := executable.signature()) is None:
+            return
+        check_signature(
+            compiled.arguments,
+            compiled.results,
+            compiled.donated,
+            takes=[*self._of_weights(program.weights), *self.arguments(program.name)],
+            gives=self.results(program.name),
+            mesh=self._config.mesh,
+            path=f"{path}: {program.name}",
+        )
+
+    def _of_weights(self, name: str | None) -> list[Array]:
+        """Return the tensors of a weight set as arguments of a program."""
+        if name is None:
+            return []
+        shardings = self._config.weight_shardings or {}
+        return [
+            Array((tensor,), str(value.dtype), value.shape, False, split)
+            for tensor in self._config.weight_sets[name]
+            for value in (self._weights[tensor],)
+            for split in (parse_sharding(shardings.get(tensor, ""), value.ndim),)
+        ]
+
+    @property
+    def are_loaded(self) -> bool:
+        """Whether programs come out of the bundle; if not, they are compiled here."""
+        return self._executables is not None
+
+    def ready(self, name: str) -> bool:
+        """Return whether a request should take this program rather than another that could serve it.
+
+        It is always yes, unless requests may use other programs while theirs compile (`serve_smaller`): then
+        it is whether this one needs no compiling.
+        """
+        if not self._serve_smaller or name in self._ready:
+            return True
+        return self._compiler.is_kept(self.table[name])
+
+    def expect(self, names: Sequence[str], remember: Callable[[tuple[str, ...]], object]) -> None:
+        """Begin to make the program ready that the first request will probably run first.
+
+        Args:
+            names: the programs that an earlier process prepared for its first request; unknown ones are
+                ignored.
+            remember: called in a thread with the programs that the first request prepares, if they differ.
+        """
+        # Only the first one: more would compete with the imports that the first token needs.
+        self._enqueue([(False, 0, name) for name in names[:1] if name in self.table])
+        self._expected, self._remember = tuple(names), remember
+
+    def prepare(self, *names: str) -> None:
+        """Begin to make programs ready in a thread, in this order. Errors are raised when one is used."""
+        remember, self._remember = self._remember, None
+        if remember is not None and names != self._expected:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                threading.Thread(target=remember, args=(names,)).start()
+        self._enqueue([(False, place, name) for place, name in enumerate(names)])
+
+    def prepare_later(self, *names: str) -> None:
+        """Begin to make programs ready that would serve better than those that are ready now.
+
+        They come after programs that somebody waits for, the smallest first, one at a time.
+
+        Raises:
+            BuildError, RejectError: one of them failed in the thread before, and fails again.
+        """
+        for name in names:
+            if name in self._failed:
+                self[name]
+        sizes = {name: math.prod(self.table[name].bucket.values()) for name in names}
+        self._enqueue([(True, size, name) for name, size in sizes.items()])
+
+    def _enqueue(self, entries: list[tuple[bool, int, str]]) -> None:
+        with self._queue_lock:
+            for entry in entries:
+                name = entry[-1]
+                if not (name in self._ready or name in self._failed or entry in self._queue):
+                    self._underway.add(name)
+                    self._queue.append(entry)
+            self._queue.sort()
+            if self._working or not self._queue:
+                return
+            # Not a daemon: the interpreter would stop it inside XLA at exit, and that aborts the process.
+            with contextlib.suppress(RuntimeError):  # no more threads, as at exit
+                threading.Thread(target=self._work).start()
+                self._working = True
+
+    def _work(self) -> None:
+        while True:
+            with self._queue_lock:
+                # At exit the interpreter waits for this thread.
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._working = False
+                    return
+                _, _, name = self._queue.pop(0)
+            try:
+                self[name]
+            except Exception:  # the caller who uses the program gets it again
+                self._failed.add(name)
+
+    def weights(self, name: str | None) -> list[DeviceArray]:
+        """Return the tensors of a weight set on the device. On a CPU they are the mapped file itself."""
+        if name is None:
+            return []
+        with self._lock:
+            if name not in self._weights_on_device:
+                shardings = self._config.weight_shardings or {}
+                self._weights_on_device[name] = [
+                    self._device.put(value, parse_sharding(shardings.get(tensor, ""), value.ndim))
+                    for tensor in self._config.weight_sets[name]
+                    for value in (self._weights[tensor],)
+                ]
+            return self._weights_on_device[name]
+
+    def arguments(self, name: str) -> tuple[Array, ...]:
+        """Return the arguments of a program that follow the weights.
+
+        Raises:
+            RejectError: the program table has a damaged one.
+        """
+        return self._parsed(name, self.table[name].arguments, self._arguments)
+
+    def results(self, name: str) -> tuple[Array, ...]:
+        """Return the results of a program. Raises as `arguments`."""
+        return self._parsed(name, self.table[name].results, self._results)
+
+    def _parsed(
+        self, name: str, texts: tuple[str, ...], known: dict[str, tuple[Array, ...]]
+    ) -> tuple[Array, ...]:
+        if name not in known:
+            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
+            known[name] = check_arrays(texts, self.table[name].kind, self._config.mesh, at)
+        return known[name]
+
+    def obtained(self) -> dict[str, ProgramReport]:
+        """Return how each ready program was obtained, by name."""
+        return dict(self._reports)
+
+    def report(self) -> tuple[ProgramReport, ...]:
+        """Return how each program was obtained, in the order of the table."""
+        compiling = self._underway if self._executables is None else ()
+        return tuple(
+            self._reports.get(name)
+            or ProgramReport(name, "compiling" if name in compiling else "unused", 0.0)
+            for name in self.table
+        )

@@ -1,0 +1,118 @@
+"""Text and conversations to token ids, with the tokenizer and the chat templates of one bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from prejit.runtime.base import arguments
+from prejit.runtime.base.once import once
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.layer_checks import check_chat
+from prejit.runtime.format.names import CHAT_MEDIA_TYPE, TOKENIZER_MEDIA_TYPE
+
+if TYPE_CHECKING:
+    from prejit.runtime.text.chat import ChatTemplates
+    from prejit.runtime.text.tokenizer import Tokenizer
+
+
+@final
+class Prompts:
+    """The tokenizer and the chat templates of a bundle, each read when it is first used. Thread-safe."""
+
+    def __init__(self, bundle: str, layers: Mapping[str, Layer]) -> None:
+        """Keep the layers of a bundle.
+
+        Args:
+            bundle: its name, for errors.
+            layers: verified layers by media type.
+        """
+        self._bundle = bundle
+        self._layers = layers
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the bundle has a tokenizer."""
+        return TOKENIZER_MEDIA_TYPE in self._layers
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the bundle has a chat template."""
+        return CHAT_MEDIA_TYPE in self._layers
+
+    @once
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, or None if the bundle has none.
+
+        Raises:
+            RejectError: it is damaged.
+        """
+        layer = self._layers.get(TOKENIZER_MEDIA_TYPE)
+        if layer is None:
+            return None
+        from prejit.runtime.text.tokenizer import Tokenizer  # costs 20 ms, only text needs it
+
+        return Tokenizer(layer.content[:], layer.path)
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            UsageError: the bundle has none.
+            RejectError: it is damaged.
+        """
+        if self.tokenizer is None:
+            raise UsageError(
+                f"{self._bundle}: this bundle has no tokenizer, so a prompt cannot be text",
+                hint="give token ids, or build from a model directory with a tokenizer.json",
+            )
+        return self.tokenizer
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a conversation. Arguments and errors as `Bundle.apply_chat_template`."""
+        if self._chat is None:
+            raise UsageError(
+                f"{self._bundle}: this bundle has no chat template",
+                hint="give the prompt as text, or build from a model directory whose "
+                "tokenizer_config.json has a chat_template",
+            )
+        if template is not None:
+            arguments.text("template", template)
+        continues = arguments.flag("continue_final_message", continue_final_message)
+        begins = not continues
+        if add_generation_prompt is not None:
+            begins = arguments.flag("add_generation_prompt", add_generation_prompt)
+        try:
+            return self._chat.render(
+                messages,
+                template=template,
+                add_generation_prompt=begins,
+                continue_final_message=continues,
+                tools=tools,
+                documents=documents,
+                variables=variables,
+            )
+        except RecursionError:
+            raise UsageError(
+                "messages: expected objects nested less deeply than Python's recursion limit"
+            ) from None
+
+    @once
+    def _chat(self) -> ChatTemplates | None:
+        layer = self._layers.get(CHAT_MEDIA_TYPE)
+        if layer is None:
+            return None
+        from prejit.runtime.text.chat import ChatTemplates  # Jinja costs 40 ms, only chats need it
+
+        return ChatTemplates(check_chat(bytes(layer.content), layer.path), layer.path)

@@ -1,0 +1,148 @@
+"""Read the code blocks of a Markdown page, and check or run them.
+
+A block runs as a reader would run it. A block that cannot run here has a line above it and is still parsed:
+`<!-- snippet: parsed only, because REASON -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from prejit.compiler import cli
+from prejit.runtime.__main__ import BUILD_COMMANDS, parser
+
+ROOT = Path(__file__).parents[2]
+
+_FENCE = re.compile(
+    r"^```(\w+)(?: title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_MARKER = re.compile(r"<!-- snippet: parsed only, because (.+) -->\n\s*\Z")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A code block.
+
+    Attributes:
+        page: the file.
+        line: the line of the page on which the code begins.
+        language: the word behind the backquotes.
+        title: the file that the block is; None: it is no file.
+        code: the text.
+        only_parsed: why it cannot run here; None: it runs.
+    """
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    code: str
+    only_parsed: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def snippets_of(page: Path) -> Iterator[Snippet]:
+    """Return the code blocks of a page in their order."""
+    text = page.read_text()
+    for found in _FENCE.finditer(text):
+        before = text[: found.start()]
+        marker = _MARKER.search(before)
+        yield Snippet(
+            page,
+            before.count("\n") + 2,
+            found[1],
+            found[2],
+            found[3],
+            marker[1] if marker else None,
+        )
+
+
+def commands_of(snippet: Snippet) -> list[str]:
+    """Return the commands of a shell block, without comments; of a transcript those behind `$ `."""
+    lines = snippet.code.splitlines()
+    if snippet.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [stripped for line in lines if (stripped := re.sub(r"(^|\s)#.*$", "", line).strip())]
+
+
+def check_command(command: str, where: object) -> None:
+    """Check that a command and its options exist, without running it."""
+    words = shlex.split(command.partition(";")[0].partition(" > ")[0])
+    if words[0] in ("python", ".venv/bin/python"):
+        words = words[1:]
+        if words[:2] == ["-m", "prejit.runtime"]:
+            words = ["prejit", *words[2:]]
+    if words[0].endswith("prejit"):
+        _check_prejit(words[1:], where)
+    elif words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, f"{where}: no target {words[1]} in the Makefile"
+    elif words[:2] == ["pip", "install"]:
+        _check_requirement(words[2], where)
+    elif words[:2] == ["-m", "pytest"]:
+        for path in words[2:]:
+            assert (ROOT / path.partition("::")[0]).exists(), f"{where}: no file {path}"
+    elif words[0] == "-m":
+        _check_script([f"{words[1].replace('.', '/')}.py", *words[2:]], where)
+    else:
+        assert words[0].endswith(".py"), f"{where}: a command that no test knows: {command}"
+        _check_script(words, where)
+
+
+def _check_prejit(words: list[str], where: object) -> None:
+    name, arguments = words[0], words[1:]
+    try:
+        if name in BUILD_COMMANDS:
+            command = cli.commands.commands[name]
+            with command.make_context(name, arguments):
+                return
+        parser().parse_args(words)
+    except click.ClickException as error:
+        pytest.fail(f"{where}: {error.format_message()}")
+    except SystemExit:
+        pytest.fail(f"{where}: the parser refuses: prejit {shlex.join(words)}")
+
+
+def _check_requirement(text: str, where: object) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = re.fullmatch(r"prejit(?:\[(\w+)\])?", text)
+    assert found is not None, f"{where}: expected prejit, found {text}"
+    extras = project["optional-dependencies"]
+    assert found[1] is None or found[1] in extras, f"{where}: no extra {found[1]}"
+
+
+def _check_script(words: list[str], where: object) -> None:
+    script = ROOT / words[0]
+    titled = (
+        {snippet.title for snippet in snippets_of(where.page)} if isinstance(where, Snippet) else ()
+    )
+    assert script.is_file() or words[0] in titled, f"{where}: no file {words[0]}"
+    source = script.read_text() if script.is_file() else ""
+    for option in (word for word in words[1:] if word.startswith("--")):
+        assert f'"{option}"' in source, f"{where}: {words[0]} has no option {option}"
+
+
+def completed(code: str) -> str:
+    """Return a manifest with the sections that a fragment of one leaves out."""
+    found: dict[str, Any] = tomllib.loads(code)
+    missing = []
+    if "bundle" not in found:
+        missing.append('[bundle]\nname = "snippet"\n')
+    if "model" not in found and "program" not in found:
+        missing.append('[model]\nsource = "demo-model"\n')
+    if not found.keys() & {"generate", "encode", "program"}:
+        missing.append("[generate]\nbatch = [2]\nprompt = [16]\ncontext = [128]\n")
+    if "target" not in found:
+        missing.append('[[target]]\nname = "cpu-x86-64-v3"\n')
+    return code + "\n" + "\n".join(missing)

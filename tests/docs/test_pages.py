@@ -1,0 +1,195 @@
+"""What the pages say of files, names, options and variables is so."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from prejit.compiler import cli
+from prejit.runtime.__main__ import parser
+
+from .snippets import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("manifests/**/*.md")))
+DECISIONS = sorted(DOCS.glob("decisions/0*.md"))
+NAMING = (*DOCS.glob("architecture/*.md"), DOCS / "tour.md", DOCS / "glossary.md")
+"""Pages on which `package.module.name` in backquotes is a name of the code."""
+GENERATED = {"manifest.md", "command-line.md", "errors.md"}
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """docs/generate.py, which is in no package."""
+    return _script("generate")
+
+
+@pytest.fixture(scope="module")
+def check_site() -> ModuleType:
+    """docs/check_site.py."""
+    return _script("check_site")
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def assembled(generate: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source of the site, with its generated pages."""
+    directory = tmp_path_factory.mktemp("site") / "source"
+    generate.assemble(directory)
+    return directory
+
+
+def test_the_manifest_that_is_shown_is_the_file_that_is_named() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(r"\[manifests/demo\.toml\]\(.*?\).*?```toml\n(.*?)```", text, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == (ROOT / "manifests" / "demo.toml").read_text()
+
+
+def test_the_readme_is_short_and_no_figure_is_in_it_that_the_performance_page_has_not() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| .*\d", line)]
+    performance = (DOCS / "performance" / "xeon.md").read_text()
+    assert rows
+    assert [row for row in rows if row not in performance] == []
+    assert len(text.splitlines()) <= 145
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_relative_link_leads_to_a_file_and_every_anchor_to_a_heading(
+    page: Path, assembled: Path
+) -> None:
+    if page.is_relative_to(DOCS):
+        page = assembled / page.relative_to(DOCS)
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in anchors, f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", NAMING, ids=_name)
+def test_a_name_of_the_code_exists(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    names = set(re.findall(r"`([a-z_]\w*(?:\.\w+)+)`", text))
+    unknown = [name for name in sorted(names) if not _is_file(name) and not _resolves(name)]
+    assert unknown == [], f"{page.name} names what is not there"
+
+
+def _is_file(name: str) -> bool:
+    return name.rpartition(".")[2] in ("py", "md", "toml", "json", "safetensors", "cc", "h", "svg")
+
+
+def _resolves(name: str) -> bool:
+    """Whether a name leads somewhere from one of the roots."""
+    roots = ("prejit.runtime.", "prejit.compiler.", "prejit.", "")
+    return any(_found(f"{root}{name}") for root in roots)
+
+
+def _found(path: str) -> bool:
+    parts = path.split(".")
+    for count in range(len(parts), 1, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            if not hasattr(value, part):
+                fields = getattr(value, "__dataclass_fields__", {})
+                return part in fields and part == parts[-1]
+            value = getattr(value, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("record", DECISIONS, ids=_name)
+def test_a_decision_has_a_date_a_figure_and_a_command(record: Path) -> None:
+    text = record.read_text()
+    assert re.match(r"# .+\n\n\*\d{4}-\d\d-\d\d\*\n", text)
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
+        "Context",
+        "Decision",
+        "Figure",
+        "Consequences",
+    ]
+    figure = text.partition("## Figure")[2].partition("## Consequences")[0]
+    assert re.search(r"\d|No figure", figure.partition("```")[0])
+    assert re.search(r"```sh\n.+\n```", figure)
+    title = text.splitlines()[0].removeprefix("# ")
+    assert f"({record.name})" in (DOCS / "decisions" / "index.md").read_text()
+    assert title in (DOCS / "decisions" / "index.md").read_text()
+    assert f"decisions/{record.name}" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_every_variable_of_the_code_is_on_the_page_and_no_other() -> None:
+    code = "\n".join(
+        path.read_text() for root in ("runtime", "compiler") for path in (ROOT / root).rglob("*.py")
+    )
+    page = (DOCS / "reference" / "environment.md").read_text()
+    names = {name for name in re.findall(r"PREJIT_[A-Z_]+[A-Z]", code)}
+    assert set(re.findall(r"PREJIT_[A-Z_]+[A-Z]", page)) == names
+
+
+def test_the_command_line_page_has_every_command_and_option(assembled: Path) -> None:
+    page = (assembled / "reference" / "command-line.md").read_text()
+    for name, command in cli.commands.commands.items():
+        assert f"### prejit {name}\n" in page
+        for parameter in command.params:
+            for option in (*parameter.opts, *parameter.secondary_opts):
+                assert not option.startswith("--") or option in page, f"{name} {option}"
+    subparsers = next(a for a in parser()._actions if isinstance(a.choices, dict))
+    assert isinstance(subparsers.choices, dict)
+    for name, command_parser in subparsers.choices.items():
+        assert f"### prejit {name}\n" in page
+        for action in command_parser._actions:
+            if "--help" not in action.option_strings:
+                assert all(option in page for option in action.option_strings)
+
+
+def test_the_manifest_page_has_every_key_with_its_meaning(assembled: Path) -> None:
+    page = (assembled / "reference" / "manifest.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .*? \| (.*) \|$", page, re.MULTILINE)
+    keys = {key for key, _, _ in rows}
+    assert {"source", "dtype", "batch", "shapes", "function", "tensor", "jax", "core_count"} <= keys
+    assert [key for key, kind, meaning in rows if not (kind and meaning)] == []
+    assert "as in `" not in page
+
+
+def test_the_site_check_finds_dead_links_dead_anchors_and_other_hosts(
+    check_site: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "b.html").write_text('<h1 id="here">b</h1>')
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here">good</a><a href="b.html#gone">anchor</a><a href="c.html">file</a>'
+        '<script src="https://example.com/x.js"></script><a href="https://example.com">fine</a>'
+    )
+    assert check_site.problems(tmp_path) == [
+        "a.html: loads https://example.com/x.js",
+        "a.html: b.html#gone leads to no anchor",
+        "a.html: c.html leads to no file",
+    ]

@@ -1,0 +1,102 @@
+"""Every code block of the README and the documentation runs, or at least exists as it is written."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.manifest.manifest import read_manifest
+
+from .conftest import Shell
+from .snippets import ROOT, Snippet, check_command, commands_of, completed, snippets_of
+
+PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+MEASURING = {"decisions", "performance"}
+"""Commands on these pages repeat figures, for minutes: they are checked and not run."""
+LANGUAGES = {"python", "toml", "sh", "console", "text"}
+WILL_COMPILE = 8
+
+_SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
+_RUN = [
+    page
+    for page in PAGES
+    if any(s.language in ("python", "sh", "console") for s in snippets_of(page))
+    and page.parent.name not in MEASURING
+]
+
+
+def _name(value: Any) -> str:
+    return str(value if isinstance(value, Snippet) else value.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("snippet", _SNIPPETS, ids=_name)
+def test_a_code_block_is_in_a_language_that_is_checked(snippet: Snippet) -> None:
+    assert snippet.language in LANGUAGES, f"{snippet}: no test checks {snippet.language}"
+
+
+@pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if s.language == "toml"], ids=_name)
+def test_a_manifest_is_read(snippet: Snippet, page_directory: Path) -> None:
+    (page_directory / "score.safetensors").write_bytes(b"")
+    manifest = page_directory / "snippet.toml"
+    manifest.write_text(completed(snippet.code))
+    if snippet.only_parsed is None:
+        assert read_manifest(manifest).targets
+
+
+@pytest.mark.parametrize(
+    "snippet", [s for s in _SNIPPETS if s.language in ("sh", "console")], ids=_name
+)
+def test_a_command_exists_with_its_options(snippet: Snippet) -> None:
+    for command in commands_of(snippet):
+        if snippet.only_parsed is None or re.match(r"(\S*python|prejit|make|pip) ", command):
+            check_command(command, snippet)
+
+
+@pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if s.language == "python"], ids=_name)
+def test_python_is_python(snippet: Snippet) -> None:
+    compile(snippet.code, str(snippet), "exec")
+
+
+@pytest.mark.parametrize("page", _RUN, ids=_name)
+def test_a_page_runs_from_top_to_bottom(page: Path, page_directory: Path, shell: Shell) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for snippet in snippets_of(page):
+        if snippet.only_parsed is not None:
+            continue
+        if snippet.title is not None:
+            path = page_directory / snippet.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(snippet.code)
+        elif snippet.language == "python":
+            code = compile("\n" * (snippet.line - 1) + snippet.code, str(page), "exec")
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                exec(code, namespace)
+        elif snippet.language == "sh":
+            for command in commands_of(snippet):
+                _run(command, snippet, page_directory, shell)
+        elif snippet.language == "console":
+            _check_transcript(snippet, page_directory, shell)
+
+
+def _run(command: str, snippet: Snippet, directory: Path, shell: Shell) -> None:
+    if command.startswith(("make ", "pip ")):
+        return  # they change the environment of the tests
+    done = shell(command, directory)
+    allowed = {0, WILL_COMPILE} if command.startswith("prejit plan") else {0}
+    assert done.returncode in allowed, f"{snippet}: {command}\n{done.stdout}{done.stderr}"
+
+
+def _check_transcript(snippet: Snippet, directory: Path, shell: Shell) -> None:
+    """Compare what a command prints with what the page shows; `[...]` stands for anything."""
+    (command,) = commands_of(snippet)
+    done = shell(f"({command}) 2>&1", directory)
+    shown = snippet.code.split("\n", 1)[1]
+    pattern = ".*".join(re.escape(" ".join(part.split())) for part in shown.split("[...]"))
+    pattern = pattern.replace(r"\ .*", r".*").replace(r".*\ ", ".*")
+    found = " ".join(done.stdout.split())
+    assert re.fullmatch(pattern, found), f"{snippet}: expected\n{shown}\nfound\n{done.stdout}"

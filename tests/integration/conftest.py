@@ -1,0 +1,103 @@
+"""Real builds through the command line, in processes of their own, cached for the whole session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.warm import WarmPython
+
+ROOT = Path(__file__).parents[2]
+SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs `prejit ARGUMENTS` in a process of its own with the caches of the tests.
+
+    A build's process is forked from a warm one, all others are new.
+    """
+    base = {
+        "PREJIT_CACHE": str(build_cache),
+        "PREJIT_RUNTIME_CACHE": str(tmp_path_factory.mktemp("caches") / "runtime"),
+    }
+
+    def run(
+        *arguments: str | Path, status: int = 0, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        if arguments[0] in ("build", "plan"):
+            done = warm.prejit(*arguments, env={**base, **env})
+        else:
+            command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
+            environment = {**os.environ, **base, **env}
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=600, check=False
+            )
+        assert done.returncode == status, f"{done.args}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def python(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a script in a fresh process; what it prints as its last line is JSON."""
+    runtime_cache = tmp_path_factory.mktemp("python") / "runtime"
+
+    def python(script: str, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            env={**os.environ, "PREJIT_RUNTIME_CACHE": str(runtime_cache), **env},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return python
+
+
+def write_manifest(
+    path: Path,
+    source: Path,
+    *,
+    name: str = "model",
+    batch: Sequence[int] = (1,),
+    prompt: Sequence[int] = (16,),
+    context: Sequence[int] = (256,),
+    targets: Sequence[str] = ("cpu-host",),
+) -> Path:
+    """A manifest of a decoder."""
+    path.write_text(
+        f"[bundle]\nname = {json.dumps(name)}\n"
+        f"[model]\nsource = {json.dumps(str(source))}\n"
+        f"[generate]\nbatch = {list(batch)}\nprompt = {list(prompt)}\ncontext = {list(context)}\n"
+        + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories() -> tuple[Path, dict[str, list[int]]]:
+    """A trained Llama checkpoint and the text that it is known to write."""
+    directory = SHARED / "data" / "stories260k"
+    if not directory.is_dir():
+        pytest.skip(f"no checkpoint at {directory}; set PREJIT_SHARED to the directory that has it")
+    return directory, json.loads((directory / "expected.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def demo(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo bundle, built for every target."""
+    output = tmp_path_factory.mktemp("demo")
+    run("build", ROOT / "manifests" / "demo.toml", "-o", output, "--skip-unbuildable")
+    return output / "demo"

@@ -1,0 +1,140 @@
+"""What int8 and bfloat16 cost real models, with the weights that a build packs: at most 1 % of perplexity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Run, write_manifest
+
+STORY = """\
+One day, a boy named Tom went to the park with his mom. Tom had a big red ball. He liked to kick the
+ball and run after it. "Look, Mom!" he said. "I can kick it very far!" His mom smiled and clapped
+her hands.
+
+Tom kicked the ball again. It went up, up, up, and it got stuck in a tall tree. Tom was sad. He did
+not know what to do. He wanted to cry. "My ball is in the tree," he said. "I can not get it."
+
+Then a little bird came. The bird saw that Tom was sad. "Why are you sad?" asked the bird. "My ball
+is stuck in the tree," said Tom. "I can help you," said the bird. The bird flew up to the top of the
+tree and pushed the ball. The ball fell down, and Tom was very happy. "Thank you, little bird!" he
+said.
+
+The next day, Tom came back to the park. He had some bread in his hand. He gave the bread to the
+bird. "This is for you," he said. "You are my friend." The bird ate the bread and sang a pretty
+song. From that day on, Tom and the bird played together every day. They learned that it is good to
+help each other.
+
+Lily and her brother Max lived in a small house near the forest. One morning, Lily found a shiny box
+under her bed. She wanted to open it, but the box was locked. "Max, can you help me open the box?"
+she asked. Max looked at the box. He tried to pull it and push it, but it did not open. "We need a
+key," he said.
+
+They looked for the key in the kitchen. They looked for the key in the garden. At last, Lily saw
+something shiny near a flower. It was the key! She was so excited. She ran to the box and put the
+key in it. The box opened, and inside there was a soft blue scarf and a note. The note said, "I love
+you. Grandma." Lily hugged the scarf. She was warm and happy. Max was happy too. They went to visit
+Grandma and gave her a big hug.
+"""
+
+
+def held_out_python(characters: int = 12_000) -> str:
+    """Files of the standard library that manifests/demo-model/train.py did not train on, by its rule."""
+    library = Path(sysconfig.get_path("stdlib"))
+    texts, found = [], 0
+    for path in sorted(library.glob("*.py")):
+        digest = hashlib.sha256(f"0:{path.name}".encode()).digest()
+        if int.from_bytes(digest[:8], "big") % 100 < 5:
+            texts.append(path.read_text(encoding="utf-8"))
+            found += len(texts[-1])
+    assert found >= characters, "another library than the model was trained on"
+    return "".join(texts)[-characters:]
+
+
+def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: str) -> float:
+    """By how much the perplexity rises on a text: 0.01 for 1 %."""
+    (at / "held.txt").write_text(text, encoding="utf-8")
+    name = f"{dtype}-{cache_dtype}"
+    manifest = write_manifest(at / f"{name}.toml", source, name=name, prompt=(4,), context=(16,))
+    settings = manifest.read_text().replace(
+        "[generate]\n",
+        f'dtype = "{dtype}"\nevaluation = "held.txt"\n[generate]\ncache_dtype = "{cache_dtype}"\n',
+    )
+    manifest.write_text(settings)
+    (told,) = json.loads(run("build", manifest, "-o", at, "--json").stdout)
+    accuracy = told["accuracy"]
+    assert accuracy["weights"] == dtype
+    assert accuracy["text"] == "held.txt"
+    assert accuracy["tokens"] > 500
+    (target,) = json.loads(run("inspect", at / name, "--json").stdout)["targets"]
+    assert target["config"]["accuracy"].items() <= accuracy.items()
+    ratio: float = accuracy["perplexity_millionths"] / accuracy["float32_perplexity_millionths"]
+    return ratio - 1
+
+
+PAIRS = [("int8", "float32"), ("int8", "bfloat16"), ("bfloat16", "float32")]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+def test_a_story_is_no_more_than_one_percent_less_likely(
+    run: Run,
+    stories: tuple[Path, dict[str, list[int]]],
+    tmp_path: Path,
+    dtype: str,
+    cache_dtype: str,
+) -> None:
+    assert rise(run, tmp_path, stories[0], STORY, dtype, cache_dtype) <= 0.01
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+def test_python_is_no_more_than_one_percent_less_likely(
+    run: Run, tmp_path: Path, dtype: str, cache_dtype: str
+) -> None:
+    source = ROOT / "manifests" / "demo-model"
+    assert rise(run, tmp_path, source, held_out_python(), dtype, cache_dtype) <= 0.01
+
+
+def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from prejit.compiler.models import registry
+
+    source = tmp_path / "bert"
+    source.mkdir()
+    config = {
+        "model_type": "bert",
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 40,
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(0)
+    parameters = registry.encoder_parameters(registry.load_encoder(source))
+    weights = {
+        name: np.ascontiguousarray(
+            random.standard_normal(parameter.shape, np.float32).T
+            if parameter.in_out
+            else random.standard_normal(parameter.shape, np.float32)
+        )
+        * np.float32(0.2)
+        for name, parameter in parameters.items()
+    }
+    save_file(weights, source / "model.safetensors")
+    manifest = tmp_path / "bert.toml"
+    manifest.write_text(
+        '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'
+        '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
+    )
+    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json").stdout)
+    assert told["accuracy"]["weights"] == "int8"
+    assert told["accuracy"]["text"] == "random"
+    assert 990_000 < told["accuracy"]["cosine_millionths"] < 1_000_000
+    assert "least cosine of embeddings" in run("inspect", tmp_path / "bert").stdout

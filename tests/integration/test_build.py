@@ -1,0 +1,287 @@
+"""Builds that are repeated, killed, damaged or impossible."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.decoders import write_random
+
+from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
+
+from .conftest import ROOT, Run, write_manifest
+
+MANIFEST = """
+[bundle]
+name = "tiny"
+[[program]]
+name = "p"
+function = "tiny_model:f"
+args = { x = "float32[{n}]" }
+buckets = { n = [1, 2, 3, 4, 5, 6] }
+[[target]]
+name = "cpu-host"
+[[target]]
+name = "cpu-x86-64-v3"
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
+    (tmp_path / "tiny.toml").write_text(MANIFEST)
+    return tmp_path
+
+
+def build(run: Run, project: Path, **options: int) -> dict[str, object]:
+    done = run(
+        *("build", project / "tiny.toml", "-o", project / "out"),
+        *("--cache", project / "cache", "--json"),
+        **options,
+    )
+    [built] = json.loads(done.stdout)
+    assert isinstance(built, dict)
+    return built
+
+
+def change(project: Path, factor: int) -> None:
+    """Makes the function another one: for ones it gives `factor` + 1."""
+    (project / "tiny_model.py").write_text(f"def f(x):\n    return x * {factor:>20} + 1\n")
+    shutil.rmtree(project / "__pycache__", ignore_errors=True)  # it holds only for whole seconds
+
+
+def arguments(project: Path, output: str | Path) -> list[str]:
+    """The arguments of Python that build a project."""
+    at = ("-o", project / output, "--cache", project / "cache", "--json")
+    return ["-m", "prejit.runtime", "build", *map(str, (project / "tiny.toml", *at))]
+
+
+def start(
+    project: Path, output: str | Path, stdout: int = subprocess.DEVNULL, stderr: int | None = None
+) -> subprocess.Popen[str]:
+    """A build that runs beside this process, in a process group of its own."""
+    command = [sys.executable, *arguments(project, output)]
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+    )
+
+
+def test_a_build_that_changes_nothing_compiles_and_writes_nothing(run: Run, project: Path) -> None:
+    first, second = build(run, project), build(run, project)
+    assert (first["compiled"], first["written"]) == (12, True)
+    assert (second["compiled"], second["cached"], second["written"]) == (0, 12, False)
+    assert first["digest"] == second["digest"]
+    plan = run("plan", project / "tiny.toml", "--cache", project / "cache", "--json")
+    assert json.loads(plan.stdout)["to_compile"] == 0
+
+
+def test_a_change_compiles_what_it_touches_and_the_plan_says_why(run: Run, project: Path) -> None:
+    build(run, project)
+    (project / "tiny_model.py").write_text("def f(x):\n    return x * 3 + 1\n")
+    plan = run("plan", project / "tiny.toml", "--cache", project / "cache", status=8)
+    assert "stablehlo: sha256:" in plan.stdout
+    wider = MANIFEST.replace("5, 6]", "5, 6, 7]")
+    (project / "tiny.toml").write_text(wider)
+    (project / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
+    assert build(run, project)["compiled"] == 2
+
+
+def test_keys_do_not_depend_on_the_directory(run: Run, project: Path, tmp_path: Path) -> None:
+    build(run, project)
+    elsewhere = tmp_path / "else" / "where"
+    elsewhere.mkdir(parents=True)
+    for name in ("tiny_model.py", "tiny.toml"):
+        shutil.copy(project / name, elsewhere / name)
+    shutil.copytree(project / "cache", elsewhere / "cache")
+    assert build(run, elsewhere)["compiled"] == 0
+
+
+def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
+    run: Run, project: Path
+) -> None:
+    build(run, project)
+    bundle = project / "out" / "tiny"
+    for directory in (bundle, project / "cache"):
+        for blob in directory.rglob("blobs/sha256/*"):
+            content = bytearray(blob.read_bytes())
+            content[len(content) // 2] ^= 1
+            blob.write_bytes(content)
+    run("verify", bundle, status=4)
+    built = build(run, project)
+    assert (built["compiled"], built["cached"], built["written"]) == (12, 0, True)
+    run("verify", bundle)
+    assert load(bundle).call("p", x=_ones(3)).tolist() == [3, 3, 3]
+    for directory in (bundle, project / "cache"):
+        for blob in directory.rglob("blobs/sha256/*"):
+            assert digest_of(blob.read_bytes()) == f"sha256:{blob.name}"
+    again = build(run, project)
+    assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
+
+
+def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
+    run: Run, project: Path
+) -> None:
+    factors = (2, 3)
+    spans = []
+    for factor in (
+        *factors,
+        *factors,
+    ):  # warms the cache, so that kills fall on packing and writing
+        change(project, factor)
+        started = time.monotonic()
+        assert build(run, project)["written"]
+        spans.append(time.monotonic() - started)
+    pick = random.Random(0)
+    statuses, found = [], []
+    for attempt in range(12):
+        change(project, factors[attempt % 2])
+        process = start(project, "out", stderr=subprocess.DEVNULL)
+        # A build spends its last third on packing and writing.
+        time.sleep(pick.uniform(0.3, 1.0) * min(spans))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        statuses.append(process.wait())
+        [value, *others] = load(project / "out" / "tiny").call("p", x=_ones(3)).tolist()
+        assert others == [value, value]
+        found.append(value)
+    assert set(statuses) <= {0, -signal.SIGKILL}
+    assert -signal.SIGKILL in statuses, "no build was killed: the test shows nothing"
+    assert set(found) <= {factor + 1 for factor in factors}
+    for factor in factors:
+        change(project, factor)
+        assert build(run, project)["compiled"] == 0
+        assert load(project / "out" / "tiny").call("p", x=_ones(3)).tolist() == [factor + 1] * 3
+    assert not [*project.rglob("*.tmp"), *(project / "cache" / "v1" / "temp").iterdir()]
+
+
+@pytest.mark.parametrize("where", ["cache", "bundle"])
+def test_a_full_disk_is_told_and_loses_nothing(run: Run, project: Path, where: str) -> None:
+    digest = build(run, project)["digest"]
+    change(project, 5)
+    if where == "bundle":  # all is in the cache already
+        options = ("-o", project / "other", "--cache", project / "cache")
+        run("build", project / "tiny.toml", *options)
+    limit = {"cache": 500, "bundle": 2000}[where]
+    script = (
+        "import resource, signal, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from prejit.runtime.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, *arguments(project, "out")[2:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 6, done.stderr
+    assert "error[store]" in done.stderr
+    at = project / "cache" / "v1" if where == "cache" else project / "out" / "tiny" / "blobs"
+    assert f"{at}/" in done.stderr
+    assert "cannot write" in done.stderr
+    run("verify", project / "out" / "tiny")
+    assert load(project / "out" / "tiny").digest == digest
+    assert not [*project.rglob("*.tmp"), *(project / "cache" / "v1" / "temp").iterdir()]
+    assert build(run, project)["written"]
+    assert load(project / "out" / "tiny").call("p", x=_ones(3)).tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("closing", ["2>&1 | head -c 1", "2>&-", "2>&- >&-", "2>/dev/full"])
+def test_a_build_whose_stderr_is_closed_ends_and_writes_its_bundle(
+    run: Run, project: Path, closing: str
+) -> None:
+    command = shlex.join([sys.executable, *arguments(project, "out")]).removesuffix(" --json")
+    script = f"set -o pipefail; {command} {closing}"
+    subprocess.run(["bash", "-c", script], timeout=300, check=True, stdout=subprocess.DEVNULL)
+    run("verify", project / "out" / "tiny")
+    assert build(run, project)["compiled"] == 0
+
+
+def test_equal_builds_at_once_compile_each_program_once(run: Run, project: Path) -> None:
+    processes = [start(project, f"out{n}", stdout=subprocess.PIPE) for n in range(4)]
+    built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert sum(each["compiled"] for each in built) == 12
+    assert [each["compiled"] + each["cached"] for each in built] == [12] * 4
+    assert len({each["digest"] for each in built}) == 1
+
+
+def test_different_builds_into_one_directory_at_once_leave_one_of_them(
+    run: Run, project: Path
+) -> None:
+    factors = (2, 3, 4, 5)
+    projects = [project / f"{factor}" for factor in factors]
+    for factor, each in zip(factors, projects, strict=True):
+        each.mkdir()
+        (each / "tiny.toml").write_text(MANIFEST)
+        change(each, factor)
+        build(run, each)
+    for _ in range(3):
+        processes = [
+            start(each, project / "out", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for each in projects
+        ]
+        told = [process.communicate(timeout=300) for process in processes]
+        assert [process.returncode for process in processes] == [0] * 4, told
+        run("verify", project / "out" / "tiny")
+        [value, *_] = load(project / "out" / "tiny").call("p", x=_ones(3)).tolist()
+        assert value in {factor + 1 for factor in factors}
+        names = {file.name for file in (project / "out" / "tiny").rglob("*")}
+        assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_a_program_called_model_does_not_replace_the_weights_of_the_model(
+    run: Run, tmp_path: Path
+) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    model = write_random("gpt2", tmp_path / "checkpoint")
+    plain = write_manifest(tmp_path / "plain.toml", model, name="plain", context=(32,))
+    save_file({"scale": np.full(3, 2.5, np.float32)}, tmp_path / "params.safetensors")
+    (tmp_path / "function.py").write_text("def f(params, x):\n    return params['scale'] * x\n")
+    (tmp_path / "both.toml").write_text(
+        plain.read_text().replace('"plain"', '"both"')
+        + '[[program]]\nname = "model"\nfunction = "function:f"\nparams = "params.safetensors"\n'
+        'args = { x = "float32[3]" }\n'
+    )
+    run("build", plain, tmp_path / "both.toml", "-o", tmp_path / "out")
+    plain_tokens, tokens = (
+        load(tmp_path / "out" / name).generate([1, 2, 3], max_new_tokens=8).token_ids
+        for name in ("plain", "both")
+    )
+    assert tokens == plain_tokens
+    called = load(tmp_path / "out" / "both").call("model", x=_ones(3))
+    assert called.tolist() == [2.5] * 3
+
+
+def test_unknown_targets_and_manifests_are_usage_errors(run: Run, project: Path) -> None:
+    wrong = run("build", project / "tiny.toml", "--target", "cpu-x86-64-v9", status=2)
+    assert "cpu-x86-64-v" in wrong.stderr
+    assert "error[store]" in run("build", project / "missing.toml", status=6).stderr
+    assert run("build", status=2).stderr
+    assert run("plan", "--nonsense", status=2).stderr
+
+
+def test_the_demo_is_built_once_and_fits_this_machine(run: Run, demo: Path) -> None:
+    options = ("-o", demo.parent, "--skip-unbuildable", "--json")
+    again = run("build", ROOT / "manifests" / "demo.toml", *options)
+    [built] = json.loads(again.stdout)
+    assert (built["compiled"], built["written"]) == (0, False)
+    explained = json.loads(run("explain", demo, "--json").stdout)
+    assert explained["target"] == "cpu-host"
+    assert "cpu-host" in [verdict["target"] for verdict in explained["verdicts"]]
+
+
+def _ones(count: int) -> object:
+    import numpy as np
+
+    return np.ones(count, np.float32)

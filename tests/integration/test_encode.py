@@ -1,0 +1,278 @@
+"""An encoder of 22 shapes, built through the command line and run from its bundle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.parity.encoder_cases import Case
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers.models import WordPiece
+
+from prejit.runtime import (
+    Bundle,
+    ContextError,
+    FallbackWarning,
+    Fingerprint,
+    TruncationWarning,
+    UsageError,
+    load,
+)
+
+from .conftest import Run
+
+SHAPES = [
+    *([1, length] for length in (16, 32, 64, 128, 256, 512)),
+    *([batch, length] for batch in (2, 4, 8, 16, 32) for length in (32, 64, 128)),
+    [64, 128],
+]
+CONFIG = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "vocab_size": 40,
+    "max_position_embeddings": 600,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CLS, SEP = 2, 3
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny sentence encoder with a tokenizer of letters."""
+    directory = tmp_path_factory.mktemp("encoder") / "model"
+    case = Case("tiny", CONFIG, 77, pooling=("mean_tokens",), normalize=True)
+    case.write(directory)
+    said = json.dumps({"max_seq_length": 520, "do_lower_case": False})
+    (directory / "sentence_bert_config.json").write_text(said)
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS]
+    made = Tokenizer(
+        WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]")
+    )
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+    made.enable_truncation(6)  # as published tokenizers have it; sentence-transformers overrides it
+    made.enable_padding(length=6)
+    made.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def manifest(model: Path) -> Path:
+    """The manifest of the 22 shapes."""
+    path = model.parent / "encoder.toml"
+    path.write_text(
+        f'[bundle]\nname = "encoder"\n[model]\nsource = "model"\n[encode]\nshapes = {SHAPES}\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def built(run: Run, manifest: Path) -> Path:
+    """The bundle's directory."""
+    run("build", manifest, "-o", manifest.parent / "out")
+    return manifest.parent / "out" / "encoder"
+
+
+@pytest.fixture(scope="session")
+def bundle(built: Path) -> Bundle:
+    """The bundle, loaded in this process."""
+    return load(built, on_mismatch="error")
+
+
+@pytest.fixture(scope="session")
+def module(model: Path) -> Any:
+    """The flax module itself: token ids of one sentence to its embedding, without padding."""
+    import jax
+    from flax import nnx
+
+    from prejit.compiler.checkpoint.checkpoint import open_encoder
+    from prejit.compiler.models import registry
+
+    checkpoint = open_encoder(model)
+    graph, state = nnx.split(registry.encoder(registry.load_encoder(model)))
+    weights = {name: checkpoint.read(name) for name in checkpoint.names}
+
+    # Unoptimized code compiles in half the time, and the values must not depend on it.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(weights: Any, tokens: jax.Array) -> jax.Array:
+        length = jax.numpy.full(1, tokens.shape[1])
+        return nnx.merge(graph, registry.with_parameters(state, weights))(tokens, length)
+
+    return lambda ids: np.asarray(run(weights, np.array([ids], np.int32)))[0]
+
+
+def ids_of(text: str) -> list[int]:
+    """What the tokenizer makes of words of one letter."""
+    return [CLS, *(4 + LETTERS.index(word) for word in text.split()), SEP]
+
+
+def test_embeddings_are_those_of_the_module_in_the_order_of_the_sentences(
+    bundle: Bundle, module: Any
+) -> None:
+    words = [3, 0, 60, 14, 15, 200, 3, 30, 31, 5, 5, 5, 510]
+    texts = [
+        " ".join(LETTERS[(n * 7 + place) % 26] for n in range(count))
+        for place, count in enumerate(words)
+    ]
+    encoded = bundle.encode_batch(texts)
+    expected = np.stack([module(ids_of(text)) for text in texts])
+    assert np.abs(encoded.embeddings - expected).max() <= 1e-5
+    assert np.abs(expected[0] - expected[6]).max() > 1e-3, "one embedding for all would pass"
+    assert encoded.embeddings.dtype == np.float32
+    stats = encoded.stats
+    assert (stats.sentences, stats.tokens, stats.truncated) == (13, sum(words) + 26, 0)
+    computed = sum(
+        int(batch) * int(length) * runs
+        for shape, runs in stats.buckets.items()
+        for batch, length in [shape.split("x")]
+    )
+    assert stats.padding == pytest.approx(1 - stats.tokens / computed)
+
+
+def test_every_shape_gives_the_same_embeddings(bundle: Bundle, module: Any) -> None:
+    ids = ids_of("a b c d")
+    expected = module(ids)
+    encoder = bundle.encoder
+    assert [[b.batch, b.length] for b in encoder.buckets] == sorted(SHAPES)
+    for bucket in encoder.buckets:
+        tokens = np.full((bucket.batch, bucket.length), 9, np.int32)
+        tokens[-1, : len(ids)] = ids
+        length = np.zeros(bucket.batch, np.int32)
+        length[-1] = len(ids)
+        found = encoder._run(bucket, tokens, length, encoder.encoder.layers)[-1]
+        assert np.abs(found - expected).max() <= 1e-5, str(bucket)
+
+
+def test_nothing_and_token_ids_and_an_empty_text_are_taken(bundle: Bundle, module: Any) -> None:
+    assert bundle.encode([]).shape == (0, 12)
+    found = bundle.encode(["", [CLS, 7, SEP]])
+    assert np.abs(found - np.stack([module([CLS, SEP]), module([CLS, 7, SEP])])).max() <= 1e-5
+    with pytest.raises(UsageError, match="list of texts"):
+        bundle.encode("a sentence")
+    with pytest.raises(UsageError, match="0 to 39"):
+        bundle.encode([[40]])
+
+
+def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refused(
+    bundle: Bundle, module: Any
+) -> None:
+    text = "a b c d " * 150
+    cut = [*ids_of(text)[:511], SEP]
+    with pytest.warns(TruncationWarning, match="2 of 3 .* 512 tokens, the longest shape") as told:
+        encoded = bundle.encode_batch([text, "a", text])
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert encoded.stats.truncated == 2
+    assert np.abs(encoded.embeddings[[0, 2]] - module(cut)).max() <= 1e-5
+    with pytest.raises(ContextError, match="at most 512 tokens"):
+        bundle.encode([text], on_too_long="error")
+
+
+def test_costs_are_measured_and_a_rebuild_changes_nothing(
+    run: Run, manifest: Path, built: Path, bundle: Bundle
+) -> None:
+    costs = {str(bucket): bucket.cost for bucket in bundle.encoder.buckets}
+    assert all(cost > 0 for cost in costs.values())
+    assert costs["64x128"] > costs["1x16"]
+    before = (built / "index.json").read_bytes()
+    done = run("build", manifest, "-o", built.parent, "--json")
+    (again,) = json.loads(done.stdout)
+    assert (again["compiled"], again["written"]) == (0, False)
+    assert (built / "index.json").read_bytes() == before
+
+
+def test_sixteen_threads_share_a_bundle(bundle: Bundle) -> None:
+    texts = ["a b", "c " * 40, "d", "e f g " * 30]
+    expected = bundle.encode(texts)
+    found: list[Any] = []
+
+    def work() -> None:
+        for _ in range(3):
+            found.append(bundle.encode(texts))
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 48
+    assert all(np.abs(one - expected).max() <= 1e-5 for one in found)
+
+
+def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
+    run: Run, python: Run, built: Path, bundle: Bundle
+) -> None:
+    done = run("encode", built, "a b c", "", "--on-mismatch", "error", "--json")
+    told = json.loads(done.stdout)
+    assert np.abs(np.array(told["embeddings"]) - bundle.encode(["a b c", ""])).max() <= 1e-5
+    assert {report["source"] for report in told["stats"]["obtained"]} <= {"loaded"}
+    # Nor is jax imported, or the process torn out of XLA by its end.
+    python("import sys; from prejit.runtime import load; load(sys.argv[1])", built)
+
+
+def test_another_machine_compiles_what_it_needs_and_gives_the_same(
+    built: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path))
+    other = dataclasses.replace(Fingerprint.current(), jaxlib="0.0.1")
+    with pytest.warns(FallbackWarning):
+        fallen = load(built, fingerprint=other, while_compiling="smaller")
+    texts = ["a b c", "d " * 20]
+    assert np.abs(fallen.encode(texts) - bundle.encode(texts)).max() <= 1e-5
+    compiled = [r for r in fallen.report() if r.source == "compiled"]
+    assert 3 <= len(compiled) <= 6, "only the shapes that serve these sentences"
+    # What is ready serves a sentence whose own shape is not.
+    used = next(iter(fallen.encode_batch(["a"]).stats.buckets))
+    assert used in {"1x16", *("1x32", "2x32")}
+
+
+def test_a_shape_longer_than_the_model_takes_is_told_before_it_is_compiled(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    path = model.parent / "long.toml"
+    path.write_text(
+        '[bundle]\nname = "long"\n[model]\nsource = "model"\n[encode]\nshapes = [[1, 521]]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    done = run("build", path, "-o", tmp_path, status=2)
+    assert "encode.shapes: expected at most 520 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_sentence_transformers_directory_builds_in_every_dtype(
+    dtype: str, model: Path, run: Run, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
+        '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
+    )
+    run("build", manifest, "-o", tmp_path)
+    loaded = load(tmp_path / "m", on_mismatch="error")
+    assert np.isfinite(loaded.encode([[CLS, 7, SEP]])).all()
+
+
+def test_a_batch_that_no_machine_holds_is_refused(model: Path, run: Run, tmp_path: Path) -> None:
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\n[encode]\nshapes = [[2147483647, 16]]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    done = run("build", manifest, "-o", tmp_path, "--no-measure", status=2)
+    assert "encode: expected programs whose arrays take at most 4 TiB" in done.stderr

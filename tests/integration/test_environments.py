@@ -1,0 +1,231 @@
+"""Environments made by the real venv and pip: of small wheels of our own, and one of the real jaxlib."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.compile.jobs import CompileJob, Source
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import Wanted
+from prejit.compiler.targets.listing import EXACT_JAX
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import toolchain_of
+from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
+from prejit.runtime.machine.target import Target
+
+JAX = "0.10.99"
+PINNED = tuple(
+    f"{name}=={JAX}" for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+)
+
+
+def write_wheel(directory: Path, name: str, version: str, *requires: str) -> None:
+    stem = f"{name.replace('-', '_')}-{version}"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem.replace('-', '_')}.py", "x = 1\n" * 50_000)
+        info = f"{stem}.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", metadata + "".join(f"Requires-Dist: {r}\n" for r in requires)
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def pip(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Settings of pip: it finds these wheels and nothing else."""
+    wheels = tmp_path_factory.mktemp("wheels")
+    write_wheel(wheels, "jax", JAX, f"jaxlib=={JAX}", "numpy")
+    for name in ("jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        write_wheel(wheels, name, JAX)
+    write_wheel(wheels, "numpy", "8.0")
+    write_wheel(wheels, "numpy", "9.0")
+    write_wheel(wheels, "zstandard", "9.0")
+    return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+
+
+@pytest.fixture
+def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in pip.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
+    return tmp_path / "environments" / "v1"
+
+
+def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> Wanted:
+    found = environments.wanted(
+        Target("cuda-x", "cuda", jax=jax, constraints=constraints), "0.10.2"
+    )
+    assert found is not None
+    return found
+
+
+MAKE = """
+import sys
+from prejit.compiler.targets import environments
+from prejit.compiler.progress import Plain
+from prejit.runtime.machine.target import Target
+target = Target("cuda-x", "cuda", jax=sys.argv[1], constraints=("numpy<9",))
+wanted = environments.wanted(target, "0.10.2")
+with Plain(sys.stderr) as progress:
+    print(environments.make(wanted, progress).versions["jaxlib"])
+"""
+
+
+def start_maker() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKE, JAX],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_it_holds_what_was_asked_for_and_three_who_want_it_at_once_make_it_once(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_TARGET", str(offline / "elsewhere"))  # would install nothing into it
+    makers = [start_maker() for _ in range(3)]
+    outputs = [maker.communicate(timeout=300) for maker in makers]
+    assert [output for output, _ in outputs] == [f"{JAX}\n"] * 3, outputs
+    notes = [line for _, errors in outputs for line in errors.splitlines() if "still" not in line]
+    assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
+    found = environments.find(wanted())
+    assert found is not None
+    installed = {"jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "zstandard"}
+    assert set(found.versions) - {"pip", "setuptools"} == installed, "no NVIDIA libraries"
+    assert found.versions["jax-cuda13-pjrt"] == JAX
+    assert found.versions["numpy"] == "8.0", "constrained"
+    assert sorted(path.name for path in offline.iterdir()) == [
+        *(found.path.name, f"{found.path.name}.lock"),
+    ]
+
+
+def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline: Path) -> None:
+    path = offline / wanted().key
+    maker = start_maker()
+    # ensurepip has begun, and takes a second: of venv, which comes before, a few milliseconds may be left.
+    while not any(path.glob("lib/python*/site-packages/pip*")):
+        assert maker.poll() is None
+        time.sleep(0.01)
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    # What it started goes on writing: nobody may make the same environment meanwhile.
+    with pytest.raises(BlockingIOError), environments.locked(path, wait=False):
+        pass
+    assert environments.find(wanted()) is None
+    (path / "left by the dead").touch()
+    made = environments.make(wanted())
+    assert made.versions["jaxlib"] == JAX
+    assert not (path / "left by the dead").exists()
+
+
+@pytest.mark.parametrize(
+    ("jax", "constraints", "variables", "kind", "says", "hints"),
+    [
+        (
+            *("0.10.98", (), {}, BuildError),
+            *(r"pip finds no jax==0\.10\.98 for this machine", "pip index versions jax"),
+        ),
+        (
+            *(JAX, ("jaxlib<0.10",), {}, BuildError),
+            *("the target's constraints exclude each other", "constraints"),
+        ),
+        (
+            *(JAX, (), {"PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}),
+            *(NetworkError, f"pip cannot fetch jax=={JAX}", "PIP_FIND_LINKS"),
+        ),
+    ],
+    ids=["no such version", "conflict", "no network"],
+)
+def test_what_cannot_be_installed_is_told_and_leaves_nothing(
+    offline: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jax: str,
+    constraints: tuple[str, ...],
+    variables: Mapping[str, str],
+    kind: type[PrejitError],
+    says: str,
+    hints: str,
+) -> None:
+    monkeypatch.setenv("PIP_PROXY", "127.0.0.1:9")  # nobody listens there
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    asked = wanted(jax, constraints)
+    with pytest.raises(
+        kind, match=f"target cuda-x: cannot make its environment, .*{says}"
+    ) as caught:
+        environments.make(asked)
+    assert type(caught.value) is kind
+    assert "\n    | ERROR: " in str(caught.value), "pip's own words"
+    assert hints in str(caught.value.hint)
+    assert not (offline / asked.key).exists()
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(offline: Path) -> None:
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            f"{code}try:{MAKE.replace(chr(10), chr(10) + '    ')}\n"
+            "except Exception as error:\n    print(type(error).__name__, error.describe())",
+            JAX,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith(
+        f"{StoreError.__name__} error[store]: target cuda-x: cannot make its environment, "
+        f"the disk of {offline / wanted().key} is full\n"
+    ), done
+    assert "hint: free some space (`prejit gc` does)" in done.stdout
+    assert not (offline / wanted().key).exists()
+
+
+def test_a_worker_compiles_in_an_environment_with_another_jax(
+    environment_cache: Path, tmp_path: Path
+) -> None:
+    """The real jaxlib, which pip downloads where PREJIT_TEST_ENVIRONMENTS does not hold it."""
+    import jax
+    from jax import export
+
+    pinned = Target("cpu-x86-64-v2", "cpu", jax=EXACT_JAX)
+    if (wanted := environments.wanted(pinned, version("jax"))) is None:
+        pytest.skip(f"this is jax {EXACT_JAX}: no other is wanted")
+    try:
+        made = environments.make(wanted)
+    except NetworkError as error:
+        pytest.skip(error.describe())
+    assert made.path.is_relative_to(environment_cache)
+    assert made.versions["jaxlib"] == EXACT_JAX != version("jaxlib")
+
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    exported = export.export(jax.jit(lambda x: x @ x + 1), platforms=("cpu",))(x)
+    cache = DirectoryStore.open(tmp_path / "cache")
+    portable = cache.put_blob(bytes(exported.mlir_module_serialized))
+    level = target("cpu-x86-64-v2")
+    source = Source(portable, ("cpu",))
+    key = Key("compile", "square", ())
+    job = CompileJob("square", toolchain_of(level, made), source, key)
+    with WorkerPool(cache) as pool:
+        compiled = pool.submit(job).result()
+    assert compiled.executable.raw_size > 0
+    assert level.cpu_features is not None
+    assert set(compiled.cpu_features) <= set(level.cpu_features), "exact: not the build host's"

@@ -1,0 +1,283 @@
+"""A mismatch on a real model: processes share the compiling, and requests need not wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime import Bundle, FallbackWarning, Fingerprint, Sampling, load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import BuildError
+
+from .conftest import Run, write_manifest
+
+Stories = tuple[Path, dict[str, list[int]]]
+OTHER = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
+
+
+@pytest.fixture(scope="module")
+def stories_dir(run: Run, stories: Stories, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a decoder with two buckets of everything."""
+    directory = tmp_path_factory.mktemp("fallback")
+    manifest = write_manifest(
+        directory / "stories.toml",
+        stories[0],
+        name="stories",
+        batch=(1, 4),
+        prompt=(4, 16),
+        context=(64, 256),
+    )
+    run("build", manifest, "-o", directory)
+    return directory / "stories"
+
+
+def test_sixteen_processes_at_once_compile_each_program_once(
+    stories_dir: Path, stories: Stories, tmp_path: Path
+) -> None:
+    (tmp_path / "other.json").write_bytes(to_json(OTHER))
+    expected = stories[1]
+    command = [sys.executable, "-m", "prejit.runtime", "generate", str(stories_dir), "--json"]
+    command += [
+        "--prompt-ids",
+        ",".join(map(str, [*expected["prompt_ids"], *expected["ids"][:20]])),
+    ]
+    command += ["--max-new-tokens", "30", "--fingerprint", str(tmp_path / "other.json")]
+    says_what_it_compiles = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "cpu_compiler=1"}
+    compiled: Counter[str] = Counter()
+    cached: Counter[str] = Counter()
+    by_xla = 0
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **says_what_it_compiles},
+                )
+            )
+            for _ in range(16)
+        ]
+        for process in processes:
+            out, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+            said = json.loads(out)
+            assert said["matched"] is False
+            assert said["token_ids"] == expected["ids"][20:50]
+            compiled.update(p["program"] for p in said["programs"] if p["source"] == "compiled")
+            cached.update(p["program"] for p in said["programs"] if p["source"] == "kept")
+            by_xla += len(re.findall(r"cpu_compiler\.cc:\d+\] Compiling: \S+", errors))
+    assert compiled == {"prefill/b1-t16-c64": 1, "decode/b1-c64": 1}
+    assert cached == {"prefill/b1-t16-c64": 15, "decode/b1-c64": 15}
+    assert by_xla == 2  # whatever we say
+
+
+class Compiler:
+    """Stands before a bundle's own compiler: says what is compiled, holds it up or breaks it."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.compiled: list[str] = []
+        self.most_at_once = 0
+        self.broken: set[str] = set()
+        self.go_on = threading.Event()  # only what is needed now is compiled before
+        self.held = re.compile("(?!)")
+        self._inside = 0
+        self._names = {p.portable.raw_digest: p.name for p in bundle.config.programs}
+        self._compile = bundle._device.compile
+        bundle._device.compile = self  # type: ignore[assignment,method-assign]
+
+    def __call__(self, portable: bytes, *more: Any) -> Any:
+        name = self._names[digest_of(portable)]
+        self._inside += 1
+        self.most_at_once = max(self.most_at_once, self._inside)
+        try:
+            if self.held.fullmatch(name) and not self.go_on.wait(60):
+                raise TimeoutError(name)
+            if name in self.broken:
+                raise BuildError(f"{name} is broken")
+            self.compiled.append(name)
+            return self._compile(portable, *more)
+        finally:
+            self._inside -= 1
+
+
+@pytest.fixture
+def served(stories_dir: Path) -> Iterator[tuple[Bundle, Compiler]]:
+    """A bundle on a machine that it was not built for, which serves with what is ready."""
+    bundle = fallen_back(stories_dir, "smaller")
+    compiler = Compiler(bundle)
+    yield bundle, compiler
+    compiler.go_on.set()
+    finish(bundle)
+
+
+def fallen_back(path: Path, while_compiling: Any) -> Bundle:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        return load(path, fingerprint=OTHER, while_compiling=while_compiling)
+
+
+def finish(bundle: Bundle) -> None:
+    """Waits for what compiles in the background."""
+    limit = time.monotonic() + 60
+    while bundle._programs._working:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def sources(bundle: Bundle) -> dict[str, str]:
+    return {r.program: r.source for r in bundle.report() if r.source != "unused"}
+
+
+def texts(stories: Stories) -> list[int]:
+    return [*stories[1]["prompt_ids"], *stories[1]["ids"]]
+
+
+def test_a_long_prompt_goes_through_the_smallest_bucket_while_its_own_compiles(
+    served: tuple[Bundle, Compiler], stories: Stories
+) -> None:
+    bundle, compiler = served
+    compiler.held = re.compile(r"prefill/b1-t16-c64")
+    ids = texts(stories)
+    for _ in range(2):
+        result = bundle.generate(ids[:23], max_new_tokens=10)
+        assert list(result.token_ids) == ids[23:33]
+    assert sources(bundle) == {
+        "prefill/b1-t4-c64": "compiled",
+        "prefill/b1-t16-c64": "compiling",
+        "decode/b1-c64": "compiled",
+    }
+    compiler.go_on.set()
+    finish(bundle)
+    assert sources(bundle)["prefill/b1-t16-c64"] == "compiled"
+    used = []
+    real = type(bundle.decoder).prefill_for
+    bundle.decoder.prefill_for = lambda *a: used.append(real(bundle.decoder, *a)) or used[-1]  # type: ignore
+    assert list(bundle.generate(ids[:23], max_new_tokens=10).token_ids) == ids[23:33]
+    assert used[0].name == "prefill/b1-t16-c64"
+
+
+def test_a_larger_context_or_batch_that_is_ready_serves(
+    served: tuple[Bundle, Compiler], stories: Stories
+) -> None:
+    bundle, compiler = served
+    ids = texts(stories)
+    for name in ("prefill/b4-t4-c256", "decode/b4-c256"):
+        bundle._programs[name]
+    compiler.held = re.compile(".*")
+    assert list(bundle.generate(ids[:10], max_new_tokens=20).token_ids) == ids[10:30]
+    assert [p.token_id for p in bundle.stream(ids[:10], max_new_tokens=5)] == ids[10:15]
+    results = bundle.generate_batch([ids[:1], ids[:7]], max_new_tokens=5)
+    assert [list(r.token_ids) for r in results] == [ids[1:6], ids[7:12]]
+    assert compiler.compiled == ["prefill/b4-t4-c256", "decode/b4-c256"]
+    assert {name for name, source in sources(bundle).items() if source == "compiling"} == {
+        *("decode/b1-c64", "prefill/b1-t16-c64"),
+        *("decode/b4-c64", "prefill/b4-t16-c64"),
+    }
+    compiler.go_on.set()
+    finish(bundle)
+    assert compiler.most_at_once == 1
+    # Smallest first; the first was taken up before the others were wished for.
+    assert compiler.compiled[2:] == [
+        *("decode/b1-c64", "decode/b4-c64", "prefill/b1-t16-c64", "prefill/b4-t16-c64"),
+    ]
+
+
+def test_tokens_are_those_of_waiting_in_every_state_of_the_compiling(
+    served: tuple[Bundle, Compiler], stories_dir: Path, stories: Stories
+) -> None:
+    """Without pauses, so that requests meet whatever is ready by then."""
+    bundle, _ = served
+    waiting = fallen_back(stories_dir, "wait")
+    ids = texts(stories)
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 1}
+    requests = [(1, 5), (17, 8), (40, 25), (3, 100), (64, 1), (63, 30), (100, None)]
+    for how in ({}, sampled):
+        for length, count in requests:
+            ours, theirs = (
+                b.generate(ids[:length], max_new_tokens=count, **how) for b in (bundle, waiting)
+            )
+            assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+            pieces = list(bundle.stream(ids[:length], max_new_tokens=count, **how))
+            assert "".join(piece.text for piece in pieces) == theirs.text
+        prompts, sampling = [ids[:30], ids[:2], ids[:9]], [Sampling(**how)] * 3
+        together = [
+            b.generate_batch(prompts, max_new_tokens=20, sampling=sampling)
+            for b in (bundle, waiting)
+        ]
+        assert [r.token_ids for r in together[0]] == [r.token_ids for r in together[1]]
+
+
+def test_what_failed_in_the_background_is_told_to_who_wants_it_and_heals(
+    served: tuple[Bundle, Compiler], stories: Stories
+) -> None:
+    bundle, compiler = served
+    ids = texts(stories)
+    compiler.broken = {"prefill/b1-t16-c64"}
+    assert list(bundle.generate(ids[:23], max_new_tokens=5).token_ids) == ids[23:28]
+    finish(bundle)
+    with pytest.raises(BuildError, match="prefill/b1-t16-c64 is broken"):
+        bundle.generate(ids[:23], max_new_tokens=5)
+    assert list(bundle.generate(ids[:3], max_new_tokens=5).token_ids) == ids[3:8]
+    compiler.broken = set()
+    assert list(bundle.generate(ids[:23], max_new_tokens=5).token_ids) == ids[23:28]
+    assert sources(bundle)["prefill/b1-t16-c64"] == "compiled"
+
+
+def test_what_an_earlier_start_compiled_is_taken_at_once(
+    served: tuple[Bundle, Compiler], stories_dir: Path, stories: Stories
+) -> None:
+    ids = texts(stories)
+    fallen_back(stories_dir, "wait").generate(ids[:16], max_new_tokens=5)
+    bundle, compiler = served
+    assert list(bundle.generate(ids[:16], max_new_tokens=5).token_ids) == ids[16:21]
+    assert sources(bundle) == {"prefill/b1-t16-c64": "kept", "decode/b1-c64": "kept"}
+    assert compiler.compiled == []
+
+
+def test_a_bundle_that_matches_compiles_nothing_either_way(
+    stories_dir: Path, stories: Stories
+) -> None:
+    ids = texts(stories)
+    bundle = load(stories_dir, while_compiling="smaller")
+    assert list(bundle.generate(ids[:16], max_new_tokens=5).token_ids) == ids[16:21]
+    assert sources(bundle) == {"prefill/b1-t16-c64": "loaded", "decode/b1-c64": "loaded"}
+
+
+LEAVE_AT_ONCE = """
+import json, sys, warnings
+from prejit.runtime import Fingerprint, load
+warnings.simplefilter("ignore")
+bundle = load(sys.argv[1], fingerprint=Fingerprint.read(sys.argv[2]), while_compiling="smaller")
+prompt = list(range(1, 20))
+bundle.generate(prompt, max_new_tokens=30)
+bundle.generate_batch([prompt] * 2, max_new_tokens=5)  # of each, a longer prefill goes on compiling
+print(json.dumps([r.source for r in bundle.report()]))
+"""
+
+
+def test_a_process_that_ends_while_it_compiles_ends_cleanly(
+    python: Run, stories_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.json").write_bytes(to_json(OTHER))
+    for turn in range(2):
+        cache = {"PREJIT_RUNTIME_CACHE": str(tmp_path / f"cache{turn}")}
+        done = python(LEAVE_AT_ONCE, stories_dir, tmp_path / "other.json", **cache)
+        assert done.stderr == ""
+        assert "compiling" in json.loads(done.stdout)

@@ -1,0 +1,267 @@
+"""One build for a whole fleet, on a machine without any accelerator; every machine picks its part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.target_table import target
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+)
+from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.machine.compare import compare
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.target import Target
+
+ROOT = Path(__file__).parents[2]
+OLD, NEW = "0.10.2", "0.12.0.1"
+LEVELS = ("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4")
+# Of targets that are equally good the first is taken, and cpu-host may be no better than its level.
+PINNED = [("cpu-host", OLD), *((name, NEW) for name in (*LEVELS, "cpu-host"))]
+PINNED += [(name, NEW) for name in ("cuda-l4", "cuda-h100", "tpu-v5e", "tpu-v6e")]
+PROMPT = (
+    "--prompt-ids",
+    "100,200,300",
+    "--max-new-tokens",
+    "24",
+    "--on-mismatch",
+    "error",
+    "--json",
+)
+
+
+def manifest(path: Path, name: str, tables: str) -> Path:
+    """A manifest of the demo model without its tokenizer, which the environments of targets lack."""
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        source = ROOT / "manifests" / "demo-model" / file
+        if source.exists():
+            (path.parent / "model").mkdir(exist_ok=True)
+            shutil.copy(source, path.parent / "model")
+    path.write_text(
+        f'[bundle]\nname = "{name}"\n[model]\nsource = "model"\n'
+        "[generate]\nbatch = [1]\nprompt = [16]\ncontext = [128]\n" + tables
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def environment(environment_cache: Path) -> dict[str, str]:
+    """What a build of the fleet needs."""
+    wanted = environments.wanted(Target("cpu-host", "cpu", jax=NEW), version("jax"))
+    if wanted is not None:
+        try:
+            environments.interpreter(wanted)
+        except BuildError as error:
+            pytest.skip(f"{error}; {error.hint}")
+    return {"PREJIT_ENVIRONMENTS": str(environment_cache)}
+
+
+@pytest.fixture(scope="session")
+def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle for nine classes of machines."""
+    directory = tmp_path_factory.mktemp("fleet")
+    tables = "".join(f'[[target]]\nname = "{name}"\njax = "{jax}"\n' for name, jax in PINNED)
+    file = manifest(directory / "fleet.toml", "fleet", tables)
+    command = ("build", file, "-o", directory / "out", "--json")
+    [built] = json.loads(run(*command, **environment).stdout)
+    assert built["compiled"] + built["cached"] == 27
+    assert built["cached"] <= 3, "other tests may have compiled this model for cpu-host before"
+    [again] = json.loads(run(*command, **environment).stdout)
+    assert (again["compiled"], again["cached"], again["written"]) == (0, 27, False)
+    return directory / "out" / "fleet"
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """The contents of a bundle by target."""
+    with Layout(path) as layout:
+        found = match(layout, open_index(layout)[0], Fingerprint.current())
+        return {target.name: read_contents(layout, target) for target in found}
+
+
+def python_with(jax: str, environment_cache: Path) -> list[str]:
+    """An interpreter that has that version of jax and nothing of the build side's packages."""
+    if version("jax") == jax:
+        return [sys.executable]
+    wanted = environments.wanted(Target("cpu-host", "cpu", jax=jax), version("jax"))
+    assert wanted is not None
+    return [str(environments.make(wanted).python)]
+
+
+def generate(python: list[str], path: Path, *options: str | Path) -> dict[str, Any]:
+    """Generates in a fresh process of another environment."""
+    sources = os.pathsep.join(str(ROOT / side) for side in ("compiler", "runtime"))
+    done = subprocess.run(
+        [*python, "-m", "prejit.runtime", "generate", str(path), *PROMPT, *map(str, options)],
+        env={**os.environ, "PYTHONPATH": sources},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower(), done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}
+    return said
+
+
+def test_a_bundle_for_nine_classes_of_machines_holds_the_weights_once(fleet: Path) -> None:
+    contents = opened(fleet)
+    assert set(contents) == {f"{name}-jax{jax}" for name, jax in PINNED}
+    for media_type in (WEIGHTS_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
+        assert len({c.manifest.layer(media_type).digest for c in contents.values()}) == 1
+    packs = {c.manifest.layer(EXECUTABLES_MEDIA_TYPE).digest for c in contents.values()}
+    assert len(packs) == len(PINNED)
+    stored = sum(file.stat().st_size for file in fleet.rglob("*") if file.is_file())
+    [weights] = {c.manifest.layer(WEIGHTS_MEDIA_TYPE).size for c in contents.values()}
+    assert stored < 2 * weights
+
+
+def test_what_cannot_run_here_is_verified_and_explained_here(fleet: Path, run: Any) -> None:
+    assert json.loads(run("verify", fleet, "--json").stdout)["programs"] == 27
+    said = json.loads(run("explain", fleet, "--json").stdout)
+    assert said["target"] == f"cpu-host-jax{version('jax')}"
+    verdicts = {verdict["target"]: verdict for verdict in said["verdicts"]}
+    [platform] = [a for a in verdicts[f"cuda-h100-jax{NEW}"]["axes"] if a["name"] == "platform"]
+    assert (platform["needed"], platform["found"]) == ("cuda", "cpu")
+
+
+def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
+    here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW)
+    cuda = {"platform": "cuda", "plugin": f"jax-cuda13-pjrt {NEW}", "cuda": "13.0"}
+    cuda |= {"driver": "580.95.05", "device_count": 1}
+    tpu = {"platform": "tpu", "device_count": 1, "topology": "1x1"}
+    tpu |= {"plugin": opened(fleet)[f"tpu-v5e-jax{NEW}"].config.requirement.plugin}
+    machines = {
+        f"cuda-l4-jax{NEW}": cuda
+        | {
+            "compute_capability": "8.9",
+            "device_memory_bytes": 24 << 30,
+            "device_kind": "NVIDIA L4",
+        },
+        f"cuda-h100-jax{NEW}": cuda
+        | {
+            "compute_capability": "9.0",
+            "device_memory_bytes": 80 << 30,
+            "device_kind": "NVIDIA H100 PCIe",
+        },
+        f"tpu-v5e-jax{NEW}": tpu | {"device_kind": "TPU v5 lite", "device_memory_bytes": 16 << 30},
+        f"tpu-v6e-jax{NEW}": tpu | {"device_kind": "TPU v6 lite", "device_memory_bytes": 32 << 30},
+    }
+    with Layout(fleet) as layout:
+        index, _ = open_index(layout)
+        for name, said in machines.items():
+            found = match(layout, index, dataclasses.replace(here, **said))
+            assert [t.name for t in found if t.verdict.matches] == [name]
+        for level in LEVELS:
+            features = target(level).cpu_features
+            assert features is not None
+            machine = dataclasses.replace(here, cpu_features=features)
+            chosen = next(t for t in match(layout, index, machine) if t.verdict.matches)
+            used = opened(fleet)[chosen.name].config.requirement.cpu_features
+            assert set(used) <= set(features)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_executable_needs_no_more_than_its_level(fleet: Path, level: str) -> None:
+    needs = opened(fleet)[f"{level}-jax{NEW}"].config.requirement
+    allowed = target(level).cpu_features
+    assert allowed is not None
+    assert set(needs.cpu_features) <= set(allowed)
+    assert compare(
+        level, needs, dataclasses.replace(Fingerprint.current(), jaxlib=NEW, cpu_features=allowed)
+    ).matches
+
+
+def test_the_same_bundle_runs_under_two_versions_of_jax_with_the_same_tokens(
+    fleet: Path, environment_cache: Path
+) -> None:
+    """Each with executables of its own, and nothing compiled."""
+    said = {jax: generate(python_with(jax, environment_cache), fleet) for jax in (OLD, NEW)}
+    # A target that uses the same extensions as cpu-host is as good: either may be chosen.
+    assert said[OLD]["target"] == f"cpu-host-jax{OLD}"
+    assert said[NEW]["target"].endswith(f"-jax{NEW}")
+    assert said[OLD]["token_ids"] == said[NEW]["token_ids"]
+
+
+def test_every_level_runs_here_and_gives_the_same_tokens(
+    fleet: Path, environment_cache: Path, tmp_path: Path
+) -> None:
+    python = python_with(NEW, environment_cache)
+    tokens = set()
+    for level in LEVELS:
+        features = target(level).cpu_features
+        assert features is not None
+        here = dataclasses.replace(Fingerprint.current(), jaxlib=NEW, cpu_features=features)
+        if not set(features) <= set(Fingerprint.current().cpu_features):
+            continue  # this machine is below that level
+        file = tmp_path / f"{level}.json"
+        file.write_bytes(to_json(here))
+        said = generate(python, fleet, "--fingerprint", file)
+        assert said["target"] == f"{level}-jax{NEW}"
+        tokens.add(tuple(said["token_ids"]))
+    assert len(tokens) == 1
+
+
+def test_a_program_that_cannot_fit_its_device_is_no_bundle(
+    run: Any, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Found out on the device it would be the first request that dies of RESOURCE_EXHAUSTED."""
+    tables = f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
+    file = manifest(tmp_path / "small.toml", "small", tables)
+    said = run("build", file, "-o", tmp_path / "out", status=1, **environment).stderr
+    assert f"target cuda-l4-jax{NEW}: a device has 0.01 GB, and 2 of 3 programs need more" in said
+    assert "decode/b1-c128: needs 0.01 GB: arguments 0.01 GB" in said
+    assert "hint: make [generate] batch or context smaller, split the model over a [mesh]" in said
+    assert not (tmp_path / "out" / "small").exists()
+
+
+def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "web-3.json").write_text(run("fingerprint").stdout)
+    tables = '[[target]]\nname = "web"\nfingerprint = "web-3.json"\n'
+    run("build", manifest(tmp_path / "web.toml", "web", tables), "-o", tmp_path)
+    said = json.loads(run("generate", tmp_path / "web", *PROMPT).stdout)
+    assert said["target"] == f"web-jax{version('jax')}"
+    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("tpu-v5e-2x2", (1, 4)), ("cuda-h100", (1, 2)), ("cuda-h100", (2, 4))],
+    ids=["tpu-v5e 2x2", "2 H100", "8 H100"],
+)
+def test_a_mesh_is_compiled_for_devices_that_are_not_here(
+    run: Any, environment: dict[str, str], tmp_path: Path, name: str, mesh: tuple[int, int]
+) -> None:
+    data, tensor = mesh
+    tables = (
+        f"[mesh]\ndata = {data}\ntensor = {tensor}\n"
+        f'[[target]]\nname = "{name}"\njax = "{NEW}"\n[[target]]\nname = "cpu-host"\n'
+    )
+    file = manifest(tmp_path / "mesh.toml", "mesh", tables)
+    file.write_text(file.read_text().replace("batch = [1]", "batch = [2]"))
+    run("build", file, "-o", tmp_path, **environment)
+    assert json.loads(run("verify", tmp_path / "mesh", "--json").stdout)["programs"] == 6
+    contents = opened(tmp_path / "mesh")
+    needs = contents[f"{name}-jax{NEW}"].config.requirement
+    assert needs.device_count == data * tensor
+    weights = contents["cpu-host"].manifest.layer(WEIGHTS_MEDIA_TYPE).size
+    for program in contents[f"{name}-jax{NEW}"].config.programs:
+        assert program.memory.argument_bytes < 0.8 * weights, "each device holds a part of them"
+    said = json.loads(run("generate", tmp_path / "mesh", *PROMPT).stdout)
+    assert {p["source"] for p in said["programs"]} == {"loaded", "unused"}

@@ -1,0 +1,168 @@
+"""Forms by measurement: a build measures once, another one reads it, and a table decides what is compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.parity.cases import Case
+
+from .conftest import Run, write_manifest
+
+WIDTH, LARGE_INNER = 64, 4096
+"""A matrix of 64 x 4096 has 1 MB: the least that a build measures."""
+
+
+@dataclass(frozen=True)
+class Forms:
+    """A bundle whose build measured.
+
+    Attributes:
+        path: of the bundle.
+        manifest: of it.
+        told: stderr of the build.
+        table: the build cache's own.
+    """
+
+    path: Path
+    manifest: Path
+    told: str
+    table: Path
+
+
+def write_model(directory: Path, inner: int) -> Path:
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 48,
+        "n_positions": 64,
+        "n_embd": WIDTH,
+        "n_head": 4,
+        "n_layer": 1,
+        "n_inner": inner,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    Case("measured", config, seed=1).write(directory)
+    return directory
+
+
+def inspected(run: Run, bundle: Path) -> dict[str, dict[str, Any]]:
+    """The forms of a bundle's only target, by product."""
+    (target,) = json.loads(run("inspect", bundle, "--json").stdout)["targets"]
+    if "forms" not in target["config"]:
+        pytest.skip("no C++ compiler here, so no kernels and no choice")
+    return {each["product"]: each for each in target["config"]["forms"]}
+
+
+@pytest.fixture(scope="module")
+def measured(run: Run, tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Forms:
+    directory = tmp_path_factory.mktemp("forms")
+    model = write_model(directory / "model", LARGE_INNER)
+    manifest = write_manifest(directory / "m.toml", model, prompt=[8], context=[32])
+    told = run("build", manifest, "-o", directory / "out").stderr
+    return Forms(directory / "out" / "model", manifest, told, build_cache / "forms.json")
+
+
+def test_a_build_measures_large_products_and_says_so_in_bundle_and_table(
+    run: Run, measured: Forms
+) -> None:
+    forms = inspected(run, measured.path)
+    assert "measuring the forms of 2 products for cpu-host" in measured.told
+    large = {name: each for name, each in forms.items() if str(LARGE_INNER) in name}
+    assert len(large) == 2
+    for each in large.values():
+        assert each["nanoseconds"].keys() == {"dot", "kernel"}
+        assert "like" not in each
+        assert re.search(r"x86-64-v\d on .*, jaxlib", each["measured_on"])
+    sections = json.loads(measured.table.read_text())["measured"]
+    recorded = {name: times for each in sections for name, times in each["nanoseconds"].items()}
+    assert {name: recorded[name] for name in large} == {
+        name: each["nanoseconds"] for name, each in large.items()
+    }
+    shown = run("inspect", measured.path).stdout
+    assert re.search(rf"float32 1 x {WIDTH} x {LARGE_INNER} \(out,in\) .* x (dot|kernel) ", shown)
+
+
+def test_what_one_build_measured_the_next_one_reads(
+    run: Run, measured: Forms, tmp_path: Path
+) -> None:
+    before = measured.table.read_bytes()
+    again = run("build", measured.manifest, "-o", tmp_path)
+    assert "measuring the forms" not in again.stderr
+    assert "compiled 0" in again.stderr
+    assert measured.table.read_bytes() == before
+    copy = tmp_path / "model"
+    assert (copy / "index.json").read_bytes() == (measured.path / "index.json").read_bytes()
+
+
+def test_a_table_decides_what_is_compiled_and_without_measuring_the_nearest_one_does(
+    run: Run, measured: Forms, tmp_path: Path
+) -> None:
+    inner = LARGE_INNER + 64
+    model = write_model(tmp_path / "model", inner)
+    manifest = write_manifest(tmp_path / "m.toml", model, prompt=[8], context=[32])
+    sizes = [(1, WIDTH, 3 * WIDTH), (8, WIDTH, 3 * WIDTH), (1, WIDTH, WIDTH), (1, WIDTH, 48)]
+    sizes += [(1, WIDTH, inner)]
+    products = [f"float32 {m} x {k} x {n} (out,in)" for m, k, n in sizes]
+    section = json.loads(measured.table.read_text())["measured"][0]
+    section["nanoseconds"] = {name: {"dot": 1000, "kernel": 3000} for name in products}
+    # Of the model's last product only one that is nearly the same: what was measured for another model
+    # changes nothing here.
+    near = f"float32 1 x {inner + 64} x {WIDTH} (out,in)"
+    section["nanoseconds"][near] = {"dot": 3000, "kernel": 1000}
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps({"version": 1, "measured": [section]}))
+    before = measured.table.read_bytes()
+    built = run("build", manifest, "-o", tmp_path / "out", "--no-measure", "--forms", given)
+    assert "measuring the forms" not in built.stderr
+    assert measured.table.read_bytes() == before
+
+    forms = inspected(run, tmp_path / "out" / "model")
+    assert {forms[name]["form"] for name in products} == {"dot"}
+    last = forms[f"float32 1 x {inner} x {WIDTH} (out,in)"]
+    assert last["like"] == near
+
+    # The kernel is called where it was before, less the products that the table gave to XLA.
+    calls = linear_calls(measured.path)["decode/b1-c32"]
+    left = linear_calls(tmp_path / "out" / "model")["decode/b1-c32"]
+    before_forms = inspected(run, measured.path).items()
+    in_decode = sum(
+        each["form"] == "kernel" for name, each in before_forms if name.startswith("float32 1 x")
+    )
+    assert (calls > 0) == (in_decode > 0)
+    assert left * in_decode == calls * (last["form"] == "kernel")
+
+    ids = ["--prompt-ids", "1,2,3", "--max-new-tokens", "12", "--on-mismatch", "error", "--json"]
+    told = run("generate", tmp_path / "out" / "model", *ids)
+    assert len(json.loads(told.stdout)["token_ids"]) == 12
+
+
+def linear_calls(bundle: Path) -> dict[str, int]:
+    """How often the executables of a bundle's only target call the kernel of products, by program."""
+    import zstandard
+
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
+    from prejit.runtime.format.opening import match, open_index, read_contents
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    with Layout(bundle) as layout:
+        contents = read_contents(
+            layout, match(layout, open_index(layout)[0], Fingerprint.current())[0]
+        )
+        layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
+        packed = layout.read_blob(layer.digest, layer.size)
+    unpack: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompress
+    return {
+        program.name: unpack(packed[at.offset : at.offset + at.size]).count(b"prejit_linear.")
+        for program in contents.config.programs
+        for at in [program.executable]
+    }

@@ -1,0 +1,385 @@
+"""Decoders on several devices: the tokens of one device, however weights and cache are split."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from .conftest import Run, write_manifest
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 97,  # which nothing divides: its table is on every device
+    "n_positions": 64,
+    "n_embd": 64,
+    "n_head": 8,
+    "n_layer": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MESHES = {
+    "llama": ((1, 2), (2, 1), (1, 4), (2, 2), (2, 4), (4, 2)),
+    "gpt2": ((1, 2), (2, 2), (1, 8)),
+}
+PROMPTS = [[5, 6, 7], [9], list(range(1, 18)), [33] * 8]  # of chunks of 4: 1, 1, 5 and 2
+NEW_TOKENS = 12
+
+GENERATE = """
+import dataclasses, json, sys, warnings
+from prejit.runtime import FallbackWarning, Fingerprint, load
+
+prompts, count = json.loads(sys.argv[1]), int(sys.argv[2])
+here = Fingerprint.current()
+if {mismatch}:
+    warnings.simplefilter("ignore", FallbackWarning)
+    here = dataclasses.replace(here, jaxlib="0.4.0")
+out = {{}}
+for path in sys.argv[3:]:
+    bundle = load(path, on_mismatch="jit" if {mismatch} else "error", fingerprint=here)
+    results = bundle.generate_batch(prompts, max_new_tokens=count, stop_token_ids=[])
+    copied = bundle.generate(
+        prompts[0], max_new_tokens=count, stop_token_ids=[], prefix=bundle.prefix(prompts[0])
+    )
+    assert copied.token_ids == results[0].token_ids and copied.stats.reused_tokens
+    sources = sorted({{report.source for report in bundle.report()}})
+    out[bundle.name] = [[list(result.token_ids) for result in results], sources]
+print(json.dumps(out))
+"""
+IN_CLUSTER = """
+import sys
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+process, count, coordinator = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
+jax.distributed.initialize(coordinator, count, process)
+
+from prejit.runtime.generation import decode
+
+decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
+"""
+
+Build = Callable[..., Path]
+Generated = dict[str, list[Any]]
+
+
+def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 0.5) -> Path:
+    """A checkpoint with random weights, the same for the same config."""
+    from flax import nnx
+
+    from prejit.compiler.models import registry
+
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    loaded = registry.load_config(directory)
+    in_out = registry.naming(loaded).in_out
+    random = np.random.default_rng(0)
+    tensors = {}
+    for name, leaf in registry.flat_parameters(nnx.state(registry.decoder(loaded))).items():
+        values = random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(scale)
+        if registry.parameters(loaded)[name].in_out != name.endswith(in_out or ("none",)):
+            values = np.ascontiguousarray(values.T)  # as it is published
+        tensors[name] = values
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
+    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
+    from prejit.compiler.build.run import build
+    from prejit.compiler.compile.pool import WorkerPool
+    from prejit.compiler.manifest.reading import read_manifest
+    from prejit.compiler.progress import Quiet
+    from prejit.compiler.store.directory import DirectoryStore
+
+    directory = tmp_path_factory.mktemp("mesh")
+    cache = DirectoryStore.open(build_cache)
+
+    def build_one(
+        source: Path,
+        name: str,
+        mesh: tuple[int, int] | None,
+        *,
+        batch: int = 4,
+        prompt: int = 4,
+        context: int = 32,
+    ) -> Path:
+        path = write_manifest(
+            directory / f"{name}.toml",
+            source,
+            name=name,
+            batch=[batch],
+            prompt=[prompt],
+            context=[context],
+        )
+        add_mesh(path, mesh)
+        manifest = read_manifest(path)
+        executor = WorkerPool(cache, workers=2)
+        return build(manifest, directory, store=cache, executor=executor, progress=Quiet()).path
+
+    return build_one
+
+
+def add_mesh(manifest: Path, mesh: tuple[int, int] | None) -> None:
+    if mesh is not None:
+        text = manifest.read_text() + f"[mesh]\ndata = {mesh[0]}\ntensor = {mesh[1]}\n"
+        manifest.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("sources")
+    return {
+        name: write_checkpoint(directory / name, config)
+        for name, config in (("llama", LLAMA), ("gpt2", GPT2))
+    }
+
+
+@pytest.fixture(scope="module")
+def bundles(sources: dict[str, Path], build_one: Build) -> dict[str, Path]:
+    """By `llama-1x2`; `llama-one` is of one device."""
+    made = {}
+    for family, meshes in MESHES.items():
+        for mesh in (None, *meshes):
+            name = f"{family}-{'one' if mesh is None else f'{mesh[0]}x{mesh[1]}'}"
+            made[name] = build_one(sources[family], name, mesh)
+    return made
+
+
+@pytest.fixture(scope="module")
+def generated(python: Run, bundles: dict[str, Path]) -> Generated:
+    """What all of them generate in one fresh process, which may compile nothing."""
+    script = GENERATE.format(mismatch=False)
+    prompts = json.dumps(PROMPTS)
+    done = python(script, prompts, str(NEW_TOKENS), *bundles.values(), JAX_PLATFORMS="cpu")
+    result: Generated = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [(family, mesh) for family, meshes in MESHES.items() for mesh in meshes]
+)
+def test_every_mesh_gives_the_tokens_of_one_device(
+    generated: Generated, family: str, mesh: tuple[int, int]
+) -> None:
+    expected, _ = generated[f"{family}-one"]
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    tokens, sources = generated[f"{family}-{mesh[0]}x{mesh[1]}"]
+    assert tokens == expected
+    assert sources == ["loaded"]
+
+
+def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
+    python: Run, bundles: dict[str, Path], generated: Generated, tmp_path: Path
+) -> None:
+    arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
+    for source in ("compiled", "kept"):
+        done = python(*arguments, bundles["llama-2x2"], PREJIT_RUNTIME_CACHE=str(tmp_path))
+        result = json.loads(done.stdout.splitlines()[-1])["llama-2x2"]
+        assert result == [generated["llama-one"][0], [source]]
+
+
+def test_sampled_tokens_are_those_of_one_device(bundles: dict[str, Path]) -> None:
+    from prejit.runtime import Sampling, load
+
+    sampling = [Sampling(temperature=0.9, top_k=20, top_p=0.9, seed=seed) for seed in range(4)]
+    one, mesh = (
+        load(bundles[name]).generate_batch(
+            PROMPTS, max_new_tokens=6, sampling=sampling, stop_token_ids=[]
+        )
+        for name in ("llama-one", "llama-2x2")
+    )
+    assert [result.token_ids for result in mesh] == [result.token_ids for result in one]
+
+
+def test_two_tensor_devices_write_the_published_text(
+    stories: tuple[Path, dict[str, Any]], build_one: Build
+) -> None:
+    from prejit.runtime import load
+
+    source, expected = stories
+    path = build_one(source, "stories-1x2", (1, 2), batch=1, prompt=16, context=256)
+    bundle = load(path, on_mismatch="error")
+    result = bundle.generate(expected["prompt_ids"], max_new_tokens=len(expected["ids"]))
+    assert result.text == expected["text"]
+
+
+MEASURE = """
+import sys
+import numpy as np
+from prejit.runtime import load
+from prejit.runtime.device.executable import Device
+
+def anonymous():
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous"))
+
+Device().put(np.zeros(1))  # imports what arrays are made of
+bundle = load(sys.argv[1])
+bundle.prepare()
+before = anonymous()
+bundle.generate([1, 2, 3], max_new_tokens=2, stop_token_ids=[])
+print(anonymous() - before)
+"""
+
+
+def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
+    python: Run, build_one: Build, tmp_path: Path
+) -> None:
+    config = {
+        **LLAMA,
+        "hidden_size": 1024,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    source = write_checkpoint(tmp_path / "large", config, scale=0.02)
+    bundle = build_one(source, "large", (1, 4), batch=1, context=16)
+    matrix = 4 * 1024 * 8192
+    assert (source / "model.safetensors").stat().st_size > 3 * matrix
+    grown = int(python(MEASURE, bundle).stdout.splitlines()[-1])
+    # Gate and up are split by rows and stay in the map. Down is split by columns: each device copies
+    # its own.
+    assert grown < 1.25 * matrix
+
+
+@pytest.mark.parametrize(
+    ("change", "mesh", "batch", "told"),
+    [
+        (
+            {},
+            (1, 3),
+            [4],
+            [
+                *("mesh.tensor", "divisor of 8, the key/value heads", "config.json", "found 3"),
+                "1 or 2 or 4 or 8 would fit",
+            ],
+        ),
+        (
+            {"intermediate_size": 100},
+            (1, 8),
+            [4],
+            ["mesh.tensor", "divisor of 100, the model.layers.0.mlp.", "found 8", "1 or 2 or 4 "],
+        ),
+        ({}, (2, 1), [1, 4], ["generate.batch[0]", "multiple of 2, which mesh.data is; found 1"]),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_told_with_both_numbers(
+    run: Run,
+    tmp_path: Path,
+    change: Mapping[str, Any],
+    mesh: tuple[int, int],
+    batch: list[int],
+    told: list[str],
+) -> None:
+    source = write_checkpoint(tmp_path / "model", {**LLAMA, **change})
+    manifest = write_manifest(tmp_path / "bad.toml", source, batch=batch, context=[32])
+    add_mesh(manifest, mesh)
+    error = run("build", manifest, "-o", tmp_path / "out", status=2).stderr
+    for part in ("bad.toml", *told):
+        assert part in " ".join(error.split())
+
+
+class Cluster:
+    """Processes that jax.distributed joins, one CPU device each."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self._environment = {
+            **os.environ,
+            "PREJIT_RUNTIME_CACHE": str(tmp_path),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+        }
+
+    def run(self, processes: int, script: str, *arguments: object) -> list[tuple[int, str, str]]:
+        """(exit status, stdout, stderr) of each."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        started = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-c", IN_CLUSTER + script),
+                    *(str(place), str(processes), coordinator, *map(str, arguments)),
+                ],
+                env=self._environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for place in range(processes)
+        ]
+        try:
+            outputs = [process.communicate(timeout=120) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "mismatch", "source"),
+    [
+        ("llama-1x2", False, "loaded"),
+        ("llama-2x1", False, "loaded"),
+        ("gpt2-1x2", False, "loaded"),
+        ("llama-1x2", True, "compiled"),
+        ("llama-one", False, "loaded"),
+        ("llama-one", True, "compiled"),
+    ],
+)
+def test_two_processes_give_the_tokens_of_one_device(
+    cluster: Cluster,
+    bundles: dict[str, Path],
+    generated: Generated,
+    name: str,
+    mismatch: bool,
+    source: str,
+) -> None:
+    expected = generated[f"{name.partition('-')[0]}-one"][0]
+    script = GENERATE.format(mismatch=mismatch)
+    for status, out, err in cluster.run(2, script, json.dumps(PROMPTS), NEW_TOKENS, bundles[name]):
+        assert status == 0, err
+        assert json.loads(out.splitlines()[-1])[name] == [expected, [source]]
+
+
+def test_a_cluster_with_too_few_devices_is_told_so(
+    cluster: Cluster, bundles: dict[str, Path]
+) -> None:
+    """What a machine with too few accelerators is told as well: there, too, the client is jax's."""
+    [(status, _, err)] = cluster.run(
+        1, GENERATE.format(mismatch=False), json.dumps(PROMPTS), NEW_TOKENS, bundles["llama-1x2"]
+    )
+    assert status != 0
+    assert "UsageError: expected 2 cpu devices for the bundle's mesh, found 1" in err

@@ -1,0 +1,142 @@
+"""Libraries of native kernels, each built once a run, and a small bundle that calls one."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .recipes import Recipe, export
+
+TOY_KERNELS = Path(__file__).parent / "toy_kernels"
+"""Sources of two kernels: `scale` and `root`."""
+
+
+@pytest.fixture(scope="session")
+def toy_library(build_cache: Path) -> tuple[Any, bytes]:
+    """The toy kernels as a library for x86-64-v2, with its content."""
+    return built_kernels("cpu-x86-64-v2", TOY_KERNELS, build_cache)
+
+
+@pytest.fixture(scope="session")
+def kernel_recipe(
+    toy_library: tuple[Any, bytes], tmp_path_factory: pytest.TempPathFactory
+) -> Recipe:
+    """A bundle for `cpu-host` with one program: `scale`, float32[5] by 2.5, that calls a kernel."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import zstandard
+
+    from prejit.compiler.build import packaging
+    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.device import executable
+    from prejit.runtime.format.arrays import Array
+    from prejit.runtime.format.kernels import kernel_target
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        FORMAT_VERSION,
+        KERNELS_MEDIA_TYPE,
+        PORTABLE_MEDIA_TYPE,
+    )
+    from prejit.runtime.format.schema import Config, Kernels, Program, Segment
+    from prejit.runtime.machine.requirement import Requirement
+
+    library, content = toy_library
+    cache = DirectoryStore.open(tmp_path_factory.mktemp("recipe") / "cache")
+    name = kernel_target("scale", library.digest)
+
+    def with_kernel(x: jax.Array) -> Any:
+        call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return call(x, factor=np.float32(2.5))
+
+    x = jax.ShapeDtypeStruct((5,), jnp.float32)
+    executable.register_kernels(content)
+    portable = export(lambda x: x * jnp.float32(2.5), x)
+    compiled = compile_portable(export(with_kernel, x, custom_calls=(name,)))
+
+    def frame(raw: bytes) -> Segment:
+        stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
+
+    executables, placed = packaging.pack({"scale": frame(compiled.serialized)}, cache)
+    portables, portable_placed = packaging.pack({"scale": frame(portable)}, cache)
+    features = {*declared_features(compiled.serialized), *library.cpu_features}
+    config = Config(
+        format=FORMAT_VERSION,
+        bundle="kernels",
+        target="cpu-host",
+        requirement=Requirement(
+            "cpu",
+            os.uname().machine,
+            tuple(sorted(features)),
+            version("jaxlib"),
+            glibc=library.glibc,
+        ),
+        versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
+        programs=(
+            Program(
+                name="scale",
+                kind="call",
+                bucket={},
+                key=digest_of(b"scale"),
+                arguments=(str(Array(("x",), "float32", (5,))),),
+                results=(str(Array((), "float32", (5,))),),
+                executable=placed["scale"],
+                portable=portable_placed["scale"],
+                memory=compiled.memory,
+                kernels=True,
+            ),
+        ),
+        weight_sets={},
+        kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
+    )
+    layers = (
+        packaging.layer(EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
+        packaging.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        packaging.layer(PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
+    )
+    return Recipe((packaging.PackedTarget(config, layers),), "kernels", {})
+
+
+@pytest.fixture(scope="session")
+def with_kernels(build_cache: Path) -> Any:
+    """Forms with kernels, for this machine; XLA knows them by the names that lowering writes."""
+    import jax
+
+    from prejit.compiler.models.layers.forms import Forms
+    from prejit.compiler.native.calls import KERNEL_CALLS
+    from prejit.compiler.native.library import SOURCES
+    from prejit.runtime.device import kernels
+    from prejit.runtime.format.kernels import kernel_target
+
+    library, content = built_kernels("cpu-host", SOURCES, build_cache)
+    loaded = kernels.load(content)
+    for kernel, name in KERNEL_CALLS.items():
+        handler = loaded.handlers[kernel_target(kernel, library.digest)]
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return Forms()
+
+
+def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, bytes]:
+    """A library of kernels out of a build cache, which makes it once, with its content."""
+    from prejit.compiler.native.library import KernelLibrary, build_kernels
+    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.compiler.targets.target_table import target
+    from prejit.compiler.targets.toolchain import host_toolchain
+
+    opened = DirectoryStore.open(cache)
+    versions = {name: version(name) for name in ("jax", "jaxlib")}
+    toolchain = host_toolchain(target(target_name), versions)
+    built = build_kernels(toolchain, opened, sources=sources)
+    if not isinstance(built, KernelLibrary):
+        pytest.skip(built.reason)
+    content = opened.read_blob(built.digest)
+    assert content is not None
+    return built, content

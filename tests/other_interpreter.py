@@ -1,0 +1,48 @@
+"""A plugin of pytest for the second interpreter: it leaves out what cannot differ there.
+
+Another Python, jax and jaxlib can change what touches them: tracing, lowering, private interfaces, compiled
+programs and their loading, and the standard library's own errors. It stays, and so does all that is quick.
+Left out are long tests of what none of these takes part in.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+LEFT_OUT = {
+    "test_kernel_linear.py": "C++ called by ctypes: neither jax nor jaxlib takes part",
+    "test_kernel_attention.py": "C++ called by ctypes; parity tests call it from programs",
+    "test_kernel_norm.py": "C++ called by ctypes; parity tests call it from programs",
+    "test_kernel_threads.py": "C++ in processes that import no jax",
+}
+"""Files, and why they cannot differ."""
+REST_OF_A_FAMILY = (
+    "test_logits_and_greedy_tokens_equal_those_that_torch_gave",
+    "test_results_equal_those_that_torch_gave",
+)
+"""Tests with many random configurations of each model family. The first of each kind shows that its module
+traces, lowers and computes: the others differ in sizes and numbers alone."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is left out."""
+    seen = set[str]()
+    kept, left = [], []
+    for item in items:
+        (kept if _can_differ(item, seen) else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+def _can_differ(item: pytest.Item, seen: set[str]) -> bool:
+    if item.path.name in LEFT_OUT:
+        return False
+    name, _, case = item.name.partition("[")
+    if name not in REST_OF_A_FAMILY:
+        return True
+    kind = name + re.sub(r"-\d\d\b", "", case)  # kernels-llama-07-linear is of kernels-llama-linear
+    is_first = kind not in seen
+    seen.add(kind)
+    return is_first

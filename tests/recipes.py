@@ -1,0 +1,341 @@
+"""A small real bundle in memory, compiled by XLA and packed by the compiler's own packing, and its fixtures.
+
+Nothing is imported here that costs time: jax is imported by the functions that need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+V3_FEATURES = (
+    *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma"),
+    *("fxsr", "lzcnt", "mmx", "movbe", "popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1"),
+    *("sse4.2", "ssse3", "xsave"),
+)
+COMPILE_FOR_V3 = """
+import sys
+from pathlib import Path
+from prejit.compiler.compile.disassembly import declared_features
+from prejit.compiler.compile.xla import CompileFor, compile_portable
+features = tuple(sys.argv[1].split(","))
+for at in sys.argv[2:]:
+    machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
+    compiled = compile_portable(Path(at).read_bytes(), machine)
+    Path(at + ".xla").write_bytes(compiled.serialized)
+    Path(at + ".features").write_text(",".join(declared_features(compiled.serialized)))
+"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A bundle in memory: every digest right, whatever it says. What forging starts from.
+
+    Attributes:
+        targets: as the compiler packs them.
+        name: of the bundle.
+        weights: the values of the weights layer, by tensor.
+    """
+
+    targets: tuple[Any, ...]
+    name: str
+    weights: Mapping[str, Any]
+
+    def assemble(self) -> tuple[bytes, dict[str, Any]]:
+        from prejit.compiler.build.packaging import assemble
+
+        return assemble(self.name, self.targets)
+
+    def write(self, path: Path) -> Path:
+        """Writes the files as they are, without the care (and the time) of `write_layout`."""
+        from prejit.runtime.format.names import OCI_LAYOUT
+
+        index, blobs = self.assemble()
+        directory = path / "blobs" / "sha256"
+        directory.mkdir(parents=True, exist_ok=True)
+        for digest, content in blobs.items():
+            (directory / digest.removeprefix("sha256:")).write_bytes(content)
+        (path / "oci-layout").write_bytes(OCI_LAYOUT)
+        (path / "index.json").write_bytes(index)
+        return path
+
+    def only(self, *targets: str) -> Recipe:
+        """With these targets alone."""
+        kept = tuple(target for target in self.targets if target.config.target in targets)
+        return dataclasses.replace(self, targets=kept)
+
+    def configured(self, change: Callable[[Any], Any]) -> Recipe:
+        """With another program table for each target."""
+        return dataclasses.replace(
+            self,
+            targets=tuple(
+                dataclasses.replace(target, config=change(target.config)) for target in self.targets
+            ),
+        )
+
+    def layered(self, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Recipe:
+        """With other layers for each target."""
+        return dataclasses.replace(
+            self,
+            targets=tuple(
+                dataclasses.replace(target, layers=change(target.layers)) for target in self.targets
+            ),
+        )
+
+    def with_content(self, media_type: str, content: bytes) -> Recipe:
+        """With other bytes in one layer, its digest set right."""
+        from prejit.compiler.build.packaging import layer
+
+        return self.layered(
+            lambda layers: tuple(
+                layer(media_type, content, old.title) if old.media_type == media_type else old
+                for old in layers
+            )
+        )
+
+    def content(self, media_type: str) -> bytes:
+        """The bytes of a layer of the first target."""
+        found = next(x for x in self.targets[0].layers if x.media_type == media_type)
+        return found.content if isinstance(found.content, bytes) else found.content.read_bytes()
+
+
+@pytest.fixture(scope="session")
+def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    """Makes a recipe: `make_recipe(score_scale=1.0, name="example", buckets=(2, 8))`.
+
+    Its programs, for the targets `cpu-host` and `cpu-x86-64-v3`:
+
+        score/b<B>   x float32[B,16] -> float32[B,4]     with weights `score:bias`, `score:kernel`
+        nest         a tree of four dtypes -> a tree     without weights
+        tick         -> int32[]                          without any argument
+    """
+
+    @functools.cache
+    def make(
+        score_scale: float = 1.0, name: str = "example", buckets: tuple[int, ...] = (2, 8)
+    ) -> Recipe:
+        return _make_recipe(tmp_path_factory.mktemp("recipe"), score_scale, name, buckets)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def recipe(make_recipe: Callable[..., Recipe]) -> Recipe:
+    """The recipe of the bundle that most tests read."""
+    return make_recipe()
+
+
+@pytest.fixture
+def bundle_dir(recipe: Recipe, tmp_path: Path) -> Path:
+    """A bundle of this test's own, just written."""
+    return recipe.write(tmp_path / "example")
+
+
+@pytest.fixture(scope="session")
+def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that lies there long enough to get receipts. Read only: it is the whole session's."""
+    from prejit.runtime.store.receipts import SETTLED_SECONDS
+
+    path = recipe.write(tmp_path_factory.mktemp("settled") / "example")
+    newest = max(file.stat().st_ctime for file in path.rglob("*"))
+    while time.time() - newest <= SETTLED_SECONDS + 0.05:
+        time.sleep(0.05)
+    return path
+
+
+def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
+    import numpy as np
+
+    from prejit.compiler.build import packaging
+    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        FORMAT_VERSION,
+        LICENSE_MEDIA_TYPE,
+        PORTABLE_MEDIA_TYPE,
+        WEIGHTS_MEDIA_TYPE,
+    )
+    from prejit.runtime.format.schema import Config, Program, Segment
+    from prejit.runtime.machine.requirement import Requirement
+
+    random = np.random.default_rng(0)
+    weights = {
+        "score:bias": np.arange(4, dtype=np.float32),
+        "score:kernel": random.standard_normal((16, 4), np.float32) * np.float32(score_scale),
+    }
+    lowered = {f"score/b{size}": _lower_score(size) for size in buckets}
+    lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
+    cache = DirectoryStore.open(at / "cache")
+    on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
+    targets = {
+        "cpu-host": {
+            p: (c.serialized, declared_features(c.serialized)) for p, c in on_host.items()
+        },
+        "cpu-x86-64-v3": _compile_for_v3(
+            at, {p: portable for p, (portable, _, _) in lowered.items()}
+        ),
+    }
+
+    def frame(raw: bytes) -> Segment:
+        import zstandard
+
+        stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+        return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
+
+    portable, portables = packaging.pack({p: frame(x) for p, (x, _, _) in lowered.items()}, cache)
+    with cache.blob_writer() as blob:
+        packaging.write_weights(
+            [
+                packaging.Tensor(tensor, str(value.dtype), value.shape, lambda value=value: value)
+                for tensor, value in weights.items()
+            ],
+            blob,
+        )
+    stored_weights = cache.read_blob(blob.digest)
+    assert stored_weights is not None
+    shared = (
+        packaging.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
+        packaging.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
+        packaging.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+    )
+    packed = []
+    for target, compiled in targets.items():
+        pack, segments = packaging.pack({p: frame(x) for p, (x, _) in compiled.items()}, cache)
+        config = Config(
+            format=FORMAT_VERSION,
+            bundle=name,
+            target=target,
+            requirement=Requirement(
+                "cpu",
+                os.uname().machine,
+                tuple(sorted({f for _, features in compiled.values() for f in features})),
+                version("jaxlib"),
+            ),
+            versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
+            programs=tuple(
+                Program(
+                    name=program,
+                    kind="call",
+                    bucket={"b": int(program[7:])} if program.startswith("score/b") else {},
+                    key=digest_of(f"{target} {program}".encode()),
+                    arguments=tuple(map(str, arguments)),
+                    results=tuple(map(str, results)),
+                    executable=segments[program],
+                    portable=portables[program],
+                    memory=on_host[program].memory,
+                    weights="score" if program.startswith("score/") else None,
+                )
+                for program, (_, arguments, results) in lowered.items()
+            ),
+            weight_sets={"score": tuple(weights)},
+        )
+        layer = packaging.layer(EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
+        packed.append(packaging.PackedTarget(config, (layer, *shared)))
+    return Recipe(tuple(packed), name, weights)
+
+
+def _lower_score(size: int) -> tuple[bytes, list[Any], list[Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    from prejit.runtime.format.arrays import Array
+
+    def score(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ weights["kernel"]) + weights["bias"]
+
+    weights = {
+        "bias": jax.ShapeDtypeStruct((4,), jnp.float32),
+        "kernel": jax.ShapeDtypeStruct((16, 4), jnp.float32),
+    }
+    portable = export(score, weights, jax.ShapeDtypeStruct((size, 16), jnp.float32))
+    return portable, [Array(("x",), "float32", (size, 16))], [Array((), "float32", (size, 4))]
+
+
+def _lower_nest() -> tuple[bytes, list[Any], list[Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    from prejit.runtime.format.arrays import Array
+
+    def nest(tree: dict[str, Any]) -> dict[str, Any]:
+        half, (count, flag) = tree["half"], tree["pair"]
+        doubled = jnp.where(flag, half + half, half)
+        return {"sums": (doubled, count + 1), "scalar": jnp.asarray(2.5, jnp.float32)}
+
+    tree = {
+        "half": jax.ShapeDtypeStruct((3,), jnp.bfloat16),
+        "pair": (
+            jax.ShapeDtypeStruct((2, 2), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.bool_),
+        ),
+    }
+    arguments = [
+        Array(("tree", "half"), "bfloat16", (3,)),
+        Array(("tree", "pair", 0), "int32", (2, 2)),
+        Array(("tree", "pair", 1), "bool", ()),
+    ]
+    results = [
+        Array(("scalar",), "float32", ()),
+        Array(("sums", 0), "bfloat16", (3,)),
+        Array(("sums", 1), "int32", (2, 2)),
+    ]
+    return export(nest, tree), arguments, results
+
+
+def _lower_tick() -> tuple[bytes, list[Any], list[Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    from prejit.runtime.format.arrays import Array
+
+    def tick() -> jax.Array:
+        return jnp.asarray(7, jnp.int32)
+
+    return export(tick), [], [Array((), "int32", ())]
+
+
+def export(
+    function: Callable[..., Any], *arguments: Any, custom_calls: tuple[str, ...] = ()
+) -> bytes:
+    """The portable program of a function, which may call these kernels."""
+    import jax
+    import jax.export
+
+    traced = jax.jit(function, keep_unused=True)
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls]
+    exported = jax.export.export(traced, platforms=("cpu",), disabled_checks=unchecked)(*arguments)
+    return bytes(exported.mlir_module_serialized)
+
+
+def _compile_for_v3(at: Path, portables: Mapping[str, bytes]) -> dict[str, tuple[bytes, list[str]]]:
+    """In a process of its own: jaxlib 0.10 takes the level from XLA_FLAGS alone."""
+    files = {}
+    for place, (program, portable) in enumerate(portables.items()):
+        files[program] = at / f"{place}.stablehlo"
+        files[program].write_bytes(portable)
+    subprocess.run(
+        [sys.executable, "-c", COMPILE_FOR_V3, ",".join(V3_FEATURES), *map(str, files.values())],
+        env={**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},
+        check=True,
+    )
+    return {
+        program: (
+            Path(f"{file}.xla").read_bytes(),
+            Path(f"{file}.features").read_text().split(","),
+        )
+        for program, file in files.items()
+    }

@@ -1,0 +1,60 @@
+"""One module touches what jax and jaxlib do not promise.
+
+The import rules of `make lint` see other distributions as a whole: for them `jax._src` is `jax`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.import_graph import REPOSITORY, ROOTS, imported_names
+
+PRIVATE = ("jax._src", "jaxlib")
+FILES = {
+    f"{root}.{'.'.join(path.relative_to(REPOSITORY / home).with_suffix('').parts)}": path
+    for root, home in ROOTS.items()
+    for path in sorted((REPOSITORY / home).rglob("*.py"))
+}
+ALLOWED = "prejit.runtime.device.executable"
+PUBLIC = "jaxlib.version"
+"""A file of constants that `pip show jaxlib` could give as well."""
+
+
+def private_imports(source: str) -> set[str]:
+    found = {n for n in imported_names(source, "") for p in PRIVATE if f"{n}.".startswith(f"{p}.")}
+    return {name for name in found if not f"{name}.".startswith(f"{PUBLIC}.")}
+
+
+def test_private_parts_of_jax_stay_in_one_module() -> None:
+    found = {
+        module: names
+        for module, path in FILES.items()
+        if (names := private_imports(path.read_text(encoding="utf-8")))
+    }
+    assert found.keys() == {ALLOWED}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from jaxlib import xla_client",
+        "import jaxlib.mlir.ir as ir",
+        "def f():\n    from jax._src import config",
+        "from jax import _src",
+        "if TYPE_CHECKING:\n    from jax._src.mesh import Mesh",
+        "import importlib\nimportlib.import_module('jaxlib.mlir')",
+    ],
+)
+def test_every_way_to_import_a_private_part_is_seen(source: str) -> None:
+    assert private_imports(source)
+
+
+def test_public_parts_are_allowed() -> None:
+    assert not private_imports("import jax\nfrom jaxlib import version\nimport jax.export")
+
+
+def test_every_module_of_both_roots_is_walked() -> None:
+    assert Path(REPOSITORY / ROOTS["prejit.compiler"] / "cli.py") in FILES.values()
+    assert len(FILES) > 150
