@@ -43,7 +43,9 @@ from prejit.compiler.native.products import Product
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.device import executable
+from prejit.runtime.device import kernels as native_kernels
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.schema import Segment
 
@@ -175,11 +177,11 @@ def measure(
     from prejit.runtime.programs.weights import tensors
 
     if kernels is not None:
-        executable.register_kernels(_read(cache, kernels))
+        native_kernels.register(native_kernels.load(_read(cache, kernels)))
     with open(weights, "rb") as file:
         layer = Layer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), weights)
     values = tensors(layer)
-    device = executable.Device("cpu")
+    device = Device("cpu")
     placed = {name: device.put(value) for name, value in values.items()}
     runs = [_runner(cache, device, placed, program) for program in programs]
     least = [math.inf] * len(programs)
@@ -208,9 +210,9 @@ def measure_forms(
     """
     from prejit.runtime.device.dtypes import dtype_of
 
-    executable.register_kernels(_read(cache, kernels))
+    native_kernels.register(native_kernels.load(_read(cache, kernels)))
     found = Product.parse(product)
-    device = executable.Device("cpu")
+    device = Device("cpu")
     x = device.put(np.full((1, found.rows, found.inputs), 1e-3, np.float32))
     scale = [device.put(np.ones(found.outputs, np.float32))] if found.dtype == "int8" else []
     shape = (found.outputs, found.inputs)
@@ -227,7 +229,7 @@ def measure_forms(
         def run() -> float:
             started = time.perf_counter()
             results = loaded.run([x, next(matrices), *scale])
-            executable.to_numpy(results[0])
+            to_numpy(results[0])
             return time.perf_counter() - started
 
         return run
@@ -271,7 +273,7 @@ def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 def _runner(
     cache: DirectoryStore,
-    device: executable.Device,
+    device: Device,
     weights: dict[str, Any],
     program: dict[str, Any],
 ) -> Callable[[], float]:
@@ -293,7 +295,7 @@ def _runner(
             results = loaded.run([*members, *given])
             if arguments[-1].donated:
                 given = [*given[:-1], results[0]]
-        executable.to_numpy(results[0])
+        to_numpy(results[0])
         return time.perf_counter() - started
 
     return run

@@ -9,7 +9,8 @@ from typing import Any
 
 from prejit.compiler.compile.protobuf import edit_protobuf
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.device import executable, kernels
+from prejit.runtime.device import _jaxlib, kernels
+from prejit.runtime.device.portable import compile_ahead, register_stand_ins
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.kernels import kernel_target
 from prejit.runtime.format.schema import Memory
@@ -59,12 +60,12 @@ def cross_compiles() -> bool:
 
     Older ones compile for the build host's own features, capped by `--xla_cpu_max_isa` in XLA_FLAGS.
     """
-    return executable.compiles_for_topology()
+    return _jaxlib.compiles_for_topology()
 
 
 def import_compiler(platform: str) -> None:
     """Import what compiling for a platform needs. Starts no thread, so the process can still fork safely."""
-    executable.import_mlir()
+    _jaxlib.import_jaxlib()
     if platform != "cpu":
         from jax.experimental import topologies  # noqa: F401
 
@@ -82,13 +83,13 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
     topology = None
     try:
         if machine.platform == "cpu":
-            devices = executable.new_cpu_devices(machine.device_count)
+            devices = _jaxlib.new_cpu_client(machine.device_count).devices()
             if machine.cpu is not None and machine.cpu_features is not None and cross_compiles():
-                host = executable.topology_of(devices)
+                host = _jaxlib.topology_of(devices)
                 topology = _with_cpu(host, machine.cpu, machine.cpu_features)
         else:
             devices = _described_devices(machine)
-        serialized, memory = executable.compile_ahead(
+        serialized, memory = compile_ahead(
             portable, machine.platforms, machine.platform, devices, topology
         )
     except PrejitError:
@@ -108,9 +109,7 @@ def stand_in_for_kernels(library: bytes) -> None:
         KernelError: the bytes are not a library of kernels.
     """
     digest = digest_of(library)
-    executable.register_stand_ins(
-        kernel_target(name, digest) for name in kernels.kernels_of(library)
-    )
+    register_stand_ins(kernel_target(name, digest) for name in kernels.kernels_of(library))
 
 
 def _described_devices(machine: CompileFor) -> tuple[Any, ...]:

@@ -45,7 +45,8 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
 @pytest.mark.parametrize(
     ("result", "module"),
     [
-        (COMPILING, "prejit.runtime.device.executable"),
+        (COMPILING, "prejit.runtime.device._jaxlib"),
+        (COMPILING, "prejit.runtime.device.portable"),
         (COMPILING, "prejit.compiler.compile.disassembly"),
         (COMPILING, "prejit.compiler.compile.compiling"),
         (LOWERING, "prejit.compiler.models.layers.rope"),
