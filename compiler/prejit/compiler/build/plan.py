@@ -60,6 +60,7 @@ from prejit.compiler.store.interface import Store
 from prejit.compiler.store.jax_settings import jax_configuration
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments
+from prejit.compiler.targets.installing import make_environment, obstacle
 from prejit.compiler.targets.target_table import can_build, chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.errors import BuildError, ManifestError
@@ -202,8 +203,8 @@ def why_not(target: Target) -> str | None:
     """Why this machine cannot compile for a target; None: it can, if packages can be fetched."""
     if reason := can_build(target):
         return reason
-    wanted = environments.wanted(target, _version("jax"))
-    error = None if wanted is None else environments.obstacle(wanted)
+    wanted = environments.spec_for(target, _version("jax"))
+    error = None if wanted is None else obstacle(wanted)
     return None if error is None else f"{error} ({error.hint})"
 
 
@@ -247,7 +248,7 @@ class Inputs:
     def toolchain(self, target: Target) -> Toolchain | None:
         """What compiles for a target; None where its environment has still to be made."""
         if target.name not in self._toolchains:
-            wanted = environments.wanted(target, _version("jax"))
+            wanted = environments.spec_for(target, _version("jax"))
             if wanted is None:
                 found = host_toolchain(target, versions("jax", "jaxlib"))
             elif (environment := environments.find(wanted)) is not None:
@@ -265,9 +266,9 @@ class Inputs:
             BuildError, NetworkError, StoreError: it cannot be made.
         """
         if (found := self.toolchain(target)) is None:
-            wanted = environments.wanted(target, _version("jax"))
+            wanted = environments.spec_for(target, _version("jax"))
             assert wanted is not None
-            environments.make(wanted, progress)
+            make_environment(wanted, progress)
             found = self.toolchain(target)
             assert found is not None
         return found
