@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from prejit.compiler.compile.executor import collect
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, compile_ingredients
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.keys import compile_key
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.native.form_table import FormTable, Measured, conditions_of
@@ -99,7 +100,7 @@ def _compile(
             program = cache.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)
             name = f"forms/{toolchain.target.name}/{product} by {form}"
-            key = Key("compile", name, compile_ingredients(toolchain, source))
+            key = compile_key(name, toolchain, source)
             job = CompileJob(f"{product} by {form}", toolchain, source, key)
             futures[job.program, target] = pool.submit(job)
         results = collect(futures)

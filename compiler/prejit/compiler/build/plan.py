@@ -29,7 +29,8 @@ from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, o
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.compile.executor import find_compiled
-from prejit.compiler.compile.jobs import Source, compile_ingredients
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.keys import compile_key
 from prejit.compiler.lowering.user_code import UserModules
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
@@ -337,7 +338,7 @@ class Inputs:
     def compile_key(self, toolchain: Toolchain, spec: ProgramSpec, source: Source) -> Key:
         """The key of a compile: everything that decides the executable."""
         name = f"{self.manifest.bundle.name}/{toolchain.target.name}/{spec.name}"
-        return Key("compile", name, compile_ingredients(toolchain, source))
+        return compile_key(name, toolchain, source)
 
     def cached(self, spec: ProgramSpec) -> Lowered | None:
         """A model's lowered program, where it is in the cache."""
