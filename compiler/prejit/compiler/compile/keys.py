@@ -15,7 +15,7 @@ from prejit.runtime.machine.environment import effective_environment
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 
-def compile_key(
+def executable_key(
     name: str, toolchain: Toolchain, source: Source, environ: Mapping[str, str] | None = None
 ) -> Key:
     """Return the key of compiling a program with a toolchain.

@@ -35,6 +35,7 @@ import zstandard
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh
@@ -261,8 +262,6 @@ def _locked(lock: Path, *, wait: bool = True) -> Iterator[bool]:
         Whether the lock is held. It is not if another process holds it and `wait` is false, if the directory
         cannot be written, or if its file system has no locks.
     """
-    from prejit.runtime.base.locks import lock_file, remove_and_unlock  # few starts compile
-
     descriptor = None
     with contextlib.suppress(OSError):
         lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

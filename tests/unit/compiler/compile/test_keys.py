@@ -11,7 +11,7 @@ import pytest
 
 from prejit.compiler.compile import keys
 from prejit.compiler.compile.jobs import Source
-from prejit.compiler.compile.keys import compile_key
+from prejit.compiler.compile.keys import executable_key
 from prejit.compiler.targets import toolchain
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config, host_toolchain
@@ -41,7 +41,7 @@ def for_gpu(on: Target = L4) -> Toolchain:
 def ingredients(
     toolchain: Toolchain, environ: Mapping[str, str], source: Source = SOURCE
 ) -> tuple[tuple[str, str], ...]:
-    return compile_key("name", toolchain, source, environ).ingredients
+    return executable_key("name", toolchain, source, environ).ingredients
 
 
 def test_the_program_and_its_platforms_are_in_the_key() -> None:
