@@ -40,8 +40,9 @@ from prejit.compiler.native.products import Product
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments
+from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.installing import obstacle
-from prejit.compiler.targets.target_table import can_build, chosen
+from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.schema import Segment

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from prejit.compiler.targets import environments
+from prejit.compiler.targets.build_host import can_build, cross_compiles
 from prejit.compiler.targets.environments import EnvironmentSpec
 from prejit.compiler.targets.installing import obstacle
-from prejit.compiler.targets.target_table import can_build, cross_compiles, names, target
+from prejit.compiler.targets.target_table import names, target
 from prejit.runtime.machine.target import Target
 
 EXACT_JAX = "0.12.0.1"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from prejit.compiler.store.interface import Store
+from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
-from prejit.compiler.targets.target_table import cross_compiles
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from prejit.compiler.compile.disassembly import declared_features, used_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable, cross_compiles
+from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
+from prejit.runtime.device import executable
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import (
     Device,
@@ -505,7 +507,7 @@ LEVELS = {
 def test_a_target_uses_no_more_than_it_says(name: str) -> None:
     from prejit.compiler.targets.target_table import target
 
-    if not cross_compiles():
+    if not cross_compiles(jaxlib_version()):
         pytest.skip("this jaxlib (before 0.11) compiles for the build host's features")
     wanted = target(name)
     assert wanted.cpu_features is not None
@@ -533,6 +535,10 @@ def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Devic
     [ours] = device.load(compiled.serialized, "somewhere").run([device.put(x)])
     [expected] = device.compile(portable).run([device.put(x)])
     np.testing.assert_allclose(to_numpy(ours), to_numpy(expected), rtol=1e-3)
+
+
+def test_the_version_of_jaxlib_decides_whether_it_compiles_for_a_described_cpu() -> None:
+    assert executable.compiles_for_topology() == cross_compiles(jaxlib_version())
 
 
 def test_a_host_executable_asks_for_what_this_machine_has() -> None:
