@@ -32,8 +32,8 @@ from prejit.compiler.store.code import (
     LOWERING,
     WEIGHTS,
     code_digest,
-    jax_configuration,
 )
+from prejit.compiler.store.jax_settings import jax_configuration
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
