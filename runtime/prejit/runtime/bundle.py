@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, final
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
 from prejit.runtime.base.process import is_plain_start
-from prejit.runtime.device.executable import Device, register_library
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.config_checks import check_weight_sets
@@ -91,7 +91,9 @@ class Bundle:
         self._prompts = Prompts(config.bundle, layers)
         self._device = Device(platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
-            register_library(kernels)
+            from prejit.runtime.device.kernels import register
+
+            register(kernels)
         weights = layers.get(WEIGHTS_MEDIA_TYPE)
         values = tensors(weights) if weights is not None else {}
         portable = layers[PORTABLE_MEDIA_TYPE]

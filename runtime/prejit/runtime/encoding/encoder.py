@@ -18,7 +18,8 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.device.executable import Device, DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.encoding.buckets import (
     LOAD_MICROSECONDS,
     PATIENCE_SECONDS,

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from prejit.runtime.base.once import once
-from prejit.runtime.device.executable import Device, DeviceArray, Executable
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.config_checks import check_arrays
