@@ -566,6 +566,7 @@ _INTRODUCTION = """\
 `make graphs` writes this page and its pictures; `make lint` fails when they are not current. Before is the
 state with one folder for each side. Every import counts, also inside functions and for types only. A level
 is a place in the longest chain of imports. A circle is a set of files, or of packages, that reach each other.
+A file directly in the root counts as a package of its own.
 """
 
 
@@ -583,6 +584,7 @@ def page(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         row("files", *(state[root]["modules"] for state, root in sides)),
         row("packages", *(state[root]["packages"] for state, root in sides)),
         row("levels of files", *(state[root]["levels"] for state, root in sides)),
+        row("levels of packages", *(state[root]["levels_of_packages"] for state, root in sides)),
         row("circles of files", *(len(state[root]["circles_of_files"]) for state, root in sides)),
         row(
             "circles of packages",
