@@ -110,9 +110,9 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 @pytest.fixture(scope="module")
 def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
     """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
-    from prejit.compiler.build.build import build
-    from prejit.compiler.build.plan import Inputs
-    from prejit.compiler.manifest.manifest import read_manifest
+    from prejit.compiler.build.run import build
+    from prejit.compiler.compile.pool import WorkerPool
+    from prejit.compiler.manifest.reading import read_manifest
     from prejit.compiler.progress import Quiet
     from prejit.compiler.store.directory import DirectoryStore
 
@@ -137,8 +137,9 @@ def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bu
             context=[context],
         )
         add_mesh(path, mesh)
-        inputs = Inputs(read_manifest(path), cache)
-        return build(inputs, directory, workers=2, progress=Quiet()).path
+        manifest = read_manifest(path)
+        executor = WorkerPool(cache, workers=2)
+        return build(manifest, directory, store=cache, executor=executor, progress=Quiet()).path
 
     return build_one
 

@@ -139,7 +139,7 @@ class Bundle:
         n = arguments.integer("n", n, 1, arguments.MAX_SEQUENCES)
         first = self._resolve(options)
         seeds = [(first.sampling.seed + index) % 2**64 for index in range(n)]
-        each = [replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds]
+        each = [first._replace(sampling=replace(first.sampling, seed=seed)) for seed in seeds]
         return self._generate([self._token_ids(prompt)] * n, each)
 
     def generate_batch(
@@ -172,7 +172,7 @@ class Bundle:
                 f"sampling: expected it without other options of sampling, found {beside[0]}",
                 hint=f"give each prompt's {beside[0]} in its Sampling",
             )
-        return self._generate(listed, [replace(resolved, sampling=one) for one in each])
+        return self._generate(listed, [resolved._replace(sampling=one) for one in each])
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate from one prompt and yield each token as it comes.

@@ -1,9 +1,8 @@
 """What one run of an encoder's program costs: measured where this machine can run it, else estimated.
 
-The runtime groups sentences by these figures, so they matter to each other and not to a clock: programs are
-measured one after another in one worker process, when nothing is compiled, with the weights that were packed.
-They are part of the bundle and kept under the compile key, so that a build that changes nothing measures
-nothing.
+The runtime groups sentences by these figures, so only their ratios matter. A worker process runs the programs
+one after another while nothing compiles, with the weights that were packed. The store keeps the figures under
+the key of the executable, so that a build that changes nothing measures nothing.
 """
 
 from __future__ import annotations
@@ -12,89 +11,108 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prejit.compiler.build.executables import CompiledTarget, Executable
+from prejit.compiler.build.keys import cost_key
 from prejit.compiler.build.measuring import measuring_alone
-from prejit.compiler.build.plan import Lowered
-from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.build.packaging import Layer
+from prejit.compiler.build.requirement import requirement_of
 from prejit.compiler.compile.worker_process import WorkerProcess
-from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import ENCODER_KINDS
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
-from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
 
 
-def measured(
-    toolchain: Toolchain,
-    needs: Requirement,
-    specs: Sequence[ProgramSpec],
-    keys: Mapping[str, Key],
-    programs: Mapping[str, Compiled],
-    lowered: Mapping[str, Lowered],
+def measure_costs(
+    manifest: Manifest,
+    targets: Sequence[CompiledTarget],
+    weights: Layer | None,
+    store: Store,
+    progress: Progress,
+    timeout_seconds: float,
+) -> dict[tuple[str, str], int]:
+    """Return the microseconds of one run of an encoder's programs, by program and target.
+
+    A target that this machine cannot run gets the figures of one that it can run, else estimates.
+
+    Args:
+        manifest: the manifest.
+        targets: the executables.
+        weights: the packed weights; None: the bundle has none.
+        store: keeps what was measured.
+        progress: shows what is measured.
+        timeout_seconds: time limit for all programs of a target.
+
+    Raises:
+        BuildError: a program fails on this machine.
+    """
+    if manifest.encode is None or weights is None or not isinstance(weights.content, Path):
+        return {}
+    found: dict[str, dict[str, int]] = {}
+    for target in targets:
+        executables = [each for each in target.executables if each.spec.kind in ENCODER_KINDS]
+        with progress.phase(f"measuring programs of {target.tools.name}"):
+            found[target.tools.name] = _measured(
+                manifest, target, executables, weights.content, store, progress, timeout_seconds
+            )
+    any_measured = next(filter(None, found.values()), {})
+    estimated = {
+        each.spec.name: each.lowered.estimated_microseconds
+        for each in targets[0].executables
+        if each.spec.kind in ENCODER_KINDS
+    }
+    return {
+        (program, name): cost
+        for name, own in found.items()
+        for program, cost in (own or any_measured or estimated).items()
+    }
+
+
+def _measured(
+    manifest: Manifest,
+    target: CompiledTarget,
+    executables: Sequence[Executable],
     weights: Path,
-    cache: Store,
-    kernels: str | None,
+    store: Store,
     progress: Progress,
     timeout_seconds: float,
 ) -> dict[str, int]:
-    """Microseconds of one run of each program on this machine, by name.
-
-    Args:
-        toolchain: of a target.
-        needs: what its executables need of a machine.
-        specs: of an encoder's programs.
-        keys: their compile keys.
-        programs: their executables.
-        lowered: their portable programs.
-        weights: the packed weights.
-        cache: keeps what was measured.
-        kernels: the library that programs call, a blob of the cache; None: they call none.
-        progress: told of a wait for another build.
-        timeout_seconds: how long measuring all of them may take.
-
-    Returns:
-        Nothing where this machine is no such target, or has no CPU to run them on.
-
-    Raises:
-        BuildError: a program fails here.
-    """
-    target = toolchain.target
-    here = Fingerprint.current()
-    machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
-    under = {
-        spec.name: Key("cost", key.name, (*key.ingredients, machine))
-        for spec in specs
-        for key in (keys[spec.name],)
-    }
-    known = _known(cache, under)
-    if len(known) == len(specs):
+    """Return the microseconds of programs on this machine; {}: it cannot run them."""
+    toolchain, library = target.tools.toolchain, target.library
+    keys = {each.spec.name: cost_key(each.job.key) for each in executables}
+    known = _known(store, keys)
+    if len(known) == len(executables):
         return known
-    if target.platform != "cpu" or not compare(target.name, needs, here).matches:
+    needs = requirement_of(manifest, toolchain, target.results, library)
+    fits = compare(target.tools.name, needs, Fingerprint.current()).matches
+    if toolchain.target.platform != "cpu" or not fits:
         return {}
-    with measuring_alone(cache, progress):
-        known = _known(cache, under)  # another build may have measured them
-        missing = [spec for spec in specs if spec.name not in known]
+    with measuring_alone(store, progress):
+        known = _known(store, keys)  # another build may have measured them meanwhile
+        missing = [each for each in executables if each.spec.name not in known]
         if not missing:
             return known
         requests = [
             {
-                "executable": programs[spec.name].executable.digest,
-                "weight_sets": list(lowered[spec.name].weight_sets.values()) or [[]],
-                "arguments": lowered[spec.name].arguments,
+                "executable": each.compiled.executable.digest,
+                "weight_sets": list(each.lowered.weight_sets.values()) or [[]],
+                "arguments": each.lowered.arguments,
             }
-            for spec in missing
+            for each in missing
         ]
-        with WorkerProcess(toolchain, cache, os.environ) as worker:
+        kernels = None if library is None else library.digest
+        with WorkerProcess(toolchain, store, os.environ) as worker:
             costs = worker.measure(requests, weights, kernels, timeout_seconds)
-        for spec, microseconds in zip(missing, costs, strict=True):
-            cache.put(under[spec.name], {"microseconds": microseconds})
-            known[spec.name] = microseconds
+        for each, microseconds in zip(missing, costs, strict=True):
+            store.put(keys[each.spec.name], {"microseconds": microseconds})
+            known[each.spec.name] = microseconds
     return known
 
 
-def _known(cache: Store, keys: Mapping[str, Key]) -> dict[str, int]:
-    """Return earlier measurements by name."""
-    found = {name: cache.get(key) for name, key in keys.items()}
+def _known(store: Store, keys: Mapping[str, Key]) -> dict[str, int]:
+    """Return earlier measurements, by program."""
+    found = {name: store.get(key) for name, key in keys.items()}
     return {name: int(cost["microseconds"]) for name, cost in found.items() if cost is not None}

@@ -1,8 +1,8 @@
-"""Measuring in a worker process: what a target's own jaxlib and kernels do on this machine.
+"""Measuring in a worker process: how fast a target's own jaxlib and kernels compute on this machine.
 
-The forms of a product (products.py) are compiled as programs are, then run in turns in one process, when
-nothing else is compiled. The matrices go round, so that each comes from memory, as in a model, and not from a
-processor's cache. How encoders are measured is in costs.py.
+The forms of a product (products.py) are compiled as programs are, then run in turns in one process while
+nothing else compiles. The matrices take turns too: each comes from memory, as in a model, and not from a
+processor's cache. costs.py measures the programs of encoders.
 """
 
 from __future__ import annotations
@@ -11,99 +11,160 @@ import datetime
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from prejit.compiler.compile.executor import collect
+from prejit.compiler.build.keys import measuring_key
+from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, compile_ingredients
-from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
-from prejit.compiler.native.form_table import FormTable, Measured, conditions_of
+from prejit.compiler.native.form_table import (
+    FormTable,
+    KnownForms,
+    Measured,
+    conditions_of,
+    merge_into,
+    own_path,
+    read_own,
+)
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import Fingerprint
+
+_FORM_SECONDS = 0.4
+"""Estimated seconds to compile and measure one form of a product, on two cores."""
 
 
 @contextmanager
-def measuring_alone(cache: Store, progress: Progress) -> Iterator[None]:
-    """Held by the one build of a cache that measures: two at once would measure each other."""
+def measuring_alone(store: Store, progress: Progress) -> Iterator[None]:
+    """Wait until no other build of the store measures: two at once would measure each other."""
     with ExitStack() as stack:
         with progress.phase("waiting for another build, which measures"):
-            stack.enter_context(cache.making(Key("measure", "alone", ())))
+            stack.enter_context(store.making(measuring_key("alone")))
         yield
 
 
 def runs_here(toolchain: Toolchain, library: KernelLibrary) -> bool:
-    """Whether this machine has all instructions of a target, so that its forms can be measured."""
+    """Return whether this machine has all instructions of a target, so that its forms can be measured."""
     target, here = toolchain.target, Fingerprint.current()
     needed = {*library.cpu_features, *(target.cpu_features or ())}
     return target.architecture == here.architecture and needed <= set(here.cpu_features)
+
+
+def measure_missing(
+    known: KnownForms,
+    products: Sequence[Product],
+    toolchain: Toolchain,
+    library: KernelLibrary,
+    store: Store,
+    executor: Executor,
+    progress: Progress,
+    *,
+    fresh: bool,
+    timeout_seconds: float,
+) -> KnownForms:
+    """Measure the forms of products that no table has, keep them in the store, and return all tables.
+
+    It runs before programs are compiled: they need the result, and the machine is quiet.
+
+    Args:
+        known: the tables so far.
+        products: the products of the build.
+        toolchain: the toolchain of a target that `runs_here`.
+        library: the target's kernels.
+        store: keeps the table of this machine.
+        executor: compiles the forms.
+        progress: shows each product.
+        fresh: whether all products are measured that this machine has not measured itself; else only large
+            products that no table has.
+        timeout_seconds: time limit of measuring one product.
+    """
+    conditions, own = conditions_of(toolchain, library), own_path(store.root)
+    if not known.missing(products, conditions, fresh=fresh):
+        return known
+    with measuring_alone(store, progress):
+        known = replace(known, own=read_own(own))  # another build may have measured meanwhile
+        missing = known.missing(products, conditions, fresh=fresh)
+        if not missing:
+            return known
+        seconds = _FORM_SECONDS * sum(len(product.forms) for product in missing)
+        progress.note(
+            f"measuring the forms of {len(missing)} products for {toolchain.target.name}, "
+            f"about {seconds:.0f} s"
+        )
+        try:
+            measured = measure_products(
+                missing, toolchain, library, store, executor, progress, timeout_seconds
+            )
+        except BuildError as error:  # forms decide about speed alone
+            progress.note(f"cannot measure forms, using the recorded ones: {error}")
+            return known
+        return replace(known, own=merge_into(own, measured))
 
 
 def measure_products(
     products: Sequence[Product],
     toolchain: Toolchain,
     library: KernelLibrary,
-    cache: Store,
+    store: Store,
+    executor: Executor,
     progress: Progress,
-    *,
-    workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
 ) -> FormTable:
-    """Measures each form of products on this machine, which `runs_here` says can run them.
+    """Measure each form of products on this machine, which must be one that `runs_here`.
 
     Args:
-        products: which.
-        toolchain: of the target.
-        library: its kernels.
-        cache: where programs go.
-        progress: told of each product.
-        workers: how many forms are compiled side by side.
-        timeout_seconds: how long one compile, or measuring one product, may take.
+        products: the products.
+        toolchain: the target's toolchain.
+        library: the target's kernels.
+        store: gets the programs.
+        executor: compiles the forms.
+        progress: shows each product.
+        timeout_seconds: time limit of measuring one product.
 
     Raises:
         BuildError: a form does not compile, or fails.
     """
-    forms = [(product, form) for product in products for form in product.forms]
-    with progress.phase(f"compiling {len(forms)} forms of products for {toolchain.target.name}"):
-        compiled = _compile(forms, toolchain, library, cache, workers, timeout_seconds)
+    name = toolchain.target.name
+    compiled = _compile(products, toolchain, library, store, executor)
     conditions, today = conditions_of(toolchain, library), _today()
     measured = []
-    with WorkerProcess(toolchain, cache, os.environ) as worker:
+    with WorkerProcess(toolchain, store, os.environ) as worker:
         for number, product in enumerate(products, 1):
             executables = {f: compiled[product, f].executable.digest for f in product.forms}
-            with progress.phase(
-                f"measuring {product} for {toolchain.target.name} ({number}/{len(products)})"
-            ):
+            with progress.phase(f"measuring {product} for {name} ({number}/{len(products)})"):
                 times = worker.measure_forms(product, executables, library.digest, timeout_seconds)
             measured.append(Measured(product, times, conditions, today))
     return FormTable(tuple(measured))
 
 
 def _compile(
-    forms: Sequence[tuple[Product, str]],
+    products: Sequence[Product],
     toolchain: Toolchain,
     library: KernelLibrary,
-    cache: Store,
-    workers: int | None,
-    timeout_seconds: float,
+    store: Store,
+    executor: Executor,
 ) -> dict[tuple[Product, str], Compiled]:
     from prejit.compiler.lowering.product import lower_product
 
-    target = toolchain.target.name
-    with WorkerPool(cache, workers=workers, timeout_seconds=timeout_seconds) as pool:
-        futures = {}
-        for product, form in forms:
-            program = cache.put_blob(lower_product(product, form))
+    target, futures = toolchain.target.name, {}
+    for product in products:
+        for form in product.forms:
+            program = store.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)
-            name = f"forms/{toolchain.target.name}/{product} by {form}"
-            key = Key("compile", name, compile_ingredients(toolchain, source))
-            job = CompileJob(f"{product} by {form}", toolchain, source, key)
-            futures[job.program, target] = pool.submit(job)
-        results = collect(futures)
-    return {(product, form): results[f"{product} by {form}", target] for product, form in forms}
+            name = f"{product} by {form}"
+            key = Key("compile", f"forms/{target}/{name}", compile_ingredients(toolchain, source))
+            futures[name, target] = executor.submit(CompileJob(name, toolchain, source, key))
+    results = collect(futures)
+    return {
+        (product, form): results[f"{product} by {form}", target]
+        for product in products
+        for form in product.forms
+    }
 
 
 def _today() -> str:

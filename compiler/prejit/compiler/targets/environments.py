@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -34,6 +33,7 @@ from typing import Any
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.directory import default_root
 from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import lock_file
 from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
 from prejit.runtime.machine.target import Target
 
@@ -299,20 +299,13 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int]:
         BlockingIOError: it is held and wait is false.
         StoreError: it cannot be made or locked.
     """
-    descriptor = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        while not _is_at(lock_path(path), descriptor):  # or it was collected before it was locked
-            if descriptor >= 0:
-                os.close(descriptor)
-            descriptor = os.open(lock_path(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
-            raise _store_error(path, error.errno, error.strerror) from error
+        descriptor = lock_file(lock_path(path), wait=wait, mode=0o666)
+    except BlockingIOError:
         raise
+    except OSError as error:
+        raise _store_error(path, error.errno, error.strerror) from error
     try:
         yield descriptor
     finally:
@@ -471,15 +464,6 @@ def _output(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    if descriptor < 0:
-        return False
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _sync(path: Path) -> None:

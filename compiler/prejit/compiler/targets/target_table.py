@@ -19,7 +19,14 @@ from prejit.runtime.machine.target import HOST, Gpu, Target
 
 @dataclass(frozen=True, slots=True)
 class GpuTable:
-    """`gpu` of a `[[target]]`; the attributes of `prejit.runtime.machine.target.Gpu`."""
+    """`gpu` of a `[[target]]`: a GPU that the catalogue does not know.
+
+    Attributes:
+        core_count: number of streaming multiprocessors.
+        bandwidth_bytes: memory bandwidth in bytes a second.
+        l2_bytes: size of the L2 cache in bytes.
+        clock_mhz: highest clock rate in MHz.
+    """
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
@@ -31,16 +38,26 @@ class GpuTable:
 
 @dataclass(frozen=True, slots=True)
 class TargetTable:
-    """`[[target]]`. What it says beside the name goes before what the catalogue or the fingerprint says.
+    """`[[target]]`: machines to compile for. Its keys go before the catalogue and the fingerprint.
 
     Attributes:
-        name: in the catalogue, or one of the user's own.
+        name: a name that `prejit targets` lists, or another one beside `fingerprint` or `platform`.
         fingerprint: a file that `prejit fingerprint` wrote on such a machine, relative to the manifest.
-        jax: the version to compile with; None: the build host's, or the fingerprint's.
-        constraints: of the packages in the environment that it is compiled in, as pip takes them.
+        jax: version of jax to compile with. Default: that of the build host, or of the fingerprint.
+        constraints: versions of packages in the environment that compiles, as pip takes constraints.
         tuning: a file that `prejit tune` wrote on such a machine, relative to the manifest.
-        platform, architecture, cpu, cpu_features, device_kind, compute_capability, memory_bytes, driver,
-            gpu, generation, topology, xla_flags: as in `prejit.runtime.machine.target.Target`.
+        platform: platform of JAX.
+        architecture: architecture of the host.
+        cpu: LLVM's name of the CPU to tune for.
+        cpu_features: LLVM's names of the extensions that code may use. Default: all of the build host.
+        device_kind: name that the driver gives the device.
+        compute_capability: compute capability of a GPU, such as "9.0".
+        memory_bytes: memory of one device in bytes.
+        driver: lowest version of the driver.
+        gpu: a GPU that the catalogue does not know.
+        generation: libtpu's name of a TPU generation, such as "v5e".
+        topology: chips of a TPU slice in each dimension, such as "2x2".
+        xla_flags: flags of XLA for compiling, beside those in XLA_FLAGS.
     """
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}

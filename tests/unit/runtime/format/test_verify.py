@@ -22,13 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import __main__
-from prejit.runtime.base import typed_json
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.executable import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import limits
+from prejit.runtime.format import checks, config_checks, limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks import NEWER_FORMAT_HINT, check_descriptor
@@ -315,11 +314,12 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
     config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
     parsed = []
     real = from_json
-    monkeypatch.setattr(
-        typed_json,
-        "from_json",
-        lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
-    )
+    for module in (checks, config_checks):
+        monkeypatch.setattr(
+            module,
+            "from_json",
+            lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
+        )
     for damaged, before in ((name, ["Index", "Requirement"]), (config, [*parsed])):
         parsed.clear()
         content = (blobs / damaged).read_bytes()
