@@ -606,6 +606,7 @@ def page(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
             row("places", *(_sum(state, "places") for state in (before, after))),
             row("calls", *(_sum(state, "calls") for state in (before, after))),
             row("most places of the build side", *(_most(state) for state in (before, after))),
+            row("places of the plan", *(_plan(state) for state in (before, after))),
             *(
                 row(title, *(state["first_token"][key] for state in (before, after)))
                 for title, key in (
@@ -635,6 +636,10 @@ def _most(state: Mapping[str, Any]) -> str:
     own = {name: at["places"] for name, at in state["way"].items() if name.startswith("compiler.")}
     name = max(sorted(own), key=own.__getitem__)
     return f"{name.removeprefix('compiler.')}, {own[name]}"
+
+
+def _plan(state: Mapping[str, Any]) -> int:
+    return sum(at["places"] for name, at in state["way"].items() if name.endswith(".plan"))
 
 
 # The command line.
