@@ -110,9 +110,9 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 @pytest.fixture(scope="module")
 def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
     """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
-    from prejit.compiler.build.run import build
     from prejit.compiler.compile.pool import WorkerPool
     from prejit.compiler.manifest.reading import read_manifest
+    from prejit.compiler.pipeline.run import build
     from prejit.compiler.progress import Quiet
     from prejit.compiler.store.directory import DirectoryStore
 
@@ -232,7 +232,7 @@ MEASURE = """
 import sys
 import numpy as np
 from prejit.runtime import load
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 
 def anonymous():
     with open("/proc/self/smaps_rollup") as lines:

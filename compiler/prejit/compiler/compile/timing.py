@@ -20,7 +20,9 @@ import zstandard
 
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.interface import Store
-from prejit.runtime.device import executable
+from prejit.runtime.device import kernels as native_kernels
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError
 
 _PASSES = 2
@@ -68,11 +70,11 @@ def measure(
     from prejit.runtime.programs.weights import tensors
 
     if kernels is not None:
-        executable.register_kernels(require_blob(store, kernels))
+        native_kernels.register(native_kernels.load(require_blob(store, kernels)))
     with open(weights, "rb") as file:
         layer = Layer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), weights)
     values = tensors(layer)
-    device = executable.Device("cpu")
+    device = Device("cpu")
     placed = {name: device.put(value) for name, value in values.items()}
     runs = [_runner(store, device, placed, program) for program in programs]
     least = [math.inf] * len(programs)
@@ -101,9 +103,9 @@ def measure_forms(
     """
     from prejit.runtime.device.dtypes import dtype_of
 
-    executable.register_kernels(require_blob(store, kernels))
+    native_kernels.register(native_kernels.load(require_blob(store, kernels)))
     found = Product.parse(product)
-    device = executable.Device("cpu")
+    device = Device("cpu")
     x = device.put(np.full((1, found.rows, found.inputs), 1e-3, np.float32))
     scale = [device.put(np.ones(found.outputs, np.float32))] if found.dtype == "int8" else []
     shape = (found.outputs, found.inputs)
@@ -120,7 +122,7 @@ def measure_forms(
         def run() -> float:
             started = time.perf_counter()
             results = loaded.run([x, next(matrices), *scale])
-            executable.to_numpy(results[0])
+            to_numpy(results[0])
             return time.perf_counter() - started
 
         return run
@@ -164,7 +166,7 @@ def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 def _runner(
     store: Store,
-    device: executable.Device,
+    device: Device,
     weights: dict[str, Any],
     program: dict[str, Any],
 ) -> Callable[[], float]:
@@ -186,7 +188,7 @@ def _runner(
             results = loaded.run([*members, *given])
             if arguments[-1].donated:
                 given = [*given[:-1], results[0]]
-        executable.to_numpy(results[0])
+        to_numpy(results[0])
         return time.perf_counter() - started
 
     return run

@@ -171,7 +171,8 @@ def test_a_real_program_is_compiled_for_each_target_and_runs(cache: DirectorySto
     import jax
     from jax import export
 
-    from prejit.runtime.device.executable import Device, to_numpy
+    from prejit.runtime.device.device import Device
+    from prejit.runtime.device.transfer import to_numpy
 
     def f(x: jax.Array) -> jax.Array:
         return x * 2 + 1

@@ -469,7 +469,8 @@ def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same() -> None:
     from jax import export
 
     from prejit.compiler.compile.xla import compile_portable
-    from prejit.runtime.device.executable import Device, to_numpy
+    from prejit.runtime.device.device import Device
+    from prejit.runtime.device.transfer import to_numpy
 
     x = np.linspace(-1, 1, 96, dtype=np.float32).reshape(8, 12)
     exported = export.export(jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0)), platforms=["cpu"])(x)

@@ -15,7 +15,7 @@ from prejit.compiler.lowering.program import LoweredProgram, check_mesh
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import registry
 from prejit.compiler.models.layers import config
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Array, Mesh
 

@@ -51,7 +51,8 @@ def mended(source: str) -> str:
 @pytest.mark.parametrize(
     ("result", "module"),
     [
-        (COMPILING, "prejit.runtime.device.executable"),
+        (COMPILING, "prejit.runtime.device._jaxlib"),
+        (COMPILING, "prejit.runtime.device.portable"),
         (COMPILING, "prejit.compiler.compile.xla"),
         (COMPILING, "prejit.compiler.compile.disassembly"),
         (COMPILING, "prejit.compiler.compile.compiling"),
@@ -61,7 +62,7 @@ def mended(source: str) -> str:
         (LOWERING, "prejit.compiler.native.calls"),
         (WEIGHTS, "prejit.compiler.checkpoint.checkpoint"),
         (WEIGHTS, "prejit.compiler.checkpoint.tensor_files"),
-        (WEIGHTS, "prejit.compiler.build.packaging"),
+        (WEIGHTS, "prejit.compiler.pipeline.packaging"),
         (WEIGHTS, "prejit.compiler.models.precision"),
     ],
 )

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from prejit.compiler.build.keys import measuring_key
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.keys import executable_key
@@ -29,6 +28,7 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
+from prejit.compiler.pipeline.keys import measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain

@@ -18,8 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.build.keys import compile_key, lower_key, native_key, versions
-from prejit.compiler.build.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.checkpoint.source import find_source
 from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Source
@@ -37,6 +35,8 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import compile_key, lower_key, native_key, versions
+from prejit.compiler.pipeline.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments

@@ -23,39 +23,39 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from prejit.compiler.build.contents import PackedBundle, pack_bundle
-from prejit.compiler.build.costs import measure_costs
-from prejit.compiler.build.executables import TargetTools, compiled_targets, submit
-from prejit.compiler.build.keys import versions
-from prejit.compiler.build.lowering import (
-    find_functions,
-    lower,
-    products_of,
-    source_of,
-    weights_of,
-)
-from prejit.compiler.build.measuring import measure_missing, runs_here
-from prejit.compiler.build.model import (
-    ModelSource,
-    ReadModel,
-    check_model,
-    read_model,
-    uses_kernels,
-)
-from prejit.compiler.build.model_layers import read_layers
-from prejit.compiler.build.plan import Plan, find_toolchain, kernels_of, plan_build
-from prejit.compiler.build.weights import (
-    Published,
-    find_published,
-    measure_accuracy,
-    pack_weights,
-)
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.contents import PackedBundle, pack_bundle
+from prejit.compiler.pipeline.costs import measure_costs
+from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.lowering import (
+    find_functions,
+    lower,
+    products_of,
+    source_of,
+    weights_of,
+)
+from prejit.compiler.pipeline.measuring import measure_missing, runs_here
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    ReadModel,
+    check_model,
+    read_model,
+    uses_kernels,
+)
+from prejit.compiler.pipeline.model_layers import read_layers
+from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
+from prejit.compiler.pipeline.weights import (
+    Published,
+    find_published,
+    measure_accuracy,
+    pack_weights,
+)
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for

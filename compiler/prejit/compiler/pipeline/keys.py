@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler.build.model import ModelFiles, cache_dtype, longest_context
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.keys import executable_key
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.model import ModelFiles, cache_dtype, longest_context
 from prejit.compiler.store.code import (
     ACCURACY,
     LOWERING,
