@@ -23,7 +23,7 @@ from prejit.runtime import __main__, load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.format import checks
 from prejit.runtime.format.arrays import Mesh, parse_sharding

@@ -21,7 +21,7 @@ import pytest
 from prejit.runtime import fallback_counts, load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import (
     FallbackWarning,
     MismatchError,

@@ -3,7 +3,7 @@
     fetch         find or download the model directory           checkpoint.source
     plan          programs x targets, and what the store has     plan
     check         model, files, functions: mistakes come first   model, pack.model_layers, lowering
-    environments  make the environments of pinned versions       targets.environments
+    environments  make the environments of pinned versions       targets.installing
     kernels       compile the C++ kernels of each CPU level      native.library
     forms         measure how products are computed fastest      measure.forms
     lower         trace programs to StableHLO                    lowering
@@ -58,7 +58,8 @@ from prejit.compiler.pipeline.pack.weights import (
 from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import spec_for
+from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import RejectError, StoreError
@@ -191,9 +192,9 @@ def _check(plan: Plan, model: ReadModel, published: Published | None) -> None:
 def _make_toolchain(target: Target, store: Store, progress: Progress) -> Toolchain:
     """Return what compiles for a target; its environment is made first if it is not there."""
     if (found := find_toolchain(target, store)) is None:
-        wanted = environments.wanted(target, versions("jax")["jax"])
-        assert wanted is not None
-        environments.make(wanted, progress)
+        spec = spec_for(target, versions("jax")["jax"])
+        assert spec is not None
+        make_environment(spec, progress)
         found = find_toolchain(target, store)
         assert found is not None
     return found

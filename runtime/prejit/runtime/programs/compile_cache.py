@@ -132,14 +132,16 @@ def limit_bytes() -> int:
 
 @functools.cache
 def _our_code() -> str:
-    """Return the digest of our module that compiles, so that a fixed version does not use old results.
+    """Return the digest of our modules that compile, so that a fixed version does not use old results.
 
-    The modules that it imports are not included, because they do not decide what it compiles.
+    The modules that they import are not included, because they do not decide what is compiled.
     """
-    found = importlib.util.find_spec("prejit.runtime.device.executable")
-    assert found is not None
-    assert found.origin is not None
-    content: bytes = found.loader.get_data(found.origin)  # type: ignore[union-attr]
+    content = b""
+    for name in ("_jaxlib", "portable"):
+        found = importlib.util.find_spec(f"prejit.runtime.device.{name}")
+        assert found is not None
+        assert found.origin is not None
+        content += found.loader.get_data(found.origin)  # type: ignore[union-attr]
     return digest_of(content)
 
 

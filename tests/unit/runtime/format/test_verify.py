@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import checks, config_checks, limits
@@ -1540,7 +1540,7 @@ def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint:
 def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prejit.runtime.device.executable import Device
+    from prejit.runtime.device.device import Device
 
     reached = []
     monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))
