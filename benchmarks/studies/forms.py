@@ -17,10 +17,10 @@ from pathlib import Path
 from prejit.compiler.build.measuring import measure_products, runs_here
 from prejit.compiler.build.plan import Inputs, versions
 from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.form_table import (
     RECORDED,
     FormTable,
-    KnownForms,
     conditions_of,
     read_own,
     to_text,

@@ -658,7 +658,7 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
     packed = accuracy.mapped(weights.content)
     if inputs.manifest.encode is None:
         exact = accuracy.Model(
-            registry.decoder(inputs.config, out_in=inputs.out_in),
+            registry.make_decoder(inputs.config, out_in=inputs.out_in),
             values,
             registry.describe(inputs.config),
         )
@@ -668,7 +668,7 @@ def _accuracy(inputs: Inputs, weights: Layer | None) -> Accuracy | None:
         bos = bos if isinstance(bos, int) and 0 <= bos < inputs.shape.vocab_size else 0
         found = accuracy.of_decoder(model.dtype, exact, stored, text, bos)
     else:
-        exact = accuracy.Model(registry.encoder(inputs.encoder, out_in=inputs.out_in), values)
+        exact = accuracy.Model(registry.make_encoder(inputs.encoder, out_in=inputs.out_in), values)
         stored = accuracy.Model(inputs.model, packed)
         shape = registry.describe_encoder(inputs.encoder)
         sentences = (

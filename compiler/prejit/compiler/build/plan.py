@@ -30,16 +30,15 @@ from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Source, compile_ingredients
-from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
 from prejit.compiler.models.encoders.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.calls import called
+from prejit.compiler.native.form_choice import FormChoice, KnownForms
 from prejit.compiler.native.form_table import (
-    Choice,
     Conditions,
     FormTable,
-    KnownForms,
     conditions_of,
     own_path,
     read_own,
@@ -69,8 +68,8 @@ from prejit.runtime.store.receipts import Receipts
 if TYPE_CHECKING:
     import numpy as np
 
-    from prejit.compiler.lowering.function import UserFunction
     from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.user.finding import UserFunction
 
 _WITHOUT_KERNELS = ("copy", "embed", "call")
 """Kinds of programs that have no use for any."""
@@ -234,7 +233,7 @@ class Inputs:
         self.specs = program_specs(manifest)
         self.targets = chosen(manifest.targets, only, str(manifest.path))
         self._forms = forms
-        self._choices: dict[tuple[str, Product], Choice] = {}
+        self._choices: dict[tuple[str, Product], FormChoice] = {}
         self._conditions: dict[str, Conditions] = {}
         self._toolchains: dict[str, Toolchain] = {}
         self._kernels: dict[str, KernelLibrary | NoKernels] | None = None
@@ -282,7 +281,7 @@ class Inputs:
         """The functions of the [[program]] sections, imported, with their parameters' shapes."""
         if not self.manifest.programs:
             return {}  # and jax is not imported for it
-        from prejit.compiler.lowering.function import find_function
+        from prejit.compiler.lowering.user.finding import find_function
 
         found, modules = {}, UserModules(self.manifest.path.parent)
         for program in self.manifest.programs:
@@ -384,7 +383,7 @@ class Inputs:
 
     def _check_mesh(self) -> None:
         """Checks that the model can be split as the manifest says."""
-        from prejit.compiler.lowering.program import check_mesh
+        from prejit.compiler.models.sharding import check_mesh
 
         if (mesh := self.manifest.mesh) is not None and self.manifest.encode is None:
             config = self.directory / "config.json"
@@ -525,7 +524,7 @@ class Inputs:
         specs = (spec for spec in self.specs if spec.kind not in _WITHOUT_KERNELS)
         return tuple(sorted({p for spec in specs for p, _ in self.native(spec).products}))
 
-    def choice(self, product: Product, target: Target, library: KernelLibrary) -> Choice:
+    def choice(self, product: Product, target: Target, library: KernelLibrary) -> FormChoice:
         """The form that a product has for a target."""
         at = (target.name, product)
         if at not in self._choices:
@@ -628,16 +627,16 @@ class Inputs:
     @cached_property
     def encoder(self) -> Any:
         """The encoder's configuration: a models.EncoderSource."""
-        from prejit.compiler.models import registry
+        from prejit.compiler.models import config_file
 
-        return registry.load_encoder(self.directory)
+        return config_file.load_encoder(self.directory)
 
     @cached_property
     def config(self) -> Any:
         """The model's configuration, read by transformers."""
-        from prejit.compiler.models import registry
+        from prejit.compiler.models import config_file
 
-        return registry.load_config(self.directory)
+        return config_file.load_config(self.directory)
 
     @cached_property
     def model(self) -> Any:
@@ -646,8 +645,10 @@ class Inputs:
 
         assert self.manifest.model is not None
         if self.manifest.encode is not None:
-            return registry.encoder(self.encoder, self.manifest.model.dtype, out_in=self.out_in)
-        return registry.decoder(
+            return registry.make_encoder(
+                self.encoder, self.manifest.model.dtype, out_in=self.out_in
+            )
+        return registry.make_decoder(
             self.config, self._longest_context, self.manifest.model.dtype, out_in=self.out_in
         )
 
@@ -670,7 +671,7 @@ class Inputs:
         return "float32" if generate is None else generate.cache_dtype
 
     def _lower_function(self, spec: ProgramSpec) -> LoweredProgram:
-        from prejit.compiler.lowering.function import lower_function
+        from prejit.compiler.lowering.user.lower import lower_function
 
         section = next(p for p in self.manifest.programs if p.name == spec.section)
         platforms = [target.platform for target in self.targets]
@@ -707,12 +708,13 @@ class Inputs:
         """
         from flax import nnx
 
-        from prejit.compiler.models import precision, registry
+        from prejit.compiler.models import precision
+        from prejit.compiler.models.parameters import flat_parameters
 
         stored = precision.readers(self.model, read)
         return [
             Tensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
-            for name, leaf in registry.flat_parameters(nnx.state(self.model)).items()
+            for name, leaf in flat_parameters(nnx.state(self.model)).items()
         ]
 
     def user_weights(self) -> dict[str, Mapping[str, np.ndarray[Any, Any]]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.compiler.manifest.shape_string import EXAMPLE, MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
@@ -39,7 +40,7 @@ _EXPECTED = {
     "bundle.license": "the path of a file",
     "model": "a [model] table with a source",
     "model.source": 'a directory, or "hf://org/name@revision"',
-    "model.dtype": '"float32", "bfloat16" or "int8"',
+    "model.dtype": " or ".join(", ".join(map(shown, STORED_DTYPES)).rsplit(", ", 1)),
     "model.evaluation": "the path of a text file",
     "generate.cache_dtype": '"float32" or "bfloat16"',
     "generate": "a [generate] table with batch, prompt and context",
@@ -73,8 +74,6 @@ _EXPECTED = {
     "generate.draft_tokens": f"an integer of 0 to {_MAX_DRAFT}, below every context",
 }
 
-DTYPES = ("float32", "bfloat16", "int8")
-"""What matrices may be stored in."""
 CACHE_DTYPES = ("float32", "bfloat16")
 """What a KV cache may be stored in."""
 
@@ -202,8 +201,8 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
                 yield ("model", "source"), f"expected {wanted}; found {shown(source)}"
         elif not source or not os.path.isdir(directory / source):
             yield ("model", "source"), _no_such_path("directory", source, directory)
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        guess = did_you_mean(dtype, DTYPES)
+    if isinstance(dtype, str) and dtype not in STORED_DTYPES:
+        guess = did_you_mean(dtype, [*STORED_DTYPES])
         yield (
             ("model", "dtype"),
             f"expected {_EXPECTED['model.dtype']}; found {shown(dtype)}{guess}",

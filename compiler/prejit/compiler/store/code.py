@@ -29,7 +29,11 @@ _NOT_RUN = re.compile(r"\nif TYPE_CHECKING:.*\n(?:[ ]+.*\n|\n)+")
 
 COMPILING = ("prejit.compiler.compile.compiling",)
 """The module that makes an executable of a program."""
-LOWERING = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.encoder")
+LOWERING = (
+    "prejit.compiler.lowering.decoder",
+    "prejit.compiler.lowering.encoder",
+    "prejit.compiler.models.config_file",
+)
 """The modules that make programs of a model."""
 WEIGHTS = (
     "prejit.compiler.checkpoint.checkpoint",
