@@ -266,7 +266,10 @@ def test_a_damaged_own_table_is_begun_anew(tmp_path: Path) -> None:
             r"measured\[0\]: unknown key 'nanosecond' \(did you mean \"nanoseconds\"\?\)",
         ),
         (lambda d: _times(d, {"int9 1 x 2 x 3 (out,in)": {}}), "expected a product such as"),
-        (lambda d: _times(d, {str(LARGE): {}}), "expected an object with a time for each form, found {}"),
+        (
+            lambda d: _times(d, {str(LARGE): {}}),
+            "expected an object with a time for each form, found {}",
+        ),
         (
             lambda d: _times(d, {str(LARGE): {"dot": 1}}),
             'expected loop or widened dot or kernel, found "dot"',
