@@ -65,7 +65,7 @@ def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: s
         f'dtype = "{dtype}"\nevaluation = "held.txt"\n[generate]\ncache_dtype = "{cache_dtype}"\n',
     )
     manifest.write_text(settings)
-    (told,) = json.loads(run("build", manifest, "-o", at, "--json").stdout)
+    (told,) = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
     accuracy = told["accuracy"]
     assert accuracy["weights"] == dtype
     assert accuracy["text"] == "held.txt"
@@ -102,7 +102,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     import numpy as np
     from safetensors.numpy import save_file
 
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, config_file, registry
     from prejit.compiler.models.parameters import parameters_of
 
     source = tmp_path / "bert"
@@ -134,7 +134,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
         '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'
         '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
-    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json").stdout)
+    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
     assert told["accuracy"]["weights"] == "int8"
     assert told["accuracy"]["text"] == "random"
     assert 990_000 < told["accuracy"]["cosine_millionths"] < 1_000_000

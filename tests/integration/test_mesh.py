@@ -90,7 +90,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
     """A checkpoint with random weights, the same for the same config."""
     from flax import nnx
 
-    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models import config_file, config_file, registry
     from prejit.compiler.models.parameters import flat_parameters, parameters_of
 
     directory.mkdir()
@@ -111,16 +111,9 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 
 @pytest.fixture(scope="module")
-def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
-    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
-    from prejit.compiler.build.build import build
-    from prejit.compiler.build.plan import Inputs
-    from prejit.compiler.manifest.manifest import read_manifest
-    from prejit.compiler.progress import Quiet
-    from prejit.compiler.store.directory import DirectoryStore
-
+def build_one(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`."""
     directory = tmp_path_factory.mktemp("mesh")
-    cache = DirectoryStore.open(build_cache)
 
     def build_one(
         source: Path,
@@ -140,8 +133,8 @@ def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bu
             context=[context],
         )
         add_mesh(path, mesh)
-        inputs = Inputs(read_manifest(path), cache)
-        return build(inputs, directory, workers=2, progress=Quiet()).path
+        run("build", path, "-o", directory, quick=True)
+        return directory / name
 
     return build_one
 
@@ -234,7 +227,7 @@ MEASURE = """
 import sys
 import numpy as np
 from prejit.runtime import load
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 
 def anonymous():
     with open("/proc/self/smaps_rollup") as lines:

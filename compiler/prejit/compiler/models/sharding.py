@@ -49,7 +49,7 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
 
 
 def check_mesh(
-    mesh: Mesh, module: nnx.Module, shape: DecoderConfig, at: Path, config: Path
+    mesh: Mesh, module: nnx.Module, shape: DecoderConfig, at: str, config: Path
 ) -> None:
     """Check that a decoder can be split over a mesh.
 

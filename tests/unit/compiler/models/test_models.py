@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from tests.campaigns.junk import mutated, to_json
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
+from tests.quick_compiling import COMPILER_OPTIONS
 
-from prejit.compiler.models import config_file, registry
+from prejit.compiler.models import config_file, config_file, registry
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens, attention
 from prejit.compiler.models.layers.config import DecoderConfig
@@ -33,8 +34,6 @@ Arrays = np.ndarray[Any, Any]
 CONTEXT = 20
 BLOCK = 7
 CLOSE = 1e-5
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-"""Options of a compilation that takes half the time; neither values nor buffers may depend on it."""
 
 GPT2 = {
     "model_type": "gpt2",
@@ -99,7 +98,7 @@ class Model:
             name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
             for name, leaf in flat_parameters(self.state).items()
         }
-        self._call = jax.jit(self.call, compiler_options=UNOPTIMIZED)
+        self._call = jax.jit(self.call, compiler_options=COMPILER_OPTIONS)
 
     def call(self, weights: Any, *arguments: Any) -> Any:
         return nnx.merge(self.graph, with_parameters(self.state, weights))(*arguments)
@@ -242,7 +241,7 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: 
         (small.call, (small.weights, tokens, row, row, cache)),
     ):
         lowered = jax.jit(function, donate_argnums=len(arguments) - 1).lower(*arguments)
-        compiled = lowered.compile(UNOPTIMIZED)  # buffers are assigned before
+        compiled = lowered.compile(COMPILER_OPTIONS)  # buffers are assigned before
         whole = rf"f32\[(\d+,)*{slots},{small.shape.head_size}\]\S* (copy|transpose)\("
         assert not re.findall(whole, compiled.as_text())
         memory, cache_bytes = compiled.memory_analysis(), 4 * layer.size * 2 * len(cache)
@@ -420,7 +419,7 @@ def test_a_setting_that_is_not_built_is_named(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot read"),
+        (None, "expected a file, found none"),
         ("{", "cannot read"),
         ("[]", "model_type: expected one of"),
         ('{"model_type": []}', "model_type: expected one of"),
@@ -431,7 +430,10 @@ def test_a_setting_that_is_not_built_is_named(
         (f'{{"model_type": {"[" * 3000}{"]" * 3000}}}', "nested too deeply"),
         (f'{{"model_type": {"[" * 90}{"]" * 90}}}', "nested too deeply"),
         (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
-        ('{"model_type": "gpt2", "n_head": NaN}', "cannot read: expected JSON, which has no NaN"),
+        (
+            '{"model_type": "gpt2", "n_head": NaN}',
+            "cannot read JSON: expected JSON, which has no NaN",
+        ),
         ('{"model_type": "gpt2", "n_head": 1e999}', "n_head: expected"),
         ('{"model_type": "\\ud800"}', "ud800"),
         ('{"model_type": "gpt2", "_name_or_path": [1], "num_labels": 4, "n_head": 0}', "n_head"),

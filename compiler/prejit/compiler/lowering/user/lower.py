@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,7 +28,7 @@ def lower_function(
     user: UserFunction,
     program: manifest.Program,
     spec: ProgramSpec,
-    at: Path,
+    at: str,
     platforms: Sequence[str],
 ) -> LoweredProgram:
     """Lowers a function of the user's at one bucket: for every platform, if it can be.
@@ -51,7 +50,7 @@ def lower_function(
         return user.function(weights, *args, **kwargs)
 
     values = (user.weights, args, kwargs)
-    what = f"{at}: program {spec.name}: cannot lower {program.function}"
+    what = f"{at}: program {spec.name}: cannot lower {program.label}"
     with user.modules.tracing(what):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
     _refuse_callbacks(jaxpr, what)
