@@ -29,7 +29,7 @@ from prejit.runtime.fallback import (
     mismatch,
 )
 from prejit.runtime.format.blobs import Blobs, check_blobs, read_whole
-from prejit.runtime.format.layer_checks import check_kernels
+from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import Target, check_config_blob, match, read_manifests

@@ -279,7 +279,7 @@ def _runner(
 ) -> Callable[[], float]:
     """Runs a program with each of its weight sets and gives the seconds that it took."""
     from prejit.runtime.device.dtypes import dtype_of
-    from prejit.runtime.format.config_checks import check_array
+    from prejit.runtime.format.checks.config import check_array
 
     serialized = zstandard.ZstdDecompressor().decompress(_read(cache, program["executable"]))
     loaded = device.load(serialized, program["executable"])

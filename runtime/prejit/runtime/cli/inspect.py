@@ -13,9 +13,10 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.cli.tables import accuracy_table, forms_table
 from prejit.runtime.format.blobs import check_blobs, read_whole
-from prejit.runtime.format.checks import check_digest
-from prejit.runtime.format.config_checks import check_arrays, check_weight_sets
-from prejit.runtime.format.layer_checks import check_chat, unpack
+from prejit.runtime.format.checks.config import check_arrays, check_weight_sets
+from prejit.runtime.format.checks.layers import check_chat, unpack
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
@@ -26,7 +27,6 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import Contents, Target, match, read_contents, read_kernels
-from prejit.runtime.format.safetensors import check_weights
 from prejit.runtime.format.schema import Config, Index, Segment
 from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint

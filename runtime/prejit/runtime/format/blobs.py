@@ -11,7 +11,7 @@ from typing import TypeVar, final
 
 from prejit.runtime.base.files import Content, Identity, digest_file, map_file
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import layer_checks
+from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import open_index
 from prejit.runtime.format.schema import Descriptor, Index, Manifest, Segment

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format import copied, limits
-from prejit.runtime.format.checks import (
+from prejit.runtime.format.checks.config import check_config, check_kernels_layer
+from prejit.runtime.format.checks.layers import check_kernels
+from prejit.runtime.format.checks.oci import (
     check_digest,
     check_index,
     check_layout_file,
     check_manifest,
     target_of,
 )
-from prejit.runtime.format.config_checks import check_config, check_kernels_layer
-from prejit.runtime.format.layer_checks import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_FORMAT, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.schema import Config, Descriptor, Index, Manifest
