@@ -30,7 +30,7 @@ from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks.config import check_config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST
-from prejit.runtime.format.opening import Target, match, open_index
+from prejit.runtime.format.opening import OpenTarget, match, open_index
 from prejit.runtime.format.schema import (
     Accuracy,
     Chat,
@@ -98,7 +98,7 @@ def fallen_back(path: Path) -> Bundle:
     return loaded
 
 
-def matched(path: Path, machine: Fingerprint) -> list[Target]:
+def matched(path: Path, machine: Fingerprint) -> list[OpenTarget]:
     with Layout(path) as layout:
         return list(match(layout, open_index(layout)[0], machine))
 

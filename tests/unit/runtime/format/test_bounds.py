@@ -26,8 +26,7 @@ from prejit.runtime.base.tables import size
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.cli.tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
-from prejit.runtime.format import limits
-from prejit.runtime.format.checks import layers
+from prejit.runtime.format import audit, limits
 from prejit.runtime.format.checks.config import (
     _check_decoder,
     _check_encoder,
@@ -528,12 +527,12 @@ def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path
 def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for every target and program: a small bundle could name one frame a million times."""
     unpacked = []
-    unpack = layers.unpack
+    unpack = audit.unpack
 
     def counting(frame: bytes, segment: Any, path: str) -> bytes:
         unpacked.append((path, segment.offset))
         return unpack(frame, segment, path)
 
-    monkeypatch.setattr(layers, "unpack", counting)
+    monkeypatch.setattr(audit, "unpack", counting)
     assert __main__.main(["verify", str(bundle_dir)]) == 0
     assert len(unpacked) == len(set(unpacked)) == 3 * 4, "two targets with executables of their own"
