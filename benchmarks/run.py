@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,12 @@ from benchmarks.harness.measure import (
     Spread,
     clock,
     interleave,
-    machine,
     progress,
     run_once,
     spread,
-    versions,
 )
 from benchmarks.harness.report import Table, Target
+from benchmarks.harness.results import begin, judged, save, use_two_cores
 from benchmarks.harness.workspace import (
     PREJIT_COMMAND,
     RESULTS,
@@ -410,9 +409,8 @@ def write_results(
         **facts,
         "samples": run.samples,
         "failures": run.failures,
-        "targets": [{**asdict(target), "met": target.met} for target in targets],
+        "targets": judged(targets),
     }
-    (directory / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     drawn = f"{name}.svg" if run.samples.get("decode") else ""
     if drawn:
         of_decode = [t for t in targets if t.what.startswith("decode, ")]
@@ -422,9 +420,7 @@ def write_results(
         page += (
             "\n**prejit's sources changed while this ran:** its rows are of the bundles' state.\n"
         )
-    (directory / f"{name}.md").write_text(page)
-    print(page)
-    progress(f"written to {directory}/{name}.json, .md{', .svg' if drawn else ''}")
+    save(directory, name, content, page)
 
 
 def options() -> argparse.Namespace:
@@ -445,16 +441,10 @@ def main() -> None:
     """Parse the command line, measure, and write the results."""
     given = options()
     bench = Bench(bench_directory(), given.runs, given.quick)
-    # Two threads everywhere, whatever the machine has. Children inherit it.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    use_two_cores()
     run = Run(bench, given.row)
     started = time.perf_counter()
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": bench.runs,
-        "machine": machine(),
-        "bundles_of": sources_digest(),
-    }
+    facts = begin(bench.runs, bundles_of=sources_digest())
     bench.model("gpt2")
     sections = [given.only] if given.only else ["decode"] if given.quick else list(SECTIONS)
     tables: list[Table] = []
@@ -474,7 +464,7 @@ def main() -> None:
     targets.append(Target("rows that failed", failed, 0))
     took_part = {name for found in run.samples.values() for name in found}
     facts |= {
-        "versions": {**versions(), **entrants.versions(bench, took_part)},
+        "versions": {**facts["versions"], **entrants.versions(bench, took_part)},
         "load_average_after": os.getloadavg()[0],
         "sources_changed": digest_now() != sources_digest(),
         "seconds": round(time.perf_counter() - started),

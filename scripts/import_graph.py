@@ -558,6 +558,83 @@ def _run(command: list[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# The page.
+
+_INTRODUCTION = """\
+# Imports, before and after
+
+`make graphs` writes this page and its pictures; `make lint` fails when they are not current. Before is the
+state with one folder for each side. Every import counts, also inside functions and for types only. A level
+is a place in the longest chain of imports. A circle is a set of files, or of packages, that reach each other.
+"""
+
+
+def page(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the figures of two states as Markdown."""
+
+    def row(name: str, *cells: object) -> str:
+        return f"| {name} | {' | '.join(map(str, cells))} |"
+
+    sides = [(state, root) for root in ("runtime", "compiler") for state in (before, after)]
+    lines = [
+        *(_INTRODUCTION, "## Files and packages", ""),
+        row("", "runtime, before", "now", "compiler, before", "now"),
+        row("---", *["---:"] * 4),
+        row("files", *(state[root]["modules"] for state, root in sides)),
+        row("packages", *(state[root]["packages"] for state, root in sides)),
+        row("levels of files", *(state[root]["levels"] for state, root in sides)),
+        row("circles of files", *(len(state[root]["circles_of_files"]) for state, root in sides)),
+        row(
+            "circles of packages",
+            *(len(state[root]["circles_of_packages"]) for state, root in sides),
+        ),
+        row("largest file", *(_largest(state[root]) for state, root in sides)),
+        "",
+    ]
+    if "way" in before and "way" in after:
+        lines += [
+            "## The way of a build, and the first token",
+            "",
+            "A build of manifests/demo.toml for this machine, everything cached. A place is a line of",
+            "another file that calls into the file; a call is a time that it does.",
+            "",
+            row("", "before", "now"),
+            row("---", "---:", "---:"),
+            row("files that the build enters", *(len(state["way"]) for state in (before, after))),
+            row("places", *(_sum(state, "places") for state in (before, after))),
+            row("calls", *(_sum(state, "calls") for state in (before, after))),
+            row("most places of the build side", *(_most(state) for state in (before, after))),
+            *(
+                row(title, *(state["first_token"][key] for state in (before, after)))
+                for title, key in (
+                    ("modules of prejit at the first token", "modules_of_prejit"),
+                    ("all modules at the first token", "modules"),
+                )
+            ),
+            "",
+        ]
+    for root in ("runtime", "compiler"):
+        lines += [
+            *(f"## prejit.{root}", "", f"![Packages of prejit.{root} now](imports-{root}.svg)", ""),
+            *(f"![Modules of prejit.{root} before](imports-before-{root}.svg)", ""),
+        ]
+    return "\n".join(lines)
+
+
+def _largest(side: Mapping[str, Any]) -> str:
+    return f"{side['largest_file']['module']}, {side['largest_file']['lines']} lines"
+
+
+def _sum(state: Mapping[str, Any], key: str) -> int:
+    return sum(counted[key] for counted in state["way"].values())
+
+
+def _most(state: Mapping[str, Any]) -> str:
+    own = {name: at["places"] for name, at in state["way"].items() if name.startswith("compiler.")}
+    name = max(sorted(own), key=own.__getitem__)
+    return f"{name.removeprefix('compiler.')}, {own[name]}"
+
+
 # The command line.
 
 
@@ -589,13 +666,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repository", type=Path, default=REPOSITORY, help="checkout to read")
     given = parser.parse_args(argv)
     stale = []
-    for relative, made in outputs(given.repository, given.name, by_module=given.modules):
-        path, text = given.repository / relative, made
-        if path.suffix == ".json":
-            kept = _counted(path)
-            if given.way:
-                kept = count_way(given.repository, given.way)
-            text = json.dumps(json.loads(text) | kept, indent=1) + "\n"
+    files = dict(outputs(given.repository, given.name, by_module=given.modules))
+    figures_file = PICTURES / f"{given.name}.json"
+    if given.way:
+        counted = count_way(given.repository, given.way)
+    else:
+        counted = _counted(given.repository / figures_file)
+    after = json.loads(files[figures_file]) | counted
+    files[figures_file] = json.dumps(after, indent=1) + "\n"
+    before = given.repository / PICTURES / f"{given.name}-before.json"
+    if before.exists():
+        files[PICTURES / f"{given.name}.md"] = page(json.loads(before.read_text()), after)
+    for relative, text in files.items():
+        path = given.repository / relative
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         if given.check:

@@ -31,12 +31,12 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.pipeline import packaging
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
-    from prejit.runtime.device import executable
+    from prejit.runtime.device import kernels
     from prejit.runtime.format.arrays import Array
     from prejit.runtime.format.kernels import kernel_target
     from prejit.runtime.format.names import (
@@ -57,7 +57,7 @@ def kernel_recipe(
         return call(x, factor=np.float32(2.5))
 
     x = jax.ShapeDtypeStruct((5,), jnp.float32)
-    executable.register_kernels(content)
+    kernels.register(kernels.load(content))
     portable = export(lambda x: x * jnp.float32(2.5), x)
     compiled = compile_portable(export(with_kernel, x, custom_calls=(name,)))
 

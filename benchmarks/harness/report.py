@@ -211,9 +211,21 @@ def build(rows: Samples) -> tuple[list[Table], list[Target]]:
 
 
 def markdown(
-    facts: Mapping[str, Any], tables: Sequence[Table], targets: Sequence[Target], picture: str
+    facts: Mapping[str, Any],
+    tables: Sequence[Table],
+    targets: Sequence[Target],
+    picture: str = "",
+    command: str = "make bench",
 ) -> str:
-    """Return the whole page."""
+    """Return the whole page.
+
+    Args:
+        facts: facts about the run.
+        tables: tables in order.
+        targets: targets, in a table of their own.
+        picture: name of a picture beside the page.
+        command: command that repeats the measurement.
+    """
     machine, versions = facts["machine"], facts["versions"]
     missed = sum(not target.met for target in targets)
     verdict = f"{missed} of {len(targets)} targets missed" if missed else "all targets met"
@@ -226,7 +238,7 @@ def markdown(
         + ", ".join(f"{name} {version}" for name, version in versions.items())
         + f".\nMedians [least..greatest] of {facts['runs']} fresh processes, all rows in turn after one "
         "round that was thrown away; ratios are medians of the ratios within each round. "
-        "`make bench` repeats it.\n"
+        f"`{command}` repeats it.\n"
     )
     if busy > 0.5:
         head += (

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from benchmarks.harness import workload
 from prejit.runtime import Bundle, Fingerprint, load
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.executable import aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import aligned_zeros, to_numpy
 from prejit.runtime.format.schema import Program
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache

@@ -12,16 +12,13 @@ within each round with its 95 % interval. With -o it writes the table and all sa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,10 +28,9 @@ from benchmarks.harness.measure import (
     Row,
     Sample,
     interleave,
-    machine,
-    versions,
 )
 from benchmarks.harness.report import Table, cell
+from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workspace import Bench, bench_directory
 
 BEFORE, AFTER = "before", "after"
@@ -169,21 +165,15 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "int8"], help="of GPT-2")
     parser.add_argument("-o", "--output", type=Path, metavar="PREFIX", help="for .md and .json")
     given = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # children inherit it
+    use_two_cores()
     if given.bundle:
         bundle = given.bundle.resolve()
         works = [(bundle.name, bundle, bundle, given.prefill_tokens)]
     else:
         works = models(Bench(bench_directory(), given.runs, quick=False), given.dtypes)
     checkouts = {BEFORE: given.before.resolve(), AFTER: given.after.resolve()}
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": given.runs,
-        "machine": machine(),
-        "versions": versions(),
-        "revisions": {side: revision(path) for side, path in checkouts.items()},
-        "samples": {},
-    }
+    revisions = {side: revision(path) for side, path in checkouts.items()}
+    facts = begin(given.runs, revisions=revisions, samples={})
     tables = []
     with tempfile.TemporaryDirectory() as scratch:
         sides = {s: environment(path, Path(scratch, s)) for s, path in checkouts.items()}
@@ -193,18 +183,16 @@ def main() -> None:
             tables.append(table(title, samples))
     where = facts["machine"]
     page = (
-        f"# Before {facts['revisions'][BEFORE]}, after {facts['revisions'][AFTER]}\n\n"
+        f"# Before {revisions[BEFORE]}, after {revisions[AFTER]}\n\n"
         f"{facts['date']}, {where['cpu']}, {where['cores']} cores; load {where['load_average']:.1f} before. "
         f"Medians [least..greatest] of {given.runs} fresh processes of each side, which take turns after one "
         "round that was thrown away; ratios are medians of the ratios within each round.\n\n"
         + "\n".join(made.markdown() for made in tables)
     )
-    print(page)
     if given.output:
-        given.output.with_suffix(".md").write_text(page)
-        given.output.with_suffix(".json").write_text(
-            json.dumps(facts, separators=(",", ":")) + "\n"
-        )
+        save(given.output.parent, given.output.name, facts, page)
+    else:
+        print(page)
 
 
 if __name__ == "__main__":

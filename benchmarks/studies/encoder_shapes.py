@@ -13,17 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
-import time
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.measure import Row, Sample, Spread, machine, progress, run_once, versions
+from benchmarks.harness.measure import Row, Sample, Spread, progress, run_once
 from benchmarks.harness.report import JAX_COLD, JAX_WARM, MB, Table, Target, cell, ratio
-from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench
+from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
+from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench, bench_directory
 from benchmarks.peers.encode_child import SHAPES
 
 AT_ONCE, LATER = "prejit, shapes at once after load", "prejit, a second after load"
@@ -166,33 +162,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=4, help="fresh processes of each row")
     parser.add_argument("--quick", action="store_true", help="2 runs, no page in results/")
     given = parser.parse_args()
-    base = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
-    bench = Bench(Path(base).resolve(), 2 if given.quick else given.runs, given.quick)
+    bench = Bench(bench_directory(), 2 if given.quick else given.runs, given.quick)
     bench.directory.mkdir(parents=True, exist_ok=True)
-    # Two threads everywhere, whatever the machine has. Children inherit it.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": bench.runs,
-        "machine": machine(),
-        "versions": versions(),
-    }
+    use_two_cores()
+    facts = begin(bench.runs)
     samples = measure(bench, prepare(bench))
     made, targets = tables(samples)
-    facts |= {"samples": samples, "load_average_after": os.getloadavg()[0]}
-    page = report.markdown(facts, made, targets, "")
-    page = page.replace(
-        "`make bench` repeats it", "`python -m benchmarks.studies.encoder_shapes` repeats it"
-    )
+    facts |= {
+        "samples": samples,
+        "load_average_after": os.getloadavg()[0],
+        "targets": judged(targets),
+    }
+    command = "python -m benchmarks.studies.encoder_shapes"
+    page = report.markdown(facts, made, targets, command=command)
     directory = bench.directory / "results" if given.quick else RESULTS
-    directory.mkdir(parents=True, exist_ok=True)
-    short = re.sub(r"[^a-z0-9]+", "-", facts["machine"]["cpu"].lower()).strip("-")[:32]
-    name = f"{facts['date'][:10]}-{short}-{facts['machine']['cores']}-encode"
-    content = {**facts, "targets": [{**asdict(target), "met": target.met} for target in targets]}
-    (directory / f"{name}.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    (directory / f"{name}.md").write_text(page)
-    print(page)
-    progress(f"written to {directory}")
+    save(directory, file_name(facts, "encode"), facts, page)
 
 
 if __name__ == "__main__":

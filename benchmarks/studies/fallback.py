@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import shutil
-import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.measure import Row, Sample, machine, progress, run_once, versions
+from benchmarks.harness.measure import Row, Sample, progress, run_once
 from benchmarks.harness.report import Table, Target, cell, ratio, same_tokens
-from benchmarks.harness.workspace import RESULTS, Bench, prepare
+from benchmarks.harness.results import begin, file_name, judged, save, use_two_cores
+from benchmarks.harness.workspace import RESULTS, Bench, bench_directory, prepare
 from prejit.runtime import Fingerprint
 from prejit.runtime.base.typed_json import to_json
 
@@ -117,35 +114,22 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7, help="fresh processes of each row")
     parser.add_argument("--quick", action="store_true", help="3 runs, no page in results/")
     given = parser.parse_args()
-    base = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
-    bench = Bench(Path(base).resolve(), 3 if given.quick else given.runs, given.quick)
-    # Two threads everywhere, whatever the machine has. Children inherit it.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": bench.runs,
-        "machine": machine(),
-        "versions": versions(),
-    }
+    bench = Bench(bench_directory(), 3 if given.quick else given.runs, given.quick)
+    use_two_cores()
+    facts = begin(bench.runs)
     prepare(bench, ("gpt2-4",))
     shutil.rmtree(bench.directory / "fallback-caches", ignore_errors=True)
     samples = measure(bench)
-    facts |= {"samples": samples, "load_average_after": os.getloadavg()[0]}
     made, targets = tables(samples)
-    page = report.markdown(facts, made, targets, "")
-    page = page.replace(
-        "`make bench` repeats it", "`python -m benchmarks.studies.fallback` repeats it"
-    )
+    facts |= {
+        "samples": samples,
+        "load_average_after": os.getloadavg()[0],
+        "targets": judged(targets),
+    }
+    command = "python -m benchmarks.studies.fallback"
+    page = report.markdown(facts, made, targets, command=command)
     directory = bench.directory / "results" if given.quick else RESULTS
-    directory.mkdir(parents=True, exist_ok=True)
-    short = re.sub(r"[^a-z0-9]+", "-", facts["machine"]["cpu"].lower()).strip("-")[:32]
-    name = f"{facts['date'][:10]}-{short}-{facts['machine']['cores']}-fallback"
-    goals = [{**asdict(target), "met": target.met} for target in targets]
-    content = json.dumps({**facts, "targets": goals}, separators=(",", ":"))
-    (directory / f"{name}.json").write_text(content + "\n")
-    (directory / f"{name}.md").write_text(page)
-    print(page)
-    progress(f"written to {directory}")
+    save(directory, file_name(facts, "fallback"), facts, page)
 
 
 if __name__ == "__main__":

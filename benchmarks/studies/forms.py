@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import cache as once
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-from prejit.compiler.build.measuring import measure_products, runs_here
-from prejit.compiler.build.plan import Inputs, versions
-from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import (
     RECORDED,
     FormTable,
@@ -27,6 +28,11 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.lowering import products_of
+from prejit.compiler.pipeline.measuring import measure_products, runs_here
+from prejit.compiler.pipeline.model import read_model
+from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.progress import Progress, open_progress
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target
@@ -59,10 +65,13 @@ def recorded_products(cache: DirectoryStore) -> dict[str, tuple[Product, ...]]:
             if count <= HEAD_ROWS or outputs < 20_000:
                 yield Product(dtype, count, inputs, outputs, in_out=False)
 
-    demo = Inputs(read_manifest(ROOT / "manifests" / "demo.toml"), cache, ("cpu-host",))
+    demo = read_manifest(ROOT / "manifests" / "demo.toml")
+    plan = plan_build(demo, cache, only=("cpu-host",))
+    assert plan.model is not None
+    model = once(partial(read_model, demo, plan.model))
     all_dtypes = ("float32", "bfloat16", "int8")
     return {
-        "demo": demo.products(),
+        "demo": products_of(plan, model, cache),
         "gpt2": tuple(products(all_dtypes, (1, 2, 4, 8, 16, 32, 64, 128, 512), GPT2)),
         "minilm": tuple(products(("float32",), (16, 32, 64, 128, 256, 512, 1024, 8192), MINILM)),
         "llama": tuple(products(("bfloat16", "int8"), (1, 4, 8, 32, 512), LLAMA)),
@@ -83,7 +92,8 @@ def record(
     missing = KnownForms(own=recorded).missing(wanted, conditions, fresh=True)
     progress.note(f"{level}: {len(missing)} of {len(wanted)} products to measure")
     for some in (missing[at : at + BATCH] for at in range(0, len(missing), BATCH)):
-        measured = measure_products(some, toolchain, library, cache, progress)
+        with WorkerPool(cache) as executor:
+            measured = measure_products(some, toolchain, library, cache, executor, progress)
         recorded = recorded.merged(measured)
         # What was measured with older kernels goes as it is measured again.
         latest = {

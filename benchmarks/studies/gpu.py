@@ -18,9 +18,6 @@ import argparse
 import json
 import os
 import re
-import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
@@ -28,13 +25,12 @@ from benchmarks.harness.measure import (
     Row,
     Sample,
     interleave,
-    machine,
     progress,
     run_once,
-    versions,
 )
 from benchmarks.harness.report import Table, Target, cell, ratio, same_tokens
-from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench
+from benchmarks.harness.results import begin, judged, save
+from benchmarks.harness.workspace import PREJIT_COMMAND, RESULTS, Bench, bench_directory
 from prejit.runtime import Fingerprint
 from prejit.runtime.base.typed_json import to_json
 
@@ -153,27 +149,18 @@ def main() -> None:
             f"no NVIDIA GPU that jax could use: this machine's platform is {here.platform}\n"
             "hint: run `make gpu` on a machine with one; `prejit fingerprint` shows what is found"
         )
-    base = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
-    bench = Bench(Path(base).resolve() / "gpu", given.runs, quick=False)
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": bench.runs,
-        "machine": machine(),
-        "gpu": json.loads(to_json(here)),
-        "versions": versions(),
-    }
+    bench = Bench(bench_directory() / "gpu", given.runs, quick=False)
+    facts = begin(bench.runs, gpu=json.loads(to_json(here)))
     samples = measure(bench, here)
     made, targets = tables(samples)
-    facts |= {"samples": samples, "targets": [{**asdict(t), "met": t.met} for t in targets]}
-    facts["load_average_after"] = os.getloadavg()[0]
-    page = report.markdown(facts, made, targets, "").replace(
-        "`make bench`", "`benchmarks/studies/gpu.sh`"
-    )
+    facts |= {
+        "samples": samples,
+        "load_average_after": os.getloadavg()[0],
+        "targets": judged(targets),
+    }
+    page = report.markdown(facts, made, targets, command="make gpu")
     short = re.sub(r"[^a-z0-9]+", "-", str(here.device_kind).lower()).strip("-")
-    name = f"{facts['date'][:10]}-{short}"
-    (RESULTS / f"{name}.json").write_text(json.dumps(facts, separators=(",", ":")) + "\n")
-    (RESULTS / f"{name}.md").write_text(page)
-    print(page)
+    save(RESULTS, f"{facts['date'][:10]}-{short}", facts, page)
 
 
 if __name__ == "__main__":

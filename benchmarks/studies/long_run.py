@@ -146,7 +146,8 @@ def run(path: str, token_count: int, session_count: int) -> dict[str, Any]:
 
 def measure(token_count: int, session_count: int) -> None:
     """Build, run a fresh process, write the result."""
-    from benchmarks.harness.measure import environment, machine, versions
+    from benchmarks.harness.measure import environment
+    from benchmarks.harness.results import begin, save
     from benchmarks.harness.workspace import RESULTS
 
     shared = Path(os.environ.get("PREJIT_SHARED", HERE.parents[2] / "shared"))
@@ -155,11 +156,7 @@ def measure(token_count: int, session_count: int) -> None:
         raise SystemExit(
             f"no checkpoint at {source}; set PREJIT_SHARED to the directory that has it"
         )
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": machine(),
-        "versions": versions(),
-    }
+    facts = begin(1)
     with tempfile.TemporaryDirectory() as directory:
         manifest = Path(directory, "long-run.toml")
         manifest.write_text(MANIFEST.format(source=json.dumps(str(source))))
@@ -183,10 +180,7 @@ def measure(token_count: int, session_count: int) -> None:
     heading = f"# Long runs: stories260k, private memory of one process\n\n{facts['date']}, "
     page = f"{heading}{facts['machine']['cpu']}, prejit {facts['versions']['revision']}\n\n"
     page += "\n".join(lines) + "\n"
-    name = f"{facts['date'][:10]}-long-run"
-    (RESULTS / f"{name}.json").write_text(json.dumps(facts, separators=(",", ":")) + "\n")
-    (RESULTS / f"{name}.md").write_text(page)
-    print(page)
+    save(RESULTS, f"{facts['date'][:10]}-long-run", facts, page)
 
 
 def main() -> None:

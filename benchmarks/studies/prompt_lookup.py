@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import models, workload
-from benchmarks.harness.measure import Spread, machine, progress, versions
-from benchmarks.harness.workspace import RESULTS
+from benchmarks.harness.measure import Spread, progress
+from benchmarks.harness.results import begin, save
+from benchmarks.harness.workspace import RESULTS, bench_directory
 from prejit.runtime import Bundle, load
 
 DRAFT = 7
@@ -156,16 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7, help="turns of each request")
     given = parser.parse_args()
-    base = os.environ.get("PREJIT_BENCH_DIR") or os.path.expanduser("~/.cache/prejit/bench")
-    directory = Path(base).resolve()
+    directory = bench_directory()
     models.make(directory)
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": given.runs,
-        "draft_tokens": DRAFT,
-        "machine": machine(),
-        "versions": versions(),
-    }
+    facts = begin(given.runs, draft_tokens=DRAFT)
     demo = load(build(directory, "lookup-demo", ROOT / "manifests" / "demo-model", 512))
     small = load(build(directory, "lookup-repeating", repeating_gpt2(directory), 256))
     wild = load(build(directory, "lookup-wild", directory / "gpt2", 256))
@@ -191,10 +185,7 @@ def main() -> None:
     page += "\n".join(
         [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1), *lines]
     )
-    name = f"{facts['date'][:10]}-prompt-lookup"
-    (RESULTS / f"{name}.json").write_text(json.dumps(facts, separators=(",", ":")) + "\n")
-    (RESULTS / f"{name}.md").write_text(page + "\n")
-    print(page)
+    save(RESULTS, f"{facts['date'][:10]}-prompt-lookup", facts, page + "\n")
 
 
 if __name__ == "__main__":

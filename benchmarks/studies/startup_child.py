@@ -37,12 +37,12 @@ FUNCTIONS = {
     "prejit.runtime.programs.weights": {"tensors": "weights"},
     "prejit.runtime.format.config_checks": {"check_weight_sets": "weights"},
     "prejit.runtime.format.layer_checks": {"unpack": "programs"},
-    "prejit.runtime.device.executable": {
+    "prejit.runtime.device.device": {
         "Device.__init__": "first array",
         "Device._begin": "first array",
         "Device.load": "programs",
-        "to_numpy": "run",
     },
+    "prejit.runtime.device.transfer": {"to_numpy": "run"},
     "prejit.runtime.programs.ready": {"Programs.weights": "weights"},
     "prejit.runtime.generation.kv_cache": {"KVCache.__init__": "first array"},
     "prejit.runtime.generation.decoder_programs": {

@@ -127,6 +127,14 @@ def _found(path: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("page", [*NAMING, ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_a_path_exists(page: Path) -> None:
+    """A path in capitals, such as NAME.py, stands for a file of the reader's own."""
+    paths = re.findall(r"`((?:compiler|runtime|tests|docs|benchmarks)/[^`\s]*)`", page.read_text())
+    real = [path for path in paths if not re.search(r"NAME|PLATFORM|MODULE|vN|<|\*", path)]
+    assert [path for path in real if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("record", DECISIONS, ids=_name)
 def test_a_decision_has_a_date_a_figure_and_a_command(record: Path) -> None:
     text = record.read_text()

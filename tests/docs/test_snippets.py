@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.manifest.reading import read_manifest
 
 from .conftest import Shell
 from .snippets import ROOT, Snippet, check_command, commands_of, completed, snippets_of

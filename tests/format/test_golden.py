@@ -23,9 +23,9 @@ from prejit.runtime import __main__, load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
-from prejit.runtime.format import names
+from prejit.runtime.format import checks
 from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.config_checks import check_config
 from prejit.runtime.format.layout import Layout
@@ -228,8 +228,8 @@ def test_v4_programs_with_kernels_compile_from_their_portable_form() -> None:
 
 
 def test_a_reader_of_3_refuses_4_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "READABLE_FORMATS", (1, 2, 3))
-    monkeypatch.setattr(names, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(checks, "READABLE_FORMATS", (1, 2, 3))
+    monkeypatch.setattr(checks, "FORMAT_VERSION", 3)
     with pytest.raises(RejectError, match="expected bundle format 1, 2 or 3, found '4'") as caught:
         load(HERE / "v4" / "kernels")
     assert "upgrade" in (caught.value.hint or "")

@@ -22,7 +22,8 @@ from prejit.compiler.lowering.function import UserFunction, lower_function
 from prejit.compiler.lowering.user_code import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.runtime.device.executable import Device, to_numpy
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.catalogue import PLATFORMS
 from prejit.runtime.programs import pytree

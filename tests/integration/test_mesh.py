@@ -224,7 +224,7 @@ MEASURE = """
 import sys
 import numpy as np
 from prejit.runtime import load
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 
 def anonymous():
     with open("/proc/self/smaps_rollup") as lines:

@@ -1,4 +1,7 @@
-"""The commands of the build side: `prejit plan`, `build`, `targets` and `gc`."""
+"""The commands of the build side: `prejit plan`, `build`, `targets`, `schema` and `gc`.
+
+Each command reads its options, calls one function of the build side and prints what that returns.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,29 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from prejit.compiler.build.garbage import Found
-    from prejit.compiler.build.plan import Inputs, PlannedProgram
+    from prejit.compiler.manifest.manifest import Manifest
+    from prejit.compiler.pipeline.garbage import Found
+    from prejit.compiler.pipeline.plan import PlannedExecutable
+    from prejit.compiler.pipeline.run import Built
     from prejit.compiler.targets.listing import Listed
 
 PLAN_HAS_CHANGES = 8
 
-_manifest = click.Path(path_type=Path)
+_path = click.Path(path_type=Path)
 _targets = click.option(
     "--target", "targets", multiple=True, metavar="NAME", help="Only this target; may be repeated."
 )
 _cache = click.option(
     "--cache",
-    type=_manifest,
+    type=_path,
     metavar="DIR",
     help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
 )
 _forms = click.option(
     "--forms",
-    type=_manifest,
+    type=_path,
     metavar="FILE",
-    help="A table of measured forms of products, as builds keep it in the build cache (forms.json).",
+    help="A table of measured forms, as builds keep it in the build cache (forms.json).",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
@@ -47,9 +52,11 @@ def commands() -> None:
 @commands.command(
     epilog="Examples:\n\n\b\n  prejit plan manifests/demo.toml\n"
     "  prejit plan manifests/demo.toml --target cpu-x86-64-v3 --json\n\n"
-    f"Exit status: 0 everything is cached, {PLAN_HAS_CHANGES} something will compile."
+    "A plan compiles and traces nothing. Only a build shows whether the executable of a [[program]] is "
+    "cached, because it traces the function.\n\n"
+    f"Exit status: 0 everything is cached, {PLAN_HAS_CHANGES} something compiles or is traced at build."
 )
-@click.argument("manifest", type=_manifest)
+@click.argument("manifest", type=_path)
 @_targets
 @_forms
 @_cache
@@ -62,53 +69,58 @@ def plan(
     as_json: bool,
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
-    from prejit.compiler.build.plan import make_plan
+    from prejit.compiler.api import plan as plan_manifest
+    from prejit.compiler.pipeline.plan import CACHED, COMPILE, TRACED
 
-    programs = make_plan(_inputs(manifest, targets, cache, forms))
-    changes = [program for program in programs if not program.cached]
+    executables = plan_manifest(manifest, targets=targets, cache=cache, forms=forms)
+    counts = {
+        state: sum(each.state == state for each in executables)
+        for state in (CACHED, COMPILE, TRACED)
+    }
     if as_json:
         rows = [
             {
-                "program": p.spec.name,
-                "kind": p.spec.kind,
-                "bucket": p.spec.bucket,
-                "target": p.target.name,
-                "cached": p.cached,
-                "why": p.why,
+                "program": each.spec.name,
+                "kind": each.spec.kind,
+                "bucket": each.spec.bucket,
+                "target": each.target.name,
+                "state": each.state,
+                "cached": each.cached,
+                "why": each.why,
             }
-            for p in programs
+            for each in executables
         ]
-        click.echo(json.dumps({"programs": rows, "to_compile": len(changes)}, indent=2))
+        summary = {"to_compile": counts[COMPILE], "traced_at_build": counts[TRACED]}
+        _print_json({"programs": rows, **summary})
     else:
-        _print_plan(programs)
+        _print_plan(executables)
+        traced = f", {counts[TRACED]} {TRACED}" if counts[TRACED] else ""
         click.echo(
-            f"\n{len(programs)} programs: {len(programs) - len(changes)} cached, "
-            f"{len(changes)} to compile"
+            f"\n{len(executables)} programs: {counts[CACHED]} cached, "
+            f"{counts[COMPILE]} to compile{traced}"
         )
-    return PLAN_HAS_CHANGES if changes else 0
+    return 0 if counts[CACHED] == len(executables) else PLAN_HAS_CHANGES
 
 
-def _print_plan(programs: Sequence[PlannedProgram]) -> None:
-    """One row a program, one column a target; reasons below, once each."""
-    targets = list(dict.fromkeys(program.target.name for program in programs))
-    state: dict[str, dict[str, str]] = {}
-    for p in programs:
-        state.setdefault(p.spec.name, {})[p.target.name] = "cached" if p.cached else "compile"
+def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
+    """Print one row for each program, one column for each target; reasons below, once each."""
+    from prejit.compiler.pipeline.plan import reasons
+
+    targets = list(dict.fromkeys(each.target.name for each in executables))
+    states: dict[str, dict[str, str]] = {}
+    for each in executables:
+        states.setdefault(each.spec.name, {})[each.target.name] = each.state
     rows = [["program", *targets]] + [
-        [name, *(cells[t] for t in targets)] for name, cells in state.items()
+        [name, *(cells[target] for target in targets)] for name, cells in states.items()
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    reasons: dict[str, int] = {}
-    for p in programs:
-        if not p.cached:
-            reasons[p.why] = reasons.get(p.why, 0) + 1
-    if reasons:
+    if counted := reasons(executables):
         click.echo("\nwhy:")
-    for reason, count in reasons.items():
+    for reason, count in counted.items():
         click.echo(f"  {count:>4} x  {reason}")
 
 
@@ -117,11 +129,11 @@ def _print_plan(programs: Sequence[PlannedProgram]) -> None:
     "  prejit build manifests/*.toml -o /srv/bundles --jobs 8\n"
     "  prejit build manifests/demo.toml --target cpu-x86-64-v3"
 )
-@click.argument("manifests", nargs=-1, required=True, type=_manifest, metavar="MANIFEST...")
+@click.argument("manifests", nargs=-1, required=True, type=_path, metavar="MANIFEST...")
 @click.option(
     "-o",
     "--output",
-    type=_manifest,
+    type=_path,
     default=Path("artifacts"),
     show_default=True,
     metavar="DIR",
@@ -145,7 +157,7 @@ def _print_plan(programs: Sequence[PlannedProgram]) -> None:
 @click.option(
     "--skip-unbuildable",
     is_flag=True,
-    help="Leave out targets that this machine cannot compile for, and say so.",
+    help="Leave out targets that this machine cannot compile for, and name them.",
 )
 @_forms
 @click.option(
@@ -169,65 +181,84 @@ def build(
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
-    from prejit.compiler.build.build import build as build_bundle
-    from prejit.compiler.compile.pool import default_workers
-    from prejit.compiler.progress import open_progress, tell
-    from prejit.runtime.cli.tables import accuracy_table
+    from prejit.compiler.api import build as build_bundle
 
     built = []
-    for manifest in manifests:
+    for manifest in _read_all(manifests):
         started = time.perf_counter()
-        chosen = _buildable(manifest, targets) if skip_unbuildable else targets
-        if skip_unbuildable and not chosen:
+        only = _buildable(manifest, targets) if skip_unbuildable else targets
+        if skip_unbuildable and not only:
             continue
-        with open_progress() as progress:
-            result = build_bundle(
-                _inputs(manifest, chosen, cache, forms),
-                output,
-                workers=jobs or default_workers(),
-                progress=progress,
-                measure=measure,
-                timeout_seconds=timeout,
-            )
+        result = build_bundle(
+            manifest,
+            output,
+            targets=only,
+            cache=cache,
+            forms=forms,
+            measure=measure,
+            workers=jobs,
+            timeout_seconds=timeout,
+        )
         seconds = time.perf_counter() - started
         built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
         if not as_json:
-            wrote = "wrote" if result.written else "up to date:"
-            tell(
-                f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "
-                f"{seconds:.1f} s, {result.digest[:19]}"
-            )
-            if result.accuracy is not None:
-                tell(accuracy_table(result.accuracy), sys.stdout)  # others are still to be built
+            _print_built(result, seconds)
     if as_json:
-        click.echo(json.dumps(built, indent=2))
+        _print_json(built)
     return 0
 
 
-def _buildable(manifest: Path, only: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a manifest's targets that this machine can compile for; the others are told."""
-    from prejit.compiler.build.plan import why_not
-    from prejit.compiler.manifest.manifest import read_manifest
+def _read_all(paths: Sequence[Path]) -> list[Manifest]:
+    """Read manifests, each of which must name another bundle: the second would replace the first.
+
+    Raises:
+        UsageError: two have the same bundle name.
+        ManifestError, StoreError: a manifest has mistakes, or cannot be read.
+    """
+    from prejit.compiler.manifest.reading import read_manifest
+    from prejit.runtime.errors import UsageError
+
+    found: dict[str, Path] = {}
+    manifests = []
+    for path in paths:
+        manifest = read_manifest(path)
+        name = manifest.bundle.name
+        if (first := found.setdefault(name, path)) is not path:
+            raise UsageError(
+                f"{path}: bundle.name: expected another name than that of {first}, found {name!r}; "
+                "nothing was built",
+                hint="give the bundles different names, or build them into different directories",
+            )
+        manifests.append(manifest)
+    return manifests
+
+
+def _print_built(result: Built, seconds: float) -> None:
+    from prejit.compiler.progress import tell
+    from prejit.runtime.cli.tables import accuracy_table
+
+    wrote = "wrote" if result.written else "up to date:"
+    tell(
+        f"{wrote} {result.path}: compiled {result.compiled}, cached {result.cached}, "
+        f"{seconds:.1f} s, {result.digest[:19]}"
+    )
+    if result.accuracy is not None:
+        tell(accuracy_table(result.accuracy), sys.stdout)  # a closed stdout must not stop the rest
+
+
+def _buildable(manifest: Manifest, only: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the targets that this machine can compile for, and print the others."""
+    from prejit.compiler.pipeline.plan import why_not
     from prejit.compiler.progress import tell
     from prejit.compiler.targets.target_table import chosen
 
     buildable = []
-    for target in chosen(read_manifest(manifest).targets, only, str(manifest)):
+    for target in chosen(manifest.targets, only, manifest.where):
         if reason := why_not(target):
-            tell(f"{manifest}: left out {target.name}: {reason}")
+            tell(f"{manifest.where}: left out {target.name}: {reason}")
         else:
             buildable.append(target.name)
     return tuple(buildable)
-
-
-def _inputs(
-    manifest: Path, targets: tuple[str, ...], cache: Path | None, forms: Path | None
-) -> Inputs:
-    from prejit.compiler.build.plan import Inputs
-    from prejit.compiler.manifest.manifest import read_manifest
-    from prejit.compiler.store.directory import DirectoryStore
-
-    return Inputs(read_manifest(manifest), DirectoryStore.open(cache), targets, forms=forms)
 
 
 @commands.command(epilog="Examples:\n\n\b\n  prejit targets\n  prejit targets --json")
@@ -245,14 +276,14 @@ def targets(as_json: bool) -> int:
             | {"how": each.builds, "note": each.note}
             for each in listed
         ]
-        click.echo(json.dumps({"targets": rows}, indent=2))
+        _print_json({"targets": rows})
     else:
         _print_targets(listed)
     return 0
 
 
 def _print_targets(listed: Sequence[Listed]) -> None:
-    """A table for each platform; below it what there is to know, once each."""
+    """Print a table for each platform; notes below, once each."""
     from prejit.runtime.base.tables import size, table
     from prejit.runtime.machine.catalogue import PLATFORMS
 
@@ -296,6 +327,19 @@ def _print_targets(listed: Sequence[Listed]) -> None:
 
 
 @commands.command(
+    epilog="Examples:\n\n\b\n  prejit schema > prejit.schema.json\n\n"
+    "Editors with a TOML language server (taplo, Even Better TOML) complete and check a manifest whose first "
+    "line is `#:schema prejit.schema.json`."
+)
+def schema() -> int:
+    """Print the JSON Schema of manifests."""
+    from prejit.compiler.manifest.schema import manifest_schema
+
+    _print_json(manifest_schema())
+    return 0
+
+
+@commands.command(
     epilog="Examples:\n\n\b\n  prejit gc --dry-run\n  prejit gc --days 7\n\n"
     "Environments are in $PREJIT_ENVIRONMENTS, or in `environments` of the default build cache. With --cache "
     "nothing outside of DIR is touched."
@@ -308,12 +352,12 @@ def _print_targets(listed: Sequence[Listed]) -> None:
     metavar="N",
     help="Remove what was not used for N days.",
 )
-@click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing; only print what would be removed.")
 @_cache
 @_json
 def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
     """Remove cache entries and environments that were not used for some days, and leftovers."""
-    from prejit.compiler.build.garbage import collect
+    from prejit.compiler.pipeline.garbage import collect
 
     result = collect(cache, days=days, dry_run=dry_run)
     gone = [found for found in result.found if found.reason]
@@ -327,7 +371,7 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
             "kept_bytes": sum(found.size for found in result.found) - freed,
             "removed": [asdict(found) for found in gone],
         }
-        click.echo(json.dumps(summary, indent=2))
+        _print_json(summary)
         return 0
     from prejit.runtime.base.tables import size
 
@@ -339,7 +383,7 @@ def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
 
 
 def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
-    """One row a kind, then each environment that goes."""
+    """Print one row for each kind, then each environment that is removed."""
     from prejit.runtime.base.tables import size, table
 
     rows = []
@@ -355,15 +399,23 @@ def _print_collection(found: Sequence[Found], dry_run: bool) -> None:
             click.echo(f"  environment of {each.name}: {each.reason}, {size(each.size)}")
 
 
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command; errors of prejit are the caller's to print.
+    """Run a command. The caller prints the errors of prejit, and handles a closed stdout.
 
     Returns:
         The exit status.
     """
     _open_closed_streams()
     try:
-        return commands.main(list(arguments), prog_name="prejit", standalone_mode=False) or 0
+        # Not `commands.main`, which turns a closed stdout into exit status 1.
+        with commands.make_context("prejit", list(arguments)) as context:
+            return commands.invoke(context) or 0
+    except click.exceptions.Exit as done:  # --help
+        return done.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -372,7 +424,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Opens stdin, stdout and stderr where they were closed: else a file of ours would get their number."""
+    """Open stdin, stdout and stderr if they are closed, or a file of ours would get their number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

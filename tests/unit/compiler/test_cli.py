@@ -1,14 +1,19 @@
-"""`prejit build`: what it leaves out, and that it says so."""
+"""The commands of the build side: what they print, and the exit status."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from prejit.compiler import cli
-from prejit.compiler.build import plan
+from prejit.compiler.manifest.schema import manifest_schema
+from prejit.compiler.pipeline import plan
+from prejit.runtime.errors import ManifestError, UsageError
 from prejit.runtime.machine.target import Target
 
 MANIFEST = """
@@ -36,7 +41,7 @@ def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_told(
+def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_named(
     manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [
@@ -52,3 +57,71 @@ def test_a_target_that_cannot_be_built_is_left_out_when_asked_and_told(
     assert len(index["manifests"]) == 1
     # A manifest with nothing left is passed over.
     assert cli.run(["build", str(manifest), *options, "--target", "cpu-x86-64-v4"]) == 0
+
+
+def test_manifests_of_one_bundle_name_are_refused_before_anything_is_built(
+    manifest: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(manifest.read_text())
+    options = ["-o", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    with pytest.raises(UsageError) as caught:
+        cli.run(["build", str(manifest), str(other), *options])
+    assert str(caught.value) == (
+        f"{other}: bundle.name: expected another name than that of {manifest}, found 'tiny'; "
+        "nothing was built"
+    )
+    assert not (tmp_path / "out").exists()
+    other.write_text("[bundle]\n")
+    with pytest.raises(ManifestError):
+        cli.run(["build", str(manifest), str(other), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_says_what_only_a_build_can_find_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(MANIFEST.replace('[[target]]\nname = "cpu-x86-64-v4"\n', ""))
+    command = ["plan", str(path), "--cache", str(tmp_path / "cache")]
+    assert cli.run(command) == cli.PLAN_HAS_CHANGES
+    printed = capsys.readouterr().out
+    assert "p        traced at build\n" in printed
+    assert "1 x  a build traces math:floor, and then looks for its executable\n" in printed
+    assert printed.endswith("1 programs: 0 cached, 0 to compile, 1 traced at build\n")
+    assert cli.run([*command, "--json"]) == cli.PLAN_HAS_CHANGES
+    found = json.loads(capsys.readouterr().out)
+    assert (found["to_compile"], found["traced_at_build"]) == (0, 1)
+    [row] = found["programs"]
+    assert (row["state"], row["cached"]) == ("traced at build", False)
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == manifest_schema()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--help"], 0), (["plan", "--help"], 0), (["plan"], 2), (["build", "--jobs", "0", "m"], 2)],
+)
+def test_help_and_wrong_options_have_their_exit_status(arguments: list[str], status: int) -> None:
+    assert cli.run(arguments) == status
+
+
+@pytest.mark.parametrize("command", ["plan", "schema", "targets", "gc"])
+def test_a_command_whose_reader_has_gone_ends_quietly(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(MANIFEST)
+    arguments = {"plan": [str(path), "--json"], "gc": ["--dry-run"]}.get(command, [])
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "prejit.runtime", command, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PREJIT_CACHE": str(tmp_path / "cache")},
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.device.executable import aligned_zeros
+from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.errors import UsageError
 from prejit.runtime.programs import pytree
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.blobs import check_blobs

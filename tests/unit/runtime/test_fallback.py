@@ -21,7 +21,7 @@ import pytest
 from prejit.runtime import fallback_counts, load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import (
     FallbackWarning,
     MismatchError,
@@ -295,7 +295,7 @@ def test_what_is_no_file_in_the_cache_is_passed_over(
     else:
         file.symlink_to(tmp_path / "aside")
     expected = (
-        pytest.warns(PrejitWarning, match="cannot be kept")
+        pytest.warns(PrejitWarning, match="cannot keep compiled programs")
         if kind == "directory"  # not ours to remove
         else contextlib.nullcontext()
     )
@@ -341,9 +341,13 @@ def test_a_cache_that_cannot_be_written_costs_only_time_and_says_so_once(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / root))
-    with pytest.warns(PrejitWarning, match="cannot be kept, so every start compiles it") as caught:
+    with pytest.warns(
+        PrejitWarning, match="cannot keep compiled programs, so every start compiles them"
+    ) as caught:
         assert set(sources(settled_dir).values()) == {"compiled"}
-    told = [warning for warning in caught if "cannot be kept" in str(warning.message)]
+    told = [
+        warning for warning in caught if "cannot keep compiled programs" in str(warning.message)
+    ]
     assert len(told) == 1
     assert set(sources(settled_dir).values()) == {"compiled"}  # another warning would be an error
 

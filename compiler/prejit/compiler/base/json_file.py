@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+from prejit.compiler.base.wording import shown
 from prejit.runtime.errors import CheckpointError
 
 MAX_BYTES = 16 << 20
 """Largest size of a file in bytes. The index of a checkpoint of 91,000 tensors has 9 MB."""
 MAX_DEPTH = 64
-"""Deepest nesting of lists and objects. What configurations are copied with recurses."""
+"""Largest depth of nested lists and objects. The code that copies configurations recurses."""
 
 
 def read_json(file: Path, hint: str | None = None) -> Any:
@@ -19,11 +20,11 @@ def read_json(file: Path, hint: str | None = None) -> Any:
 
     Args:
         file: the file.
-        hint: how to mend a file that cannot be read.
+        hint: what to do about a file that cannot be read.
 
     Raises:
-        CheckpointError: the file is missing, too large, or no JSON of moderate depth in UTF-8; NaN and
-            Infinity, which Python would take, are no JSON.
+        CheckpointError: the file is missing, too large, nested too deeply, or no JSON in UTF-8. NaN and
+            Infinity, which Python would accept, are no JSON.
     """
     try:
         with file.open("rb") as opened:
@@ -33,9 +34,40 @@ def read_json(file: Path, hint: str | None = None) -> Any:
         # Not json.loads(content), which guesses among UTF-8, UTF-16 and UTF-32.
         value = json.loads(content.decode(), parse_constant=_no_constant)
         _check_depth(value)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: expected a file, found none", hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{file}: cannot read: {reason}", hint=hint) from error
+        raise CheckpointError(f"{file}: cannot read JSON: {reason}", hint=hint) from error
+    return value
+
+
+def read_object(file: Path, hint: str | None = None, *, required: bool = True) -> dict[str, Any]:
+    """Return the content of a JSON file that holds an object.
+
+    Args:
+        file: the file.
+        hint: what to do about a file that cannot be read.
+        required: whether the file must exist; else a missing file counts as an empty object.
+
+    Raises:
+        CheckpointError: as `read_json`, or the file holds something else than an object.
+    """
+    value = read_json(file, hint) if required or file.is_file() else {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected an object, found {shown(value)}", hint=hint)
+    return value
+
+
+def read_list(file: Path, hint: str | None = None) -> list[Any]:
+    """Return the content of a JSON file that holds a list.
+
+    Raises:
+        CheckpointError: as `read_json`, or the file holds something else than a list.
+    """
+    value = read_json(file, hint)
+    if not isinstance(value, list):
+        raise CheckpointError(f"{file}: expected a list, found {shown(value)}", hint=hint)
     return value
 
 
@@ -44,7 +76,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _check_depth(value: Any) -> None:
-    """Raises ValueError where lists and objects lie deeper in each other than MAX_DEPTH."""
+    """Raise ValueError if lists and objects are nested deeper than MAX_DEPTH."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         level = [

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from prejit.compiler.base.json_file import read_object
 from prejit.runtime.errors import CheckpointError
 from prejit.runtime.format.schema import Chat
 
@@ -59,7 +58,7 @@ def _jinja_files(directory: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _json_templates(path: Path) -> dict[str, tuple[Path, str]]:
-    said = _object(path).get("chat_template")
+    said = read_object(path, required=False).get("chat_template")
     if said is None:
         return {}
     if isinstance(said, str):
@@ -77,28 +76,15 @@ def _json_templates(path: Path) -> dict[str, tuple[Path, str]]:
 
 def _special_tokens(directory: Path) -> dict[str, str]:
     """`bos_token` and its like; special_tokens_map.json counts only beside files of old versions."""
-    said = _object(directory / "tokenizer_config.json")
+    said = read_object(directory / "tokenizer_config.json", required=False)
     if "added_tokens_decoder" not in said:
-        said |= _object(directory / "special_tokens_map.json")
+        said |= read_object(directory / "special_tokens_map.json", required=False)
     tokens = {}
     for name, token in said.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot read JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _text(path: Path) -> str:

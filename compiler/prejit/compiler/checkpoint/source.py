@@ -45,6 +45,34 @@ def resolve_source(source: str, base_directory: Path) -> Path:
     return directory
 
 
+def find_source(source: str, base_directory: Path) -> Path | None:
+    """Return the directory of a model without any network; None: it has still to be fetched.
+
+    Args:
+        source: as `resolve_source` takes it.
+        base_directory: as `resolve_source` takes it.
+
+    Raises:
+        ManifestError: there is no such directory, or no such reference.
+    """
+    match = _REFERENCE.fullmatch(source)
+    if match is None:
+        return resolve_source(source, base_directory)
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        found = Path(
+            snapshot_download(
+                match["repository"], revision=match["revision"], local_files_only=True
+            )
+        )
+    except (errors.LocalEntryNotFoundError, OSError):
+        return None
+    return (
+        found if (found / "config.json").is_file() or (found / "modules.json").is_file() else None
+    )
+
+
 def _snapshot(repository: str, revision: str | None) -> Path:
     """A repository's snapshot, with the weights in one format only."""
     directory = _fetch(repository, revision, _TEXT + _WEIGHTS)

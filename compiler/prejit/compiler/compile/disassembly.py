@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prejit.compiler.compile.protobuf import edit_protobuf, protobuf_fields, sort_protobuf
 from prejit.runtime.errors import BuildError
+from prejit.runtime.format.elf import read_sections
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
 
 LLVM_NAMES = {
@@ -111,7 +112,7 @@ EVERYWHERE = frozenset(
 )
 """iced's CpuidFeatures that need not be asked for. Of all others LLVM makes no use on its own account."""
 
-_ELF_X86_64 = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _EM_X86_64 = 62
 _SHF_EXECINSTR = 4
 _SHT_NOBITS = 8
@@ -130,7 +131,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
     declared = _declared(result)
     try:
         objects = _objects(result)
-        if len(objects) != serialized.count(_ELF_X86_64):
+        if len(objects) != serialized.count(_ELF):
             raise ValueError("an object outside of the field of objects")
         names = [_fields(symbol)[2][0] for symbol in result.get(7, ())]
         contents = b"".join(objects)
@@ -264,21 +265,17 @@ def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
 
 
 def _executable_sections(contents: bytes) -> Iterator[bytes]:
-    """The sections of an ELF object that hold instructions: elf(5), Elf64_Ehdr and Elf64_Shdr.
+    """Yield the sections of an ELF object that hold instructions.
 
     Raises:
         ValueError: it is not an object for x86-64, or not a whole one.
     """
-    if len(contents) < 64 or not contents.startswith(_ELF_X86_64):
-        raise ValueError("not an ELF object of 64 bits")
+    sections = read_sections(contents)
     (machine,) = struct.unpack_from("<H", contents, 18)
-    (table,) = struct.unpack_from("<Q", contents, 40)
-    size, count = struct.unpack_from("<HH", contents, 58)
-    if machine != _EM_X86_64 or size != 64 or count == 0 or table + size * count > len(contents):
+    if machine != _EM_X86_64 or not sections:
         raise ValueError("not a whole object for x86-64")
-    for at in range(table, table + size * count, size):
-        kind, flags, start, length = struct.unpack_from("<4xIQ8xQQ", contents, at)
-        if flags & _SHF_EXECINSTR and kind != _SHT_NOBITS:
-            if start + length > len(contents):
+    for section in sections:
+        if section.flags & _SHF_EXECINSTR and section.kind != _SHT_NOBITS:
+            if len(section.content) < section.size:
                 raise ValueError("not a whole section")
-            yield contents[start : start + length]
+            yield bytes(section.content)

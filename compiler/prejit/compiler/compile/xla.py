@@ -9,7 +9,8 @@ from typing import Any
 
 from prejit.compiler.compile.protobuf import edit_protobuf
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.device import executable, kernels
+from prejit.runtime.device import _jaxlib, kernels
+from prejit.runtime.device.portable import compile_ahead, register_stand_ins
 from prejit.runtime.errors import BuildError, PrejitError
 from prejit.runtime.format.kernels import kernel_target
 from prejit.runtime.format.schema import Memory
@@ -38,7 +39,7 @@ class CompileFor:
         device_count: number of devices in the mesh.
         cpu: LLVM's name of the CPU to tune for; None: this machine's.
         cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
-            Ignored where `cross_compiles()` is false.
+            Ignored by jaxlib before 0.11.
         gpu: XLA's description of a GPU: a GpuTargetConfigProto as text.
         described: XLA's description of one GPU from `Device.describe`, base64; replaces `gpu`.
         topology: libtpu's name of a slice of TPUs: `v5e:2x2`.
@@ -54,17 +55,9 @@ class CompileFor:
     topology: str | None = None
 
 
-def cross_compiles() -> bool:
-    """Return whether this jaxlib compiles for a CPU that is described in data (0.11 and later).
-
-    Older ones compile for the build host's own features, capped by `--xla_cpu_max_isa` in XLA_FLAGS.
-    """
-    return executable.compiles_for_topology()
-
-
 def import_compiler(platform: str) -> None:
     """Import what compiling for a platform needs. Starts no thread, so the process can still fork safely."""
-    executable.import_mlir()
+    _jaxlib.import_jaxlib()
     if platform != "cpu":
         from jax.experimental import topologies  # noqa: F401
 
@@ -82,13 +75,13 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
     topology = None
     try:
         if machine.platform == "cpu":
-            devices = executable.new_cpu_devices(machine.device_count)
-            if machine.cpu is not None and machine.cpu_features is not None and cross_compiles():
-                host = executable.topology_of(devices)
-                topology = _with_cpu(host, machine.cpu, machine.cpu_features)
+            devices = _jaxlib.new_cpu_client(machine.device_count).devices()
+            cpu, features = machine.cpu, machine.cpu_features
+            if cpu and features is not None and _jaxlib.compiles_for_topology():
+                topology = _with_cpu(_jaxlib.topology_of(devices), cpu, features)
         else:
             devices = _described_devices(machine)
-        serialized, memory = executable.compile_ahead(
+        serialized, memory = compile_ahead(
             portable, machine.platforms, machine.platform, devices, topology
         )
     except PrejitError:
@@ -108,9 +101,7 @@ def stand_in_for_kernels(library: bytes) -> None:
         KernelError: the bytes are not a library of kernels.
     """
     digest = digest_of(library)
-    executable.register_stand_ins(
-        kernel_target(name, digest) for name in kernels.kernels_of(library)
-    )
+    register_stand_ins(kernel_target(name, digest) for name in kernels.kernels_of(library))
 
 
 def _described_devices(machine: CompileFor) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -47,9 +46,10 @@ class UserFunction:
 
 def find_function(
     program: manifest.Program,
-    at: Path,
+    at: str,
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
+    nested: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> UserFunction:
     """Imports what `function` of a [[program]] names.
 
@@ -62,20 +62,22 @@ def find_function(
         at: the manifest, for errors.
         parameters: flat, names joined by dots; None where the manifest gives none.
         modules: those beside the manifest.
+        nested: returns the first argument of the function from its flat weights; None: nested dicts, by the
+            dots in names.
 
     Raises:
         ManifestError: the module or the attribute is not there, raises, or is nothing that can be called.
     """
-    found = modules.find(program.function, f"{at}: program {program.name!r}: function")
+    found = program.fn
+    if isinstance(found, str):
+        found = modules.find(found, f"{at}: program {program.name!r}: function")
     values = dict(sorted((parameters or {}).items()))
 
-    def nested(weights: Mapping[str, Any]) -> Any:
-        return traverse_util.unflatten_dict(dict(weights), sep=".")
-
+    nested = nested or _nested
     if isinstance(found, type) and issubclass(found, nnx.Module | linen.Module):
         raise ManifestError(
             f"{at}: program {program.name!r}: function: expected a module, found the class "
-            f"{program.function!r}",
+            f"{program.label!r}",
             hint=f"make an instance beside it and name that: model = {found.__name__}(...)",
         )
     if isinstance(found, linen.Module):
@@ -92,7 +94,7 @@ def find_function(
         if parameters is not None and own.keys() != values.keys():
             differing = sorted(own.keys() ^ values.keys())
             raise ManifestError(
-                f"{at}: program {program.name!r}: params: expected the names of {program.function}, "
+                f"{at}: program {program.name!r}: params: expected the names of {program.label}, "
                 f"and {', '.join(differing[:8])} differ"
             )
         values = values or {name: np.asarray(leaf) for name, leaf in sorted(own.items())}
@@ -112,17 +114,21 @@ def find_function(
     else:
         raise ManifestError(
             f"{at}: program {program.name!r}: function: expected something to call, found "
-            f"{type(found).__name__} {program.function!r}"
+            f"{type(found).__name__} {program.label!r}"
         )
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
     return UserFunction(function, shapes, values, modules)
+
+
+def _nested(weights: Mapping[str, Any]) -> Any:
+    return traverse_util.unflatten_dict(dict(weights), sep=".")
 
 
 def lower_function(
     user: UserFunction,
     program: manifest.Program,
     spec: ProgramSpec,
-    at: Path,
+    at: str,
     platforms: Sequence[str],
 ) -> LoweredProgram:
     """Lowers a function of the user's at one bucket: for every platform, if it can be.
@@ -144,7 +150,7 @@ def lower_function(
         return user.function(weights, *args, **kwargs)
 
     values = (user.weights, args, kwargs)
-    what = f"{at}: program {spec.name}: cannot lower {program.function}"
+    what = f"{at}: program {spec.name}: cannot lower {program.label}"
     with user.modules.tracing(what):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
     _refuse_callbacks(jaxpr, what)

@@ -51,7 +51,7 @@ CACHE_SHARDING = ("data", "tensor", "", "")
 
 
 def check_mesh(
-    mesh: Mesh, model: nnx.Module, shape: config.DecoderConfig, at: Path, config: Path
+    mesh: Mesh, model: nnx.Module, shape: config.DecoderConfig, at: str, config: Path
 ) -> None:
     """Checks that a model can be split over a mesh.
 

@@ -1,7 +1,7 @@
-"""What is wrong with the values of a manifest whose form may be wrong as well.
+"""What is wrong with the values of a manifest.
 
-Every check takes what tomllib gives and passes over what has a wrong type: of that pydantic tells,
-see manifest.py. So one run tells all errors of a file.
+Every check takes the data as tomllib returns it and passes over values of a wrong type, which `tables`
+reports. So one run reports all mistakes of a file.
 """
 
 from __future__ import annotations
@@ -10,87 +10,46 @@ import keyword
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from prejit.compiler.base.wording import did_you_mean, shown
-from prejit.compiler.manifest.shape_string import EXAMPLE, MAX_SIZE, SIZE, split_shape, undefined
+from prejit.compiler.manifest.expected import (
+    CACHE_DTYPES,
+    DTYPES,
+    MAX_DRAFT,
+    SHAPES,
+    SIZES,
+    expected,
+    no_such_path,
+)
+from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
 
 Problems = Iterator[tuple[KeyPath, str]]
-"""(key, what is wrong with it), in the order of the file where that is easy."""
+"""Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
 
-_SIZES = "a list of different positive integers such as [1, 8]"
-_SHAPE = "a batch and a length such as [8, 128]"
-_SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
-_TARGET_TEXTS = (
-    *("fingerprint", "jax", "tuning", "platform", "architecture", "cpu", "device_kind"),
-    *("compute_capability", "driver", "generation", "topology"),
-)
-_MAX_DRAFT = 64
 MAX_PROGRAMS = 10_000
-"""Largest number of programs of a manifest. Each is a compile of seconds, for every target."""
+"""Largest number of programs of a manifest. Each takes seconds to compile, for every target."""
 MAX_ELEMENTS = 2**40
-"""Largest number of elements of a function's argument: as float32 4 TiB, more than any machine has."""
-_EXPECTED = {
-    "bundle": "a [bundle] table with a name",
-    "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
-    "bundle.license": "the path of a file",
-    "model": "a [model] table with a source",
-    "model.source": 'a directory, or "hf://org/name@revision"',
-    "model.dtype": '"float32", "bfloat16" or "int8"',
-    "model.evaluation": "the path of a text file",
-    "generate.cache_dtype": '"float32" or "bfloat16"',
-    "generate": "a [generate] table with batch, prompt and context",
-    "encode": "an [encode] table with shapes",
-    "encode.shapes": _SHAPES,
-    "encode.shapes[]": _SHAPE,
-    "encode.shapes[][]": SIZE,
-    "program": "[[program]] tables",
-    "program[]": "a [[program]] table",
-    "program[].name": "letters, digits and . _ -, starting with a letter or digit",
-    "program[].function": '"package.module:attribute"',
-    "program[].args": "a table of keyword arguments or a list of positional ones",
-    "program[].args.*": f"{EXAMPLE}, or a table or list of such",
-    "program[].buckets": "a table such as { batch = [1, 8] }",
-    "program[].buckets.*": _SIZES,
-    "program[].buckets.*[]": SIZE,
-    "program[].params": "the path of a .safetensors file or of an orbax directory",
-    "target": "at least one [[target]] table with a name",
-    "target[]": "a [[target]] table with a name",
-    "target[].name": "the name of a target (`prejit targets` lists them)",
-    **{f"target[].{key}": "a text" for key in _TARGET_TEXTS},
-    **{
-        f"target[].{key}": "a list of texts" for key in ("cpu_features", "constraints", "xla_flags")
-    },
-    "target[].memory_bytes": "an integer",
-    "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
-    "mesh": "a [mesh] table with data and tensor",
-    **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
-    **{f"generate.{name}": _SIZES for name in ("batch", "prompt", "context")},
-    **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context")},
-    "generate.draft_tokens": f"an integer of 0 to {_MAX_DRAFT}, below every context",
-}
-
-DTYPES = ("float32", "bfloat16", "int8")
-"""What matrices may be stored in."""
-CACHE_DTYPES = ("float32", "bfloat16")
-"""What a KV cache may be stored in."""
+"""Largest number of elements of a function's argument: 4 TiB of float32, more than any machine has."""
+OWN_NAMES = ("prefill", "decode", "verify", "copy", "encode")
+"""The names of a model's programs, which a [[program]] cannot have."""
 
 
 def missing(data: dict[str, Any]) -> Problems:
-    """The sections that a manifest must have and this one has not."""
+    """Find the sections that a manifest must have and this one lacks."""
     for name in ("bundle", "target"):
         if not data.get(name) and data.get(name) in (None, []):
-            yield (name,), f"missing; expected {_EXPECTED[name]}"
+            yield (name,), f"missing; expected {expected(name)}"
     uses = [name for name in ("generate", "encode") if name in data]
     if "model" in data and not uses:
-        wanted = f"{_EXPECTED['generate']} or {_EXPECTED['encode']}"
+        wanted = f"{expected('generate')} or {expected('encode')}"
         yield ("generate",), f"missing; [model] needs {wanted}"
     if "model" not in data:
         for name in uses:
-            yield ("model",), f"missing; [{name}] needs {_EXPECTED['model']}"
+            yield ("model",), f"missing; [{name}] needs {expected('model')}"
         if not uses and data.get("program") in (None, []):
             wanted = "a [model] with [generate] or [encode], or a [[program]]"
             yield (), f"nothing to build; expected {wanted}"
@@ -99,7 +58,7 @@ def missing(data: dict[str, Any]) -> Problems:
 
 
 def value_problems(data: dict[str, Any], directory: Path) -> Problems:
-    """What is wrong with values of the right type. Those of a wrong type are pydantic's."""
+    """Find what is wrong with values of the right type. pydantic finds those of a wrong type."""
     yield from _bundle_problems(_table(data.get("bundle")), directory)
     yield from _model_problems(_table(data.get("model")), directory)
     yield from _generate_problems(_table(data.get("generate")))
@@ -115,9 +74,9 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
 
 
 def _number_problems(data: dict[str, Any]) -> Problems:
-    """Sections that stand for more programs than anyone would wait for, each with those before it."""
+    """Find the section with which the manifest passes MAX_PROGRAMS, counted from the first."""
     generate, encode = _table(data.get("generate")), _table(data.get("encode"))
-    # Of each batch and context: prefill, decode, verify and two copies, which specs.py lists.
+    # Each batch and context has prefill, decode, verify and two copies: see specs.py.
     contexts = _length(generate.get("batch")) * _length(generate.get("context"))
     counts: list[tuple[KeyPath, int]] = [
         (("generate",), contexts * (_length(generate.get("prompt")) + 4)),
@@ -156,7 +115,7 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
     if not isinstance(shapes, list):
         return
     if not shapes:
-        yield ("encode", "shapes"), f"expected {_SHAPES}; found []"
+        yield ("encode", "shapes"), f"expected {SHAPES}; found []"
     first: set[tuple[int, ...]] = set()
     for index, shape in enumerate(shapes):
         if not is_int_list(shape):
@@ -175,7 +134,7 @@ def _mesh_problems(mesh: dict[str, Any], has_programs: bool, encodes: bool) -> P
     for name in ("data", "tensor"):
         size = mesh.get(name)
         if type(size) is int and size < 1:
-            yield ("mesh", name), f"expected {_EXPECTED[f'mesh.{name}']}; found {shown(size)}"
+            yield ("mesh", name), f"expected {expected(f'mesh.{name}')}; found {shown(size)}"
     if mesh and has_programs:
         yield ("mesh",), "expected no [[program]] beside it: a mesh splits a [model] only"
     if mesh and encodes:
@@ -188,9 +147,9 @@ def _bundle_problems(bundle: dict[str, Any], directory: Path) -> Problems:
     if isinstance(name, str) and (
         len(name) > 128 or not re.fullmatch(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*", name)
     ):
-        yield ("bundle", "name"), f"expected {_EXPECTED['bundle.name']}; found {shown(name)}"
+        yield ("bundle", "name"), f"expected {expected('bundle.name')}; found {shown(name)}"
     if isinstance(license_path, str) and not os.path.isfile(directory / license_path):
-        yield ("bundle", "license"), _no_such_path("file", license_path, directory)
+        yield ("bundle", "license"), no_such_path("file", license_path, directory)
 
 
 def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
@@ -198,18 +157,18 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
     if isinstance(source, str):
         if "://" in source:
             if not re.fullmatch(r"hf://[\w.-]+/[\w.-]+(?:@[\w./-]+)?", source, re.ASCII):
-                wanted = _EXPECTED["model.source"]
+                wanted = expected("model.source")
                 yield ("model", "source"), f"expected {wanted}; found {shown(source)}"
         elif not source or not os.path.isdir(directory / source):
-            yield ("model", "source"), _no_such_path("directory", source, directory)
+            yield ("model", "source"), no_such_path("directory", source, directory)
     if isinstance(dtype, str) and dtype not in DTYPES:
         guess = did_you_mean(dtype, DTYPES)
         yield (
             ("model", "dtype"),
-            f"expected {_EXPECTED['model.dtype']}; found {shown(dtype)}{guess}",
+            f"expected {expected('model.dtype')}; found {shown(dtype)}{guess}",
         )
     if isinstance(text, str) and not os.path.isfile(directory / text):
-        yield ("model", "evaluation"), _no_such_path("file", text, directory)
+        yield ("model", "evaluation"), no_such_path("file", text, directory)
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
@@ -229,33 +188,33 @@ def _generate_problems(generate: dict[str, Any]) -> Problems:
             yield ("generate", "prompt"), problem
     dtype = generate.get("cache_dtype")
     if isinstance(dtype, str) and dtype not in CACHE_DTYPES:
-        wanted, guess = _EXPECTED["generate.cache_dtype"], did_you_mean(dtype, CACHE_DTYPES)
+        wanted, guess = expected("generate.cache_dtype"), did_you_mean(dtype, CACHE_DTYPES)
         yield ("generate", "cache_dtype"), f"expected {wanted}; found {shown(dtype)}{guess}"
     draft = generate.get("draft_tokens")
     if type(draft) is int:
-        least = min([_MAX_DRAFT + 1, *(contexts if is_int_list(contexts) else ())])
+        least = min([MAX_DRAFT + 1, *(contexts if is_int_list(contexts) else ())])
         if not 0 <= draft < least:
-            problem = f"expected {_EXPECTED['generate.draft_tokens']}; found {shown(draft)}"
+            problem = f"expected {expected('generate.draft_tokens')}; found {shown(draft)}"
             yield ("generate", "draft_tokens"), problem
 
 
 def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     name, function, params = (program.get(key) for key in ("name", "function", "params"))
     if isinstance(name, str):
-        if name in ("prefill", "decode", "verify", "copy", "encode"):
+        if name in OWN_NAMES:
             yield ("name",), f"{shown(name)} is the name of a program of [model]; expected another"
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            wanted = _EXPECTED["program[].name"]
+            wanted = expected("program[].name")
             yield ("name",), f"expected {wanted}; found {shown(name)}"
     if isinstance(function, str) and not _is_function(function):
-        wanted = _EXPECTED["program[].function"]
+        wanted = expected("program[].function")
         yield ("function",), f"expected {wanted}; found {shown(function)}"
     if isinstance(params, str):
         if params.endswith(".safetensors"):
             if not os.path.isfile(directory / params):
-                yield ("params",), _no_such_path("file", params, directory)
+                yield ("params",), no_such_path("file", params, directory)
         elif not params or not os.path.isdir(directory / params):
-            yield ("params",), _no_such_path("directory", params, directory)
+            yield ("params",), no_such_path("directory", params, directory)
     for variable, sizes in _table(program.get("buckets")).items():
         for where, problem in _size_problems(sizes):
             yield ("buckets", variable, *where), problem
@@ -265,15 +224,15 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
 
 def _args_problems(args: Any, buckets: Any) -> Problems:
     if not isinstance(args, dict | list):
-        yield ("args",), f"expected {_EXPECTED['program[].args']}; found {shown(args)}"
+        yield ("args",), f"expected {expected('program[].args')}; found {shown(args)}"
         return
-    defined = buckets if isinstance(buckets, dict) else None  # otherwise pydantic says so
+    defined = buckets if isinstance(buckets, dict) else None  # pydantic reports the rest
     used: set[str] = set()
     understood = True
     for where, leaf in _leaves(args, ("args",)):
         if not isinstance(leaf, str):
             understood = False
-            yield where, f"expected {_EXPECTED['program[].args.*']}; found {shown(leaf)}"
+            yield where, f"expected {expected('program[].args.*')}; found {shown(leaf)}"
             continue
         try:
             _, extents = split_shape(leaf)
@@ -297,7 +256,7 @@ def _args_problems(args: Any, buckets: Any) -> Problems:
 
 
 def _largest(extent: int | str, buckets: dict[str, Any] | None) -> int:
-    """The largest size that an extent of a shape string takes."""
+    """Return the largest size that an extent of a shape string takes."""
     sizes = [extent] if isinstance(extent, int) else (buckets or {}).get(extent)
     return max([1, *sizes]) if is_int_list(sizes) else 1
 
@@ -306,7 +265,7 @@ def _size_problems(sizes: Any) -> Problems:
     if not isinstance(sizes, list):
         return
     if not sizes:
-        yield (), f"expected {_SIZES}; found []"
+        yield (), f"expected {SIZES}; found []"
     first: dict[int, int] = {}
     for index, size in enumerate(sizes):
         if type(size) is not int:
@@ -350,32 +309,6 @@ def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def expected(where: KeyPath) -> str:
-    """What may stand at a place of the manifest, in words."""
-    pattern = ""
-    for depth, key in enumerate(where):
-        free = isinstance(key, str) and depth == 3 and where[2] in ("args", "buckets")
-        pattern += "[]" if isinstance(key, int) else ".*" if free else f".{key}"
-    return _EXPECTED[pattern.removeprefix(".")]
-
-
-def unknown_key(name: str, allowed: Iterable[str]) -> str:
-    """The error of a key that does not exist."""
-    return f"unknown key{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
-
-
-def _no_such_path(kind: str, path: str, directory: Path) -> str:
-    wanted = f"expected a {kind} at {shown(path)}, relative to the manifest"
-    if os.path.exists(directory / path):
-        return f"{wanted}; found something else"
-    parent, _, last = path.rpartition("/")
-    try:
-        siblings = os.listdir(directory / parent)
-    except (OSError, ValueError):
-        siblings = []
-    return f"{wanted}; found none{did_you_mean(last, siblings)}"
-
-
 def is_int_list(value: Any) -> TypeGuard[list[int]]:
-    """Whether value is a list of integers, which true and false are not."""
+    """Return whether value is a list of integers; true and false are none."""
     return isinstance(value, list) and all(type(item) is int for item in value)

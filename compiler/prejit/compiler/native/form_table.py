@@ -10,7 +10,6 @@ A table is JSON for people: the conditions, and below them a line for each produ
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -27,6 +26,7 @@ from prejit.compiler.native.library import SOURCES, KernelLibrary
 from prejit.compiler.native.products import Product
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import locking
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -391,9 +391,5 @@ def _alone(path: Path) -> Iterator[None]:
             f"{path}: cannot write: {error.strerror}",
             hint="give --cache DIR, or set PREJIT_CACHE to a directory that you can write",
         ) from error
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locking(lock):
         yield
-    finally:
-        os.close(lock)

@@ -1,19 +1,21 @@
-"""Digests of our own code and of jax's configuration, as ingredients of keys.
+"""The digest of prejit's own code, as an ingredient of keys.
 
-A module decides a result together with all modules of prejit that it imports. They are found by
-reading `import` statements, so a new import is in the keys without anyone adding it to a list. Nothing is
-imported for it: a build that changes nothing imports neither jax nor flax.
+A module decides a result together with all modules of prejit that it imports. They are found by reading
+`import` statements, so a new import is in the keys without anyone adding it to a list. Nothing is imported
+for it: a build that changes nothing imports neither jax nor flax.
+
+Only code counts. Comments, docstrings, blank lines, the texts of errors, and the names and places of modules
+change no digest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import prejit.runtime
 
@@ -21,139 +23,173 @@ _ROOTS = {
     "prejit.compiler": Path(__file__).parents[1],
     "prejit.runtime": Path(prejit.runtime.__file__).parent,
 }
-
-# Each begins with plain text, which `re` looks for fast.
-_FROM = re.compile(r"from (prejit\.[\w.]+) import (\([^)]*\)|[^(\n]+)")
-_IMPORT = re.compile(r"import (prejit\.[\w.]+)")
-_NOT_RUN = re.compile(r"\nif TYPE_CHECKING:.*\n(?:[ ]+.*\n|\n)+")
+"""Directory of each root package."""
 
 COMPILING = ("prejit.compiler.compile.compiling",)
-"""The module that makes an executable of a program."""
+"""The module that compiles a program."""
 LOWERING = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.encoder")
-"""The modules that make programs of a model."""
+"""The modules that lower the programs of a model."""
 WEIGHTS = (
     "prejit.compiler.checkpoint.checkpoint",
-    "prejit.compiler.build.packaging",
+    "prejit.compiler.pipeline.packaging",
     "prejit.compiler.models.registry",
 )
 """The modules that make the weights layer of a checkpoint."""
-ACCURACY = ("prejit.compiler.build.accuracy", "prejit.compiler.checkpoint.checkpoint")
-"""The modules that measure what dtypes cost."""
+ACCURACY = ("prejit.compiler.pipeline.accuracy", "prejit.compiler.checkpoint.checkpoint")
+"""The modules that measure what stored dtypes cost in accuracy."""
 
-_JAX_DEFAULTS: Mapping[str, bool | int | str | None] = {
-    "eager_constant_folding": False,
-    "jax_allow_f16_reductions": True,
-    "jax_default_matmul_precision": None,
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_disable_jit": False,
-    "jax_embedded_constants_max_bytes": 32,
-    "jax_enable_custom_prng": False,
-    "jax_enable_x64": False,
-    "jax_error_checking_behavior_divide": "ignore",
-    "jax_error_checking_behavior_nan": "ignore",
-    "jax_error_checking_behavior_oob": "ignore",
-    "jax_explicit_x64_dtypes": 1,
-    "jax_export_calling_convention_version": 10,
-    "jax_export_ignore_forward_compatibility": False,
-    "jax_high_dynamic_range_gumbel": False,
-    "jax_numpy_dtype_promotion": "standard",
-    "jax_numpy_rank_promotion": "allow",
-    "jax_random_seed_offset": 0,
-    "jax_softmax_custom_jvp": False,
-    "jax_threefry_gpu_kernel_lowering": False,
-    "jax_threefry_partitionable": True,
-    "jax_use_shardy_partitioner": True,
-    "jax_use_simplified_jaxpr_constants": False,
-}
-"""The settings of jax that decide what a function lowers to, with the defaults of jax 0.10 to 0.12."""
+_TOKEN = re.compile(
+    r"""
+    (?P<code>  [^\n"'\#()\[\]{}\\]+ )
+  | (?P<line>  \n[ ]* )
+  | (?P<open>  [(\[{] )
+  | (?P<close> [)\]}] )
+  | (?P<text>  \"{3}[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*\"{3} | "[^"\\\n]*(?:\\.[^"\\\n]*)*"
+             | '{3}[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'{3} | '[^'\\\n]*(?:\\.[^'\\\n]*)*' )
+  | (?P<none>  \#[^\n]* | \\\n )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""The tokens of a source file, as far as they separate code from prose."""
+
+
+_NO_CODE = hashlib.sha256().hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Import:
+    """One imported name.
+
+    Attributes:
+        module: module or package that it comes from.
+        name: the name there; empty for the module itself.
+        local: the name that it gets.
+    """
+
+    module: str
+    name: str
+    local: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What counts of a source file.
+
+    Attributes:
+        digest: digest of its code without its imports of prejit.
+        imports: its imports of prejit, sorted.
+    """
+
+    digest: str
+    imports: tuple[_Import, ...]
 
 
 @cache
 def code_digest(*modules: str) -> str:
-    """Return the digest of the sources of modules and of all modules of prejit that they import.
+    """Return the digest of the code of modules and of all modules of prejit that they import.
 
     Imports inside functions count; those under `if TYPE_CHECKING:` do not run and do not count.
 
     Args:
         modules: full names: `prejit.compiler.lowering.export`.
     """
-    hasher = hashlib.sha256()
+    parts = set[str]()
     for name in imported(*modules):
-        source = _file(name).read_bytes()
-        hasher.update(f"{name}\0{len(source)}\0".encode() + source)
-    return f"sha256:{hasher.hexdigest()}"
+        source = _source(name)
+        # Imported code counts by what it is, not by where it lies.
+        links = sorted(
+            f"{each.local}={_source(each.module).digest}.{each.name}" for each in source.imports
+        )
+        parts.add("\n".join((source.digest, *links)))
+    parts.discard(_NO_CODE)  # a package without code of its own counts for nothing
+    return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
 
 
 @cache
 def imported(*modules: str) -> tuple[str, ...]:
-    """Return the full names of modules and of all modules of prejit that they import, sorted."""
+    """Return the full names of modules and of all modules of prejit that they import, sorted.
+
+    A package that holds an imported module is one of them.
+    """
     found = set[str]()
     left = list(modules)
     while left:
         if (name := left.pop()) not in found:
             found.add(name)
-            left += _imports(name)
+            for each in _source(name).imports:
+                left += filter(_is_module, (each.module, each.module.rpartition(".")[0]))
     return tuple(sorted(found))
 
 
-def jax_configuration(environ: Mapping[str, str]) -> str:
-    """Return the settings of jax that decide what functions lower to, where they are not the defaults.
+@cache
+def _source(module: str) -> _Source:
+    """Read a module.
 
-    They come from jax where it is imported, else from the environment variables that jax will read.
-
-    Args:
-        environ: this process's environment variables.
+    The standard library's parser takes 0.4 s for all modules, more than the rest of a build that changes
+    nothing, and its trees differ between versions of Python.
     """
-    jax: Any = sys.modules.get("jax")
-    values = None if jax is None else jax.config.values
-    changed = []
-    for name, default in _JAX_DEFAULTS.items():
-        found = (
-            values.get(name, default)
-            if values is not None
-            else _from_environment(name, default, environ)
-        )
-        if found != default:
-            changed.append(f"{name}={found}")
-    return " ".join(changed)
+    hasher = hashlib.sha256()
+    imports = set[_Import]()
+    unused_below: int | None = None  # indentation of `if TYPE_CHECKING:`
+    for indent, tokens, is_text in _statements(_file(module).read_text("utf-8")):
+        if unused_below is not None and indent > unused_below:
+            continue
+        unused_below = indent if tokens[0] == "if TYPE_CHECKING:" else None
+        if unused_below is not None or is_text:
+            continue
+        if tokens[0].startswith(("from prejit.", "import prejit.")):
+            imports.update(_imports("".join(tokens)))
+            continue
+        if tokens[0].startswith("raise "):
+            tokens = [token for token in tokens if token[-1] not in "\"'"]
+        hasher.update(f"{indent} {' '.join(tokens)}\n".encode())
+    ordered = sorted(imports, key=lambda each: (each.module, each.name, each.local))
+    return _Source(hasher.hexdigest(), tuple(ordered))
 
 
-def _from_environment(
-    name: str, default: bool | int | str | None, environ: Mapping[str, str]
-) -> bool | int | str | None:
-    """Return a setting as jax reads it when it is imported (jax/_src/config.py)."""
-    text = environ.get(name.upper())
-    if text is None:
-        return default
-    if isinstance(default, bool):
-        return text.lower() in ("y", "yes", "t", "true", "on", "1")
-    if isinstance(default, int) and text.lstrip("-").isdecimal():
-        return int(text)
-    return text
+def _statements(source: str) -> Iterator[tuple[int, list[str], bool]]:
+    """Yield the statements of a source: indentation, tokens, and whether it is a text and nothing else.
+
+    A statement is one logical line. Comments and blank lines are left out.
+    """
+    indent = depth = 0
+    tokens: list[str] = []
+    is_text = True
+    for match in _TOKEN.finditer(source + "\n"):
+        kind, token = match.lastgroup, match[0]
+        if kind == "line":
+            if depth:
+                continue
+            if tokens:
+                yield indent, tokens, is_text
+                tokens, is_text = [], True
+            indent = len(token) - 1
+        elif kind != "none" and (stripped := token.strip()):
+            is_text &= kind == "text"
+            depth += (kind == "open") - (kind == "close")
+            tokens.append(stripped)
+
+
+def _imports(statement: str) -> Iterator[_Import]:
+    """Yield the names that a statement imports from modules of prejit."""
+    words = statement.replace("(", " ").replace(")", " ").split(None, 1)[1]
+    package, _, names = words.partition(" import ")
+    for each in filter(None, (name.strip() for name in (names or words).split(","))):
+        name, _, local = each.partition(" as ")
+        module = f"{package}.{name}" if names else name
+        if _is_module(module):
+            yield _Import(module, "", local or name)
+        elif _is_module(package):
+            yield _Import(package, name, local or name)
 
 
 @cache
-def _imports(module: str) -> tuple[str, ...]:
-    """The modules of prejit that a module imports itself, and the packages that hold them.
-
-    A text in quotes that looks like an import counts too, which does no harm. `ast` tells them apart, but
-    takes 0.3 s for all modules, more than the rest of a build that changes nothing.
-    """
-    text = _NOT_RUN.sub("\n", _file(module).read_text("utf-8"))
-    named = set[str](_IMPORT.findall(text))
-    for package, names in _FROM.findall(text):
-        named.add(package)
-        named.update(f"{package}.{name}" for name in re.findall(r"\w+", names))
-    packages = {name.rpartition(".")[0] for name in named}
-    return tuple(sorted(name for name in named | packages if _is_module(name)))
-
-
 def _is_module(name: str) -> bool:
     return any(name.startswith(f"{root}.") for root in _ROOTS) and _file(name).is_file()
 
 
 def _file(module: str) -> Path:
-    """The source file of a module of prejit; a name of something else gives a path without a file."""
+    """Return the source file of a module of prejit; for any other name, a path that is no file."""
     root = next(root for root in _ROOTS if module.startswith(f"{root}."))
     place = _ROOTS[root].joinpath(*module.removeprefix(f"{root}.").split("."))
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prejit.compiler.base.wording import did_you_mean, nearest, shown
-from prejit.runtime.errors import BuildError, PrejitError, UsageError
+from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.catalogue import PLATFORMS, capabilities, catalogue, chips
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -19,7 +19,14 @@ from prejit.runtime.machine.target import HOST, Gpu, Target
 
 @dataclass(frozen=True, slots=True)
 class GpuTable:
-    """`gpu` of a `[[target]]`; the attributes of `prejit.runtime.machine.target.Gpu`."""
+    """`gpu` of a `[[target]]`: a GPU that the catalogue does not know.
+
+    Attributes:
+        core_count: number of streaming multiprocessors.
+        bandwidth_bytes: memory bandwidth in bytes a second.
+        l2_bytes: size of the L2 cache in bytes.
+        clock_mhz: highest clock rate in MHz.
+    """
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
@@ -31,16 +38,26 @@ class GpuTable:
 
 @dataclass(frozen=True, slots=True)
 class TargetTable:
-    """`[[target]]`. What it says beside the name goes before what the catalogue or the fingerprint says.
+    """`[[target]]`: machines to compile for. Its keys go before the catalogue and the fingerprint.
 
     Attributes:
-        name: in the catalogue, or one of the user's own.
+        name: a name that `prejit targets` lists, or another one beside `fingerprint` or `platform`.
         fingerprint: a file that `prejit fingerprint` wrote on such a machine, relative to the manifest.
-        jax: the version to compile with; None: the build host's, or the fingerprint's.
-        constraints: of the packages in the environment that it is compiled in, as pip takes them.
+        jax: version of jax to compile with. Default: that of the build host, or of the fingerprint.
+        constraints: versions of packages in the environment that compiles, as pip takes constraints.
         tuning: a file that `prejit tune` wrote on such a machine, relative to the manifest.
-        platform, architecture, cpu, cpu_features, device_kind, compute_capability, memory_bytes, driver,
-            gpu, generation, topology, xla_flags: as in `prejit.runtime.machine.target.Target`.
+        platform: platform of JAX.
+        architecture: architecture of the host.
+        cpu: LLVM's name of the CPU to tune for.
+        cpu_features: LLVM's names of the extensions that code may use. Default: all of the build host.
+        device_kind: name that the driver gives the device.
+        compute_capability: compute capability of a GPU, such as "9.0".
+        memory_bytes: memory of one device in bytes.
+        driver: lowest version of the driver.
+        gpu: a GPU that the catalogue does not know.
+        generation: libtpu's name of a TPU generation, such as "v5e".
+        topology: chips of a TPU slice in each dimension, such as "2x2".
+        xla_flags: flags of XLA for compiling, beside those in XLA_FLAGS.
     """
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
@@ -247,53 +264,6 @@ def _on_mesh(found: Target, mesh: Mesh | None) -> Target:
             "make them equal (`prejit targets` lists other topologies)",
         )
     return replace(found, device_count=size)
-
-
-def can_build(found: Target) -> str | None:
-    """Why this machine cannot compile for a target, told from its name alone; None where it can.
-
-    What its environment lacks is told when that is made.
-    """
-    if found.architecture != platform.machine():
-        return f"it needs a build host with {found.architecture}, this is {platform.machine()}"
-    if found.platform != "cpu" or found.cpu_features is None:
-        return None
-    version = found.jax or jaxlib_version()
-    if cross_compiles(version):
-        return None
-    missing = sorted(set(found.cpu_features) - set(Fingerprint.current().cpu_features))
-    if missing:
-        # --xla_cpu_max_isa only takes features away: a lower level would get this one's name.
-        return (
-            f"it needs jaxlib 0.11 or later on this machine: {version} compiles only for"
-            f" what the build host has, and that lacks {' '.join(missing)}"
-        )
-    return None
-
-
-def cross_compiles(jaxlib: str) -> bool:
-    """Whether a jaxlib compiles for a CPU that is described in data (0.11 and later).
-
-    Told from the version: to ask `prejit.compiler.compile.xla.cross_compiles` imports all of jaxlib,
-    which costs more than the rest of a plan.
-    """
-    major, minor = jaxlib.split(".")[:2]
-    return (int(major), int(minor)) >= (0, 11)
-
-
-def jaxlib_version() -> str:
-    """The version of the jaxlib that is installed here.
-
-    Raises:
-        BuildError: none is installed.
-    """
-    try:
-        from jaxlib import version
-    except ImportError as error:
-        raise BuildError(
-            "expected jaxlib to compile with, found none", hint="pip install 'prejit[compiler]'"
-        ) from error
-    return str(version.__version__)
 
 
 def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[Target, ...]:

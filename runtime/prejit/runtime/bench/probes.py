@@ -12,7 +12,7 @@ import numpy as np
 from prejit.runtime.bench.report import YARDSTICK
 from prejit.runtime.bench.rounds import SEED, Head, Probe, seeded_random
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.device.executable import DeviceArray, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.format.schema import Program
 from prejit.runtime.generation.batch import Batch

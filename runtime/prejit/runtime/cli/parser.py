@@ -11,6 +11,7 @@ BUILD_COMMANDS = {
     "plan": "show programs x targets of a manifest: what is cached, what will compile and why",
     "build": "compile manifests and write their bundles",
     "targets": "list the targets that a manifest may name, and which of them this machine builds",
+    "schema": "print the JSON Schema of manifests, for editors",
     "gc": "remove cached programs and environments that were not used for some days",
 }
 """The commands of the build side, which need not be installed."""

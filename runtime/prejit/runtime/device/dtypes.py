@@ -10,10 +10,10 @@ from prejit.runtime.errors import MismatchError
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of a name in bundle.DTYPES, also of those that are not NumPy's own (bfloat16, int4).
+    """Return NumPy's dtype for a name in `format.arrays.DTYPES`; bfloat16, int4 and others are ml_dtypes's.
 
     Raises:
-        MismatchError: the ml_dtypes that is installed does not have it.
+        MismatchError: the installed ml_dtypes does not have it.
     """
     try:
         return np.dtype(name)
@@ -22,7 +22,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
         if (scalar := getattr(ml_dtypes, name, None)) is None:
             raise MismatchError(
-                f"expected an ml_dtypes that has {name}, found {ml_dtypes.__version__}",
+                f"expected a version of ml_dtypes that has {name}, found {ml_dtypes.__version__}",
                 hint="pip install --upgrade ml_dtypes",
             ) from None
         dtype: np.dtype[Any] = np.dtype(scalar)

@@ -1,8 +1,9 @@
 """Native kernels: a shared library of verified bytes, loaded into this process and never unloaded.
 
-What is loaded is a copy in memory that nobody can change any more, not a file by its name. A library is
-loaded once a process, however many bundles have it; libraries of other digests live beside it. All of them
-have the same helper threads, as many as process.py allows; libraries of older builds have their own each.
+The dynamic linker opens a sealed copy in memory, which nobody can change any more, instead of a file by its
+name. A process loads each library once, however many bundles have it. Libraries with other digests are
+loaded beside it. All of them share one set of helper threads, as many as `base.process.kernel_threads`
+allows; a library of an older build has its own threads.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from prejit.runtime.format.elf import find_note, read_shared_library
 from prejit.runtime.format.kernels import KERNEL_PREFIX, kernel_target
 
 _MFD_NOEXEC_SEAL = 8
-"""From linux/memfd.h, since Linux 6.3. Where vm.memfd_noexec is 2, files in memory are made so or not at
-all; it concerns execve, not the dynamic linker."""
+"""MFD_NOEXEC_SEAL of linux/memfd.h, since Linux 6.3. If vm.memfd_noexec is 2, Linux makes no memory file
+without it. It forbids execve, not the dynamic linker."""
 
 _NOT_PERMITTED = "the system does not permit it (SELinux, seccomp or vm.memfd_noexec)"
 _REASONS = {
@@ -36,15 +37,15 @@ _REASONS = {
 }
 
 _NOTE = struct.Struct("<Ii")
-"""Of a library, in the name of `prejit`: the version of what it shares of helper threads, and how far behind
-this number the function begins that takes them (kernels/threads.cc)."""
+"""The layout of a library's ELF note `prejit`: the version of the shared helper threads, and the distance
+from this number to the function that takes them (kernels/threads.cc)."""
 _RTLD_DI_LINKMAP = 2
-"""From dlfcn.h."""
+"""RTLD_DI_LINKMAP of dlfcn.h: dlinfo gives the link_map of a library."""
 
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}
 _helpers: dict[int, int] = {}
-"""The helper threads of this process, an address, by the version that libraries share them in."""
+"""Address of the helper threads of this process, for each version in which libraries share them."""
 _attempts = 0
 
 
@@ -53,8 +54,8 @@ class Library:
     """A library of kernels that this process has loaded.
 
     Attributes:
-        digest: of its content.
-        handlers: its FFI handlers as PyCapsules, by the name that programs call them by.
+        digest: the digest of its content.
+        handlers: its FFI handlers as PyCapsules, by the names under which programs call them.
     """
 
     digest: str
@@ -62,7 +63,7 @@ class Library:
 
 
 def load(content: bytes) -> Library:
-    """Loads a library, or gives the one that this process has loaded from the same bytes.
+    """Load a library, or return the one that this process has loaded from the same bytes.
 
     Args:
         content: a shared library that exports FFI handlers `prejit_*`, verified.
@@ -85,11 +86,24 @@ def load(content: bytes) -> Library:
         return _loaded[digest]
 
 
-def kernels_of(content: bytes) -> tuple[str, ...]:
-    """The names of the kernels that a library exports, without `prejit_`; nothing is loaded.
+def register(library: Library) -> None:
+    """Register a library's kernels with XLA, for programs that are loaded or compiled afterwards.
 
     Raises:
-        KernelError: it is no shared library.
+        KernelError: this jaxlib does not take a handler.
+    """
+    from prejit.runtime.device import (
+        _jaxlib,
+    )  # imports NumPy, which loading a library does not need
+
+    _jaxlib.register_handlers(library.handlers)
+
+
+def kernels_of(content: bytes) -> tuple[str, ...]:
+    """Return the names of the kernels that a library exports, without `prejit_`. Nothing is loaded.
+
+    Raises:
+        KernelError: the content is not a shared library.
     """
     try:
         exported = read_shared_library(content).exported
@@ -100,12 +114,12 @@ def kernels_of(content: bytes) -> tuple[str, ...]:
 
 
 def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
-    """Gives a library the helpers of those before it, and says how many threads there may be.
+    """Pass the helper threads of earlier libraries to a library, and the maximum number of threads.
 
     Args:
-        library: loaded from the content, none of its kernels was called.
-        content: of the library.
-        threads: the most, with the calling one.
+        library: a library that is loaded and whose kernels were not called yet.
+        content: the bytes of the library.
+        threads: the maximum number of threads, the calling one included.
     """
     if (note := find_note(content, b"prejit")) is None or len(note[1]) != _NOTE.size:
         return
@@ -115,7 +129,7 @@ def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
         ctypes.c_void_p(library._handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)
     )
     assert link_map.value is not None
-    # The first member of a link_map: how far the library was moved (dlinfo(3)).
+    # The first member of a link_map is the distance by which the library was moved (dlinfo(3)).
     moved = ctypes.c_size_t.from_address(link_map.value).value
     share = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(
         moved + address + 4 + distance
@@ -128,8 +142,8 @@ def _dlopen(content: bytes, digest: str) -> ctypes.CDLL:
     descriptor = -1
     try:
         descriptor = _memory_file(content, f"prejit-kernels-{digest[7:23]}")
-        # The dynamic linker takes a name that it knows for the library that it loaded under it, and numbers
-        # of descriptors come again.
+        # The dynamic linker returns the old library for a name that it knows, and descriptor numbers are
+        # used again, so each attempt has a name of its own.
         _attempts += 1
         return ctypes.CDLL(f"/proc/self/fd/{'./' * _attempts}{descriptor}", os.RTLD_NOW)
     except OSError as error:
@@ -145,12 +159,12 @@ def _dlopen(content: bytes, digest: str) -> ctypes.CDLL:
 
 
 def _memory_file(content: bytes, name: str) -> int:
-    """A file in memory with this content, which nobody can change any more."""
+    """Return a descriptor of a sealed file in memory with this content."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a kernel that does not know the flag
+        if error.errno != errno.EINVAL:  # an older Linux does not know the flag
             raise
         descriptor = os.memfd_create(name, flags)
     try:
@@ -158,9 +172,7 @@ def _memory_file(content: bytes, name: str) -> int:
         while left:
             left = left[os.write(descriptor, left) :]
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-        with contextlib.suppress(
-            OSError
-        ):  # not everywhere; then only this process could write to it
+        with contextlib.suppress(OSError):  # without seals, only this process can write to the file
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(descriptor)
@@ -169,7 +181,7 @@ def _memory_file(content: bytes, name: str) -> int:
 
 
 def _capsule(function: Any) -> Any:
-    """A PyCapsule of a C function, as jaxlib takes it (jax/_src/ffi.py, `pycapsule`)."""
+    """Return a PyCapsule of a C function, as jaxlib takes it (jax/_src/ffi.py, `pycapsule`)."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

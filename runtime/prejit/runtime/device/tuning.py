@@ -1,9 +1,9 @@
-"""Tuning for a GPU: what XLA finds out by measuring on the device, recorded for builds without one.
+"""Tuning for a GPU: record what XLA measures on the device, for builds on machines without it.
 
-XLA times the variants of a matrix product on the GPU that it compiles for (autotuning). A build without
-the GPU takes what XLA guesses instead. `prejit tune` compiles a bundle's programs on the device, and the
-build takes what was measured from the file that it writes, together with XLA's own description of the device:
-a result counts only for exactly that description (xla/service/gpu/autotuning/autotune_cache_key.cc).
+XLA times the variants of a matrix product on the GPU that it compiles for (autotuning). Without the GPU it
+guesses. `prejit tune` compiles a bundle's programs on the device and writes the measurements to a file,
+with XLA's description of the device. A build reads that file. XLA uses a measurement only for exactly that
+description (xla/service/gpu/autotuning/autotune_cache_key.cc).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from prejit.runtime.store.receipts import Receipts
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was measured on a device.
+    """Measurements of XLA on a device.
 
     Attributes:
-        machine: the device's.
+        machine: the machine with the device.
         topology: XLA's description of the device (a PjRtTopologyDescriptionProto), base64.
-        results: what XLA measured (an AutotuneResults), base64.
+        results: XLA's measurements (an AutotuneResults), base64.
     """
 
     machine: Fingerprint
@@ -44,11 +44,11 @@ class Tuning:
 
     @classmethod
     def read(cls, path: Path) -> Tuning:
-        """Reads a file that `prejit tune` wrote.
+        """Read a file that `prejit tune` wrote.
 
         Raises:
             StoreError: it cannot be read.
-            RejectError: it is none.
+            RejectError: it is not such a file.
         """
         try:
             tuning = from_json(cls, path.read_bytes().rstrip(b"\n"), str(path))
@@ -68,13 +68,13 @@ class Tuning:
 
 
 def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
-    """Compiles every program of a bundle on this machine's GPU and records what XLA measures.
+    """Compile every program of a bundle on this machine's GPU and record what XLA measures.
 
-    It must come before anything else uses XLA in this process: flags are read once.
+    Call it before anything else uses XLA in this process, because XLA reads its flags once.
 
     Args:
         path: directory of the bundle.
-        tell: takes a line for each program.
+        tell: called with a line of text for each program.
 
     Raises:
         UsageError: this machine has no GPU.
@@ -99,7 +99,7 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
         measured = Path(directory, "results")  # XLA writes text where the name ends in .txt
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_dump_autotune_results_to={measured}"
         os.environ["XLA_FLAGS"] = flags.strip()
-        from prejit.runtime.device.executable import Device
+        from prejit.runtime.device.device import Device
 
         device = Device(machine.platform, config.mesh)
         for number, program in enumerate(config.programs, 1):
@@ -115,7 +115,7 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
 
 
 def write(tuning: Tuning, path: Path) -> None:
-    """Writes a tuning file.
+    """Write a tuning file.
 
     Raises:
         StoreError: it cannot be written.

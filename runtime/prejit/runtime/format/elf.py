@@ -48,17 +48,59 @@ class SharedLibrary:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class Section:
+    """A section of an ELF file: elf(5), Elf64_Shdr.
+
+    Attributes:
+        kind: its type, SHT_*.
+        flags: SHF_*.
+        address: address before the file is moved to where it is loaded.
+        size: size in bytes. The content is shorter where the file ends before it.
+        content: its bytes, a view of the file.
+        strings: number of the section that holds its names.
+    """
+
     kind: int
+    flags: int
+    address: int
+    size: int
     content: memoryview
-    strings: int  # number of the section that holds its names
+    strings: int
+
+
+def read_sections(content: bytes) -> list[Section]:
+    """Return the sections of a 64-bit little-endian ELF file.
+
+    Raises:
+        ValueError: the content is not such a file, or its section headers are not whole.
+    """
+    if not content.startswith(_MAGIC):
+        raise ValueError("not an ELF file of 64 bits")
+    view = memoryview(content)  # most of it is code, which nobody here needs a copy of
+    try:
+        (start,) = struct.unpack_from("<Q", content, 40)
+        size, count = struct.unpack_from("<HH", content, 58)
+        if size != _HEADER_BYTES:
+            raise ValueError(f"not an ELF file: section headers of {size} bytes")
+        if start + size * count > len(content):
+            raise ValueError("not a whole ELF file: its section headers end behind it")
+        sections = []
+        for at in range(start, start + size * count, size):
+            kind, flags, address, offset, length, link = struct.unpack_from(
+                "<4xIQQQQI", content, at
+            )
+            piece = view[offset : offset + length]
+            sections.append(Section(kind, flags, address, length, piece, link))
+    except (struct.error, OverflowError) as error:
+        raise ValueError(f"not a whole ELF file: {error}") from error
+    return sections
 
 
 def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
-    """Return a note that a shared library has of an owner, its first; None: it has none.
+    """Return the first note of an owner in a shared library; None: there is none.
 
     Args:
-        content: of the library.
+        content: the library.
         owner: the note's name, without its ending 0.
 
     Returns:
@@ -66,24 +108,16 @@ def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
         descriptor.
 
     Raises:
-        ValueError: the content is no shared library of x86-64 Linux with section headers.
+        ValueError: the content is not an ELF file with whole section headers.
     """
-    try:
-        (start,) = struct.unpack_from("<Q", content, 40)
-        (count,) = struct.unpack_from("<H", content, 60)
-        for place in range(count):
-            kind, address, offset, size = struct.unpack_from(
-                "<4xI8xQQQ", content, start + place * _HEADER_BYTES
-            )
-            if kind != _SHT_NOTE or size < _NOTE_BYTES:
-                continue
-            name_bytes, bytes_, _ = struct.unpack_from("<III", content, offset)
-            name = offset + _NOTE_BYTES
-            at = _NOTE_BYTES + (name_bytes + 3 & ~3)
-            if content[name : name + name_bytes] == owner + b"\0" and at + bytes_ <= size:
-                return address + at, content[offset + at : offset + at + bytes_]
-    except (struct.error, OverflowError) as error:
-        raise ValueError(f"not a whole ELF file: {error}") from error
+    for section in read_sections(content):
+        if section.kind != _SHT_NOTE or len(section.content) < _NOTE_BYTES:
+            continue
+        name_bytes, size, _ = struct.unpack_from("<III", section.content)
+        at = _NOTE_BYTES + (name_bytes + 3 & ~3)
+        name = bytes(section.content[_NOTE_BYTES : _NOTE_BYTES + name_bytes])
+        if name == owner + b"\0" and at + size <= len(section.content):
+            return section.address + at, bytes(section.content[at : at + size])
     return None
 
 
@@ -100,20 +134,7 @@ def read_shared_library(content: bytes) -> SharedLibrary:
 
 
 def _read(content: bytes) -> SharedLibrary:
-    if not content.startswith(_MAGIC):
-        raise ValueError("not an ELF file of 64 bits")
-    view = memoryview(content)  # most of it is code, which nobody here wants a copy of
-    (start,) = struct.unpack_from("<Q", content, 40)
-    size, count = struct.unpack_from("<HH", content, 58)
-    if size != _HEADER_BYTES:
-        raise ValueError(f"not an ELF file: section headers of {size} bytes")
-    if start + size * count > len(content):
-        raise ValueError("not a whole ELF file: its section headers end behind it")
-    sections = []
-    for place in range(count):
-        at = start + place * size
-        kind, offset, length, link = struct.unpack_from("<4xI16xQQI", content, at)
-        sections.append(_Section(kind, view[offset : offset + length], link))
+    sections = read_sections(content)
     found: dict[int, list[str]] = {}
     for section in sections:
         if section.kind not in _READERS:

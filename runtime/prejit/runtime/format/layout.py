@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -208,6 +207,8 @@ def write_layout(
     Raises:
         StoreError: the disk is full, or writing is not permitted. A bundle that was there still opens.
     """
+    from prejit.runtime.base.locks import locking  # a server writes no bundle
+
     directory = path / "blobs" / "sha256"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -215,7 +216,7 @@ def write_layout(
         raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
     names = {digest.removeprefix("sha256:"): content for digest, content in blobs.items()}
     try:
-        with _locked(path):
+        with locking(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)):
             for name, content in names.items():
                 size = content.stat().st_size if isinstance(content, Path) else len(content)
                 if not _is_blob(directory / name, size, digest_of or _digest_of):
@@ -243,15 +244,3 @@ def _is_blob(path: Path, size: int, digest_of: Callable[[Path], str]) -> bool:
 def _digest_of(path: Path) -> str:
     with open(path, "rb") as file:
         return digest_file(file.fileno())
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Holds the lock of a directory; the kernel releases it when the process ends, however it ends."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks, such as some NFS
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from prejit.runtime.device.executable import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.schema import Program
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
@@ -35,8 +34,7 @@ def steps_per_call(step_seconds: float, most: int) -> int:
     return max(1, min(most, int(CALL_SECONDS / max(step_seconds, 1e-6))))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """The outcome of one decode or verify call.
 
     Attributes:

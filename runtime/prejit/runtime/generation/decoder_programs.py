@@ -7,7 +7,8 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.device.executable import Device, DeviceArray, aligned_zeros
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.schema import Decoder, Program
 from prejit.runtime.programs.ready import Programs

@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.executable import DeviceArray
+from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.format.schema import Program
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs

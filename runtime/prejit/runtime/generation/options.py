@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
@@ -37,8 +37,7 @@ Check = Callable[[str, Any], Any]
 with, or raises UsageError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
     """One option of a generation.
 
     Attributes:
@@ -203,11 +202,13 @@ class Request:
         max_new_tokens: stop after this many tokens; None: at a stop token or when the longest context is
             full.
         stop_token_ids: stop at any of these; None: at those of the model's generation config.
-        logprobs: return the log-probability of each new token and of this many alternatives; None: of none.
-        token_mask: called before every token; decides which tokens may come.
-        prompt_lookup: draft tokens by prompt lookup and verify several in one pass. The tokens are the same;
-            they only come faster.
-        prefix: a computed beginning of the prompt, from the same bundle.
+        logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
+            to 20; None: none at all.
+        token_mask: called before every token with the token ids generated so far. Returns bool [V], true for
+            each token that may come next, or None for all. Decoding then takes one step per call.
+        prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
+            `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
+        prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -217,7 +218,12 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int | None = field(
         default=None,
-        metadata=_option(_optional(_integer(1)), "stop after N tokens", flag=int, published=True),
+        metadata=_option(
+            _optional(_integer(1)),
+            "stop after N tokens; without it, at a stop token or at the end of the longest context",
+            flag=int,
+            published=True,
+        ),
     )
     stop_token_ids: Collection[int] | None = field(
         default=None, metadata=_option(_optional(_token_ids))
@@ -275,17 +281,8 @@ class Options(TypedDict, total=False):
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens: stop after this many tokens; if missing, at a stop token or when the longest context
-            is full.
-        stop_token_ids: stop at any of these; if missing, at those of the model's generation config.
+        max_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see `Request`.
         stop: stop before any of these strings.
-        logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
-            to 20.
-        token_mask: called with the token ids generated so far before every token. Returns bool [V], which
-            tokens may come next, or None for all. Decoding then takes one step per call.
-        prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
-            `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
-        prefix: a result of `Bundle.prefix`.
     """
 
     temperature: float
@@ -306,8 +303,7 @@ class Options(TypedDict, total=False):
     prefix: Prefix | None
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(NamedTuple):
     """The options of a call after defaults were filled in; everything of a request but its prompt.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.device.executable import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, common_length
 from prejit.runtime.generation.options import Request, Sampling

@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 
 from prejit.runtime.base import arguments
+from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.executable import (
-    Device,
-    aligned_zeros,
-    is_jax_array,
-    to_jax,
-    to_numpy,
-)
+from prejit.runtime.device.transfer import aligned_zeros, is_jax_array, to_jax, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import Program

@@ -17,7 +17,6 @@ and replaced. If the directory cannot be written, every start compiles again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -36,6 +35,7 @@ import zstandard
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import PrejitWarning, StoreError, UsageError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Mesh
@@ -132,14 +132,16 @@ def limit_bytes() -> int:
 
 @functools.cache
 def _our_code() -> str:
-    """Return the digest of our module that compiles, so that a fixed version does not use old results.
+    """Return the digest of our modules that compile, so that a fixed version does not use old results.
 
-    The modules that it imports are not included, because they do not decide what it compiles.
+    The modules that they import are not included, because they do not decide what is compiled.
     """
-    found = importlib.util.find_spec("prejit.runtime.device.executable")
-    assert found is not None
-    assert found.origin is not None
-    content: bytes = found.loader.get_data(found.origin)  # type: ignore[union-attr]
+    content = b""
+    for name in ("_jaxlib", "portable"):
+        found = importlib.util.find_spec(f"prejit.runtime.device.{name}")
+        assert found is not None
+        assert found.origin is not None
+        content += found.loader.get_data(found.origin)  # type: ignore[union-attr]
     return digest_of(content)
 
 
@@ -265,26 +267,9 @@ def _locked(lock: Path, *, wait: bool = True) -> Iterator[bool]:
     descriptor = None
     with contextlib.suppress(OSError):
         lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = _acquire(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        descriptor = lock_file(lock, wait=wait)
     try:
         yield descriptor is not None
     finally:
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                lock.unlink()
-            os.close(descriptor)
-
-
-def _acquire(lock: Path, operation: int) -> int:
-    while True:
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, operation)
-            # The holder before us removed the file, so another process may hold the lock of a new one.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+            remove_and_unlock(lock, descriptor)

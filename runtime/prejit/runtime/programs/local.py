@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import final
 
 from prejit.runtime.base.once import once
-from prejit.runtime.device.executable import Device, Executable
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer

@@ -120,7 +120,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # as in __init__
             raise UsageError(
-                f"expected a text that the tokenizer {self._path} can encode, but it failed: {error}",
+                f"expected a text that {self._path} can encode, found one that it fails on: {error}",
                 hint="give another text, or token ids",
             ) from error
 

@@ -118,7 +118,7 @@ def test_a_model_without_any_file_has_no_chat(tmp_path: Path) -> None:
             {"tokenizer_config_json": json.dumps({"chat_template": [{"name": 1, "template": 2}]})},
             "a name or template is no text",
         ),
-        ({"tokenizer_config_json": "[]"}, "expected a JSON object, found list"),
+        ({"tokenizer_config_json": "[]"}, r"expected an object, found \["),
         ({"tokenizer_config_json": "{"}, r"tokenizer_config\.json: cannot read JSON"),
     ],
 )

@@ -16,8 +16,8 @@ from prejit.compiler.lowering.program import LoweredProgram, check_mesh
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import registry
 from prejit.compiler.models.layers import config
-from prejit.runtime.device import executable
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Array, Mesh
 
@@ -136,14 +136,14 @@ def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProg
 def test_devices_send_activations_and_never_weights_or_the_cache(
     family: str, kind: str, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options_of = executable._compile_options
+    options_of = _jaxlib.compile_options
 
     def quick_options(devices: Any) -> Any:
         options = options_of(devices)
         options.env_option_overrides = [*COMPILER_OPTIONS.items()]
         return options
 
-    monkeypatch.setattr(executable, "_compile_options", quick_options)
+    monkeypatch.setattr(_jaxlib, "compile_options", quick_options)
     lowered = _lowered(family, kind, mesh, tmp_path)
     compiled = Device("cpu", mesh).compile(lowered.portable, lowered.platforms, lowered.results)
     text = "\n".join(module.to_string() for module in compiled._loaded.hlo_modules())

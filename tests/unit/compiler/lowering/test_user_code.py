@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from prejit.compiler.build.plan import Inputs, Lowered
-from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline import lowering
+from prejit.compiler.pipeline.lowering import Functions, find_functions
+from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
+from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import BuildError, ManifestError
 
@@ -27,8 +33,20 @@ name = "cpu-host"
 """
 
 
-def inputs(directory: Path, module: str, **others: str) -> Inputs:
-    """The inputs of a manifest with a module beside it, and other files by name."""
+@dataclass(frozen=True)
+class Project:
+    """A manifest with a module beside it, and what was imported for it."""
+
+    plan: Plan
+    store: DirectoryStore
+
+    @cached_property
+    def functions(self) -> Functions:
+        return find_functions(self.plan.manifest)
+
+
+def project(directory: Path, module: str, **others: str) -> Project:
+    """A manifest with a module beside it, and other files by name."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "m.toml").write_text(MANIFEST)
     (directory / "mymodel.py").write_text(module)
@@ -36,12 +54,17 @@ def inputs(directory: Path, module: str, **others: str) -> Inputs:
         path = directory / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    return Inputs(read_manifest(directory / "m.toml"), DirectoryStore.open(directory / "cache"))
+    store = DirectoryStore.open(directory / "cache")
+    return Project(plan_build(read_manifest(directory / "m.toml"), store), store)
 
 
-def lower(inputs: Inputs) -> Lowered:
-    [spec] = inputs.specs
-    return inputs.lower(spec)
+def no_model() -> NoReturn:
+    raise AssertionError("the manifest has no model")
+
+
+def lower(found: Project) -> Lowered:
+    [program] = found.plan.programs
+    return lowering.lower(found.plan, program, no_model, found.functions, found.store, Quiet())
 
 
 PANIC = """
@@ -66,7 +89,7 @@ def test_a_module_that_fails_is_an_error_with_its_line(
     tmp_path: Path, line: str, message: str
 ) -> None:
     with pytest.raises(ManifestError) as caught:
-        lower(inputs(tmp_path, f"{PANIC}\n\n{line}\n"))
+        lower(project(tmp_path, f"{PANIC}\n\n{line}\n"))
     text = str(caught.value)
     assert f"m.toml: program 'p': function: cannot import 'mymodel': {message}" in text
     assert text.endswith(f"({tmp_path / 'mymodel.py'}, line 6)")
@@ -74,18 +97,18 @@ def test_a_module_that_fails_is_an_error_with_its_line(
 
 def test_a_module_that_is_no_python_is_an_error_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"SyntaxError: .*mymodel.py, line 2\)"):
-        lower(inputs(tmp_path, "import jax\nf = (\n"))
+        lower(project(tmp_path, "import jax\nf = (\n"))
 
 
 def test_a_helper_module_that_fails_is_an_error_with_its_own_line(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"ZeroDivisionError.*helper.py, line 2\)"):
-        lower(inputs(tmp_path, "import helper\n", helper="\n1 / 0\n"))
+        lower(project(tmp_path, "import helper\n", helper="\n1 / 0\n"))
 
 
 def test_an_attribute_that_raises_is_an_error_with_its_line(tmp_path: Path) -> None:
     module = "def __getattr__(name):\n    raise SystemExit(4)\n"
     with pytest.raises(ManifestError, match=r"'f' of 'mymodel': SystemExit: 4 .*line 2\)"):
-        lower(inputs(tmp_path, module))
+        lower(project(tmp_path, module))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +125,7 @@ def test_a_function_that_fails_while_it_is_traced_is_an_error_with_its_line(
     tmp_path: Path, line: str, message: str
 ) -> None:
     with pytest.raises(BuildError) as caught:
-        lower(inputs(tmp_path, f"import jax, sys{PANIC}\ndef f(x):\n    {line}\n"))
+        lower(project(tmp_path, f"import jax, sys{PANIC}\ndef f(x):\n    {line}\n"))
     text = str(caught.value)
     assert f"m.toml: program p: cannot lower mymodel:f: {message}" in text
     assert f"({tmp_path / 'mymodel.py'}, line 6)" in text
@@ -113,7 +136,7 @@ def test_ctrl_c_stays_what_it_is(tmp_path: Path, where: str) -> None:
     raising = "raise KeyboardInterrupt\n"
     module = raising if where == "import" else f"def f(x):\n    {raising}"
     with pytest.raises(KeyboardInterrupt):
-        lower(inputs(tmp_path, module))
+        lower(project(tmp_path, module))
 
 
 SCALED = "import jax\nimport helper\n\ndef f(x):\n    return x * helper.FACTOR\n"
@@ -121,7 +144,7 @@ SCALED = "import jax\nimport helper\n\ndef f(x):\n    return x * helper.FACTOR\n
 
 def test_manifests_with_modules_of_one_name_each_have_their_own(tmp_path: Path) -> None:
     path, modules = list(sys.path), set(sys.modules)
-    both = [inputs(tmp_path / f"{n}", SCALED, helper=f"FACTOR = {n}\n") for n in (2, 3, 3)]
+    both = [project(tmp_path / f"{n}", SCALED, helper=f"FACTOR = {n}\n") for n in (2, 3, 3)]
     first, second, again = (lower(each).portable.raw_digest for each in both)
     assert first != second
     assert second == again
@@ -157,7 +180,7 @@ def test_what_a_module_sets_in_the_process_holds_for_its_own_manifest(
     monkeypatch.setenv("PREJIT_TEST_VARIABLE", "1")
     environ, directory = dict(os.environ), os.getcwd()
     both = [
-        inputs(tmp_path / f"{x64}", SETTING.replace("{x64}", f"{x64}")) for x64 in (True, False)
+        project(tmp_path / f"{x64}", SETTING.replace("{x64}", f"{x64}")) for x64 in (True, False)
     ]
     for _ in range(2):
         results = [lower(each).results for each in both]
@@ -210,7 +233,7 @@ def test_relative_imports_and_what_goes_by_names_of_modules_work_while_in_use(
     lowered = []
     for n in (1, 2):
         others = {name: content.format(n) for name, content in files.items()}
-        lowered.append(lower(inputs(tmp_path / f"{n}", BY_NAME, **others)))
+        lowered.append(lower(project(tmp_path / f"{n}", BY_NAME, **others)))
     assert lowered[0].results == lowered[1].results
     assert lowered[0].portable.raw_digest != lowered[1].portable.raw_digest
     assert not {"mymodel", "lib", "lib.scales", "added"} & set(sys.modules)
@@ -227,11 +250,12 @@ def f(x):
     print("printed while traced")
     return x * 2
 """
-    inputs(tmp_path, module)
-    command = [sys.executable, "-m", "prejit.runtime", "plan", str(tmp_path / "m.toml"), "--json"]
-    command += ["--cache", str(tmp_path / "cache")]
+    project(tmp_path, module)
+    command = [sys.executable, "-m", "prejit.runtime", "build", str(tmp_path / "m.toml"), "--json"]
+    command += ["--cache", str(tmp_path / "cache"), "-o", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 8, done.stderr
-    assert json.loads(done.stdout)["to_compile"] == 1
+    assert done.returncode == 0, done.stderr
+    [built] = json.loads(done.stdout)
+    assert built["compiled"] == 1
     for text in ("printed on", "written on", "of a child", "printed while"):
         assert text in done.stderr

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.manifest.manifest import Generate, Manifest, read_manifest
+from prejit.compiler.manifest.manifest import Generate, Manifest
+from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.manifest.toml_lines import key_lines
 from prejit.compiler.targets.target_table import names as target_names

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from prejit.compiler.manifest.manifest import Bundle, Generate, Manifest, Model, Program
+from prejit.compiler.manifest.manifest import Generate, Manifest, Model, Program
 from prejit.compiler.manifest.specs import program_specs
 
 
 def manifest(generate: Generate | None, programs: tuple[Program, ...] = ()) -> Manifest:
     model = Model("model") if generate else None
-    return Manifest(Path("m.toml"), Bundle("b"), model, generate, None, None, programs, ())
+    return Manifest("b", model=model, generate=generate, programs=programs, targets=())
 
 
 def test_every_bucket_gets_a_program_and_no_name_twice() -> None:

@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.build.build import _check_generation, _special_ids
 from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.pipeline.model_layers import check_generation, special_ids
 from prejit.runtime.errors import CheckpointError
 
 
 def test_a_generation_config_that_the_server_would_refuse_fails_the_build(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
-    _check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
+    check_generation(path, b'{"temperature": 0.5, "unknown": {}}')
     with pytest.raises(CheckpointError, match=r"config\.json: top_p: expected .* 'x'"):
-        _check_generation(path, b'{"top_p": "x"}')
+        check_generation(path, b'{"top_p": "x"}')
     with pytest.raises(CheckpointError, match=r"expected at most 1048576 bytes, found 1048577"):
-        _check_generation(path, b" " * (1 << 20) + b"1")
+        check_generation(path, b" " * (1 << 20) + b"1")
 
 
-def special_ids(directory: Path, config: object, generation: object) -> Any:
+def ids_of(directory: Path, config: object, generation: object) -> Any:
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps(generation))
-    return _special_ids(directory, 50)
+    return special_ids(directory, 50)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def special_ids(directory: Path, config: object, generation: object) -> Any:
 def test_tokens_that_begin_and_end_texts(
     tmp_path: Path, config: object, generation: object, expected: object
 ) -> None:
-    assert special_ids(tmp_path, config, generation) == expected
+    assert ids_of(tmp_path, config, generation) == expected
 
 
 @pytest.mark.parametrize("value", ["2", 1.0, True, [1, "2"], {"id": 2}, [[1]]])
@@ -51,9 +51,9 @@ def test_special_tokens_of_another_type_fail_the_build(
     tmp_path: Path, name: str, value: object
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"generation_config.json: {name}: expected a token"):
-        special_ids(tmp_path, {}, {name: value})
+        ids_of(tmp_path, {}, {name: value})
     with pytest.raises(CheckpointError, match=rf"/config.json: {name}: expected a token"):
-        special_ids(tmp_path, {name: value}, {})
+        ids_of(tmp_path, {name: value}, {})
 
 
 def test_json_that_is_nested_too_deeply_fails_the_build(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_json_that_is_nested_too_deeply_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(deep)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: cannot read JSON"):
-        _special_ids(tmp_path, 50)
+        special_ids(tmp_path, 50)
     (tmp_path / "tokenizer_config.json").write_text(deep)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: cannot read JSON"):
         read_chat(tmp_path)

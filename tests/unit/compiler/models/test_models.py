@@ -417,7 +417,7 @@ def test_a_setting_that_is_not_built_is_named(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot read"),
+        (None, "expected a file, found none"),
         ("{", "cannot read"),
         ("[]", "model_type: expected one of"),
         ('{"model_type": []}', "model_type: expected one of"),
@@ -428,7 +428,10 @@ def test_a_setting_that_is_not_built_is_named(
         (f'{{"model_type": {"[" * 3000}{"]" * 3000}}}', "nested too deeply"),
         (f'{{"model_type": {"[" * 90}{"]" * 90}}}', "nested too deeply"),
         (f'{{"model_type": "gpt2", "n_head": {_LONGEST}}}', "cannot read"),
-        ('{"model_type": "gpt2", "n_head": NaN}', "cannot read: expected JSON, which has no NaN"),
+        (
+            '{"model_type": "gpt2", "n_head": NaN}',
+            "cannot read JSON: expected JSON, which has no NaN",
+        ),
         ('{"model_type": "gpt2", "n_head": 1e999}', "n_head: expected"),
         ('{"model_type": "\\ud800"}', "ud800"),
         ('{"model_type": "gpt2", "_name_or_path": [1], "num_labels": 4, "n_head": 0}', "n_head"),

@@ -136,11 +136,11 @@ _VALUES: st.SearchStrategy[Any] = st.one_of(
 )
 VALUES: st.SearchStrategy[Held] = st.builds(Held, _VALUES)
 METHODS: dict[str, tuple[str, ...]] = {
-    "generate": OPTIONS,
+    "generate": (*OPTIONS,),
     "generate_n": ("n", *OPTIONS),
     "generate_batch": ("sampling", *OPTIONS),
-    "stream": OPTIONS,
-    "request": OPTIONS,
+    "stream": (*OPTIONS,),
+    "request": (*OPTIONS,),
     "prefix": (),
     "batch": (),
     "encode": ("on_too_long",),

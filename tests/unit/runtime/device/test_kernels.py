@@ -299,23 +299,24 @@ STAND_IN = """
 import sys
 import numpy as np
 from prejit.compiler.compile.xla import compile_portable, stand_in_for_kernels
-from prejit.runtime.device import executable
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.transfer import to_numpy
 library, program, other = (open(path, "rb").read() for path in sys.argv[1:])
 stand_in_for_kernels(library)
 assert "prejit-kernels" not in open("/proc/self/maps").read()
 compiled = compile_portable(program).serialized
 assert compiled == other, "the stand-in is in what was compiled"
-device = executable.Device("cpu")
+device = Device("cpu")
 try:
     [result] = device.load(compiled, "path").run([device.put(np.ones(5, np.float32))])
-    print(executable.to_numpy(result))
+    print(to_numpy(result))
 except Exception as error:
     print(type(error).__name__)
 """
 WITHOUT = """
 import sys
 from prejit.compiler.compile.xla import compile_portable
-from prejit.runtime.device import executable
+from prejit.runtime.device.device import Device
 from prejit.runtime.errors import BuildError, MismatchError
 program, compiled = (open(path, "rb").read() for path in sys.argv[1:])
 try:
@@ -323,7 +324,7 @@ try:
 except BuildError as error:
     print(error)
 try:
-    executable.Device("cpu").load(compiled, "path")
+    Device("cpu").load(compiled, "path")
 except MismatchError as error:
     print(error)
 """
@@ -350,14 +351,14 @@ import jax
 import numpy as np
 from jax import export
 from prejit.compiler.compile.xla import compile_portable
-from prejit.runtime.device import executable
+from prejit.runtime.device import kernels
 name, library, program, compiled = sys.argv[1:]
 x = jax.ShapeDtypeStruct((5,), np.float32)
 call = jax.jit(lambda x: jax.ffi.ffi_call(name, x)(x, factor=np.float32(2.5)))
 unchecked = [export.DisabledSafetyCheck.custom_call(name)]
 portable = export.export(call, platforms=("cpu",), disabled_checks=unchecked)(x).mlir_module_serialized
 open(program, "wb").write(portable)
-executable.register_kernels(open(library, "rb").read())
+kernels.register(kernels.load(open(library, "rb").read()))
 open(compiled, "wb").write(compile_portable(bytes(portable)).serialized)
 """
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.manifest.manifest import read_manifest
+from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import __main__
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import StoreError, UsageError

@@ -108,33 +108,36 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 READ = """
 import sys
-from prejit.runtime.format import schema as bundle, checks as verify
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.format import names, schema
+from prejit.runtime.format.checks import check_manifest
+from prejit.runtime.format.safetensors import check_weights
 from prejit.runtime.errors import RejectError
 
 kind, path = sys.argv[1:]
 content = open(path, "rb").read()
 try:
     if kind == "weights":
-        verify.check_weights(memoryview(content), path)
+        check_weights(memoryview(content), path)
     elif kind == "descriptor":
         for media_type, cap in (("tokenizer.v1+json", 128 << 20), ("chat.v1+json", 4 << 20)):
             layer = f"application/vnd.prejit.{media_type}"
-            manifest = bundle.Manifest(
+            manifest = schema.Manifest(
                 2,
-                bundle.MANIFEST_MEDIA_TYPE,
-                bundle.ARTIFACT_TYPE,
-                bundle.Descriptor(bundle.CONFIG_MEDIA_TYPE, "sha256:" + "0" * 64, 16 << 20),
-                (bundle.Descriptor(layer, "sha256:" + "0" * 64, cap + 1),),
+                names.MANIFEST_MEDIA_TYPE,
+                names.ARTIFACT_TYPE,
+                schema.Descriptor(names.CONFIG_MEDIA_TYPE, "sha256:" + "0" * 64, 16 << 20),
+                (schema.Descriptor(layer, "sha256:" + "0" * 64, cap + 1),),
                 {},
             )
             try:
-                verify.check_manifest(bundle.to_json(manifest), path)
+                check_manifest(to_json(manifest), path)
             except RejectError as error:
                 assert f"at most {cap} bytes" in str(error)
             else:
                 raise AssertionError(layer)
     else:
-        bundle.from_json(getattr(bundle, kind), content, path)
+        from_json(getattr(schema, kind), content, path)
     print("read", end=" ")
 except RejectError:
     print("rejected", end=" ")
@@ -172,7 +175,7 @@ print(int(peak) >> 10)
 
 def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python: Any) -> None:
     """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
-    from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+    from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
         index, _ = open_index(layout)

@@ -22,13 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import __main__
-from prejit.runtime.base import typed_json
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
-from prejit.runtime.device.executable import Device
+from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import limits
+from prejit.runtime.format import checks, config_checks, limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks import NEWER_FORMAT_HINT, check_descriptor
@@ -315,11 +314,12 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
     config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
     parsed = []
     real = from_json
-    monkeypatch.setattr(
-        typed_json,
-        "from_json",
-        lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
-    )
+    for module in (checks, config_checks):
+        monkeypatch.setattr(
+            module,
+            "from_json",
+            lambda cls, content, path: parsed.append(cls.__name__) or real(cls, content, path),
+        )
     for damaged, before in ((name, ["Index", "Requirement"]), (config, [*parsed])):
         parsed.clear()
         content = (blobs / damaged).read_bytes()
@@ -979,7 +979,7 @@ def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
 
 def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
     """With right digests everywhere, before anything is compiled."""
-    from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+    from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
         index, _ = open_index(layout)
@@ -1540,7 +1540,7 @@ def test_11_chat_templates_that_are_none_are_rejected(content: bytes, complaint:
 def test_nothing_of_a_rejected_bundle_is_deserialized_or_compiled(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prejit.runtime.device.executable import Device
+    from prejit.runtime.device.device import Device
 
     reached = []
     monkeypatch.setattr(Device, "load", lambda *_: reached.append("load"))

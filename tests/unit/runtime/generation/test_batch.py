@@ -612,7 +612,7 @@ def test_more_requests_than_slots_wait_for_one(bundle: Bundle) -> None:
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == greedy(bundle, prompt, 9).token_ids
     assert results[-1].stats.queue_seconds > results[0].stats.queue_seconds
-    with pytest.raises(UsageError, match="sampling: expected 2, one a prompt; found 1"):
+    with pytest.raises(UsageError, match="sampling: expected 2, one for each prompt; found 1"):
         bundle.generate_batch([[1], [2]], sampling=[Sampling()])
 
 

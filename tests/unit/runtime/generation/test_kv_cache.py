@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prejit.runtime import Bundle, load
-from prejit.runtime.device.executable import to_numpy
+from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.kv_cache import KVCache, common_length
 

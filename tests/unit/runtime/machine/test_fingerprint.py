@@ -684,8 +684,9 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
 @pytest.mark.parametrize(
     "module",
     [
-        *("accelerator", "bundle", "errors", "fingerprint", "fleet", "fleet_page", "layout"),
-        *("receipt", "target", "verify"),
+        *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.catalogue"),
+        *("machine.fingerprint", "machine.target", "format.checks", "format.layout"),
+        *("format.opening", "format.schema", "store.receipts", "fleet.report", "pages.fleet"),
     ],
 )
 def test_the_format_part_imports_no_jax(module: str, run_python: Any) -> None:

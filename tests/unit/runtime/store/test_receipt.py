@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime import loader
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import Identity, digest_file
 from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format import blobs
 from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, open_index, read_manifest
@@ -360,7 +360,7 @@ def test_a_file_that_changes_while_it_is_hashed_gets_no_receipt(
             write_and_set_times_back(blob)
         return digest
 
-    monkeypatch.setattr(loader, "digest_file", digest_then_change)
+    monkeypatch.setattr(blobs, "digest_file", digest_then_change)
     hashed(bundle_dir, Receipts(bundle_dir))
     monkeypatch.undo()
     with pytest.raises(RejectError, match=blob.name):

@@ -490,11 +490,11 @@ def test_threads_do_not_share_what_a_rendering_may_use() -> None:
         ([[{"role": "user"}]], r"messages\[0\]: expected an object, found list"),
         (
             [{"role": "user", "content": b"x"}],
-            r"messages\[0\]\.content: expected what JSON has, found bytes",
+            r"messages\[0\]\.content: expected a JSON value, found bytes",
         ),
         (
             [{"role": "user", "content": [{"image": object()}]}],
-            r"messages\[0\]\.content\[0\]\.image: expected what JSON has, found object",
+            r"messages\[0\]\.content\[0\]\.image: expected a JSON value, found object",
         ),
     ],
 )
@@ -511,7 +511,7 @@ def test_what_a_template_raises_reaches_the_caller() -> None:
 def test_a_message_is_either_continued_or_answered() -> None:
     with pytest.raises(UsageError, match="found both"):
         render(CHATML, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(UsageError, match="does not give out the last message as it is"):
+    with pytest.raises(UsageError, match="expected the last message unchanged"):
         render("nothing", continue_final_message=True)
     with pytest.raises(UsageError, match="expected text as the content of the last message"):
         render(CHATML, [{"role": "assistant", "content": 3}], continue_final_message=True)
@@ -558,7 +558,7 @@ def test_a_chat_layer_is_read_as_strictly_as_all_others() -> None:
 
 def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
     """A bundle that holds a chat layer of these bytes, and the demo model's tokenizer."""
-    from prejit.compiler.build.packaging import layer
+    from prejit.compiler.pipeline.packaging import layer
 
     added = [layer(CHAT_MEDIA_TYPE, content, "chat.json")]
     if tokenizer:

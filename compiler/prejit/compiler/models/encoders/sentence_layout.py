@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.base.json_file import read_json
+from prejit.compiler.base.json_file import read_list, read_object
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
@@ -50,6 +50,7 @@ _WIDEST = 2**20
 """Largest width of a dense layer."""
 _UNLIMITED = 10**9
 """A model_max_length of transformers that says nothing is larger."""
+_LAYOUT = "expected a directory in the sentence-transformers layout"
 _HINT = "write the model as a JAX function or flax module and compile it as a [[program]]"
 
 
@@ -144,7 +145,7 @@ def read_layout(directory: Path) -> SentenceLayout:
 
 def _modules(file: Path) -> Iterator[tuple[str, Path]]:
     """What each module is, by its last name, and its directory."""
-    listed = _read(file, list)
+    listed = read_list(file, _LAYOUT)
     for place, module in enumerate(listed):
         kind, path = (
             (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
@@ -168,7 +169,7 @@ def _modules(file: Path) -> Iterator[tuple[str, Path]]:
 
 def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
     """The modes, and the width that is expected."""
-    said = _read(file, dict)
+    said = read_object(file, _LAYOUT)
     _known_keys(file, said, (*POOLING_KEYS, *_WIDTHS, "pooling_mode", "include_prompt"))
     # include_prompt decides which tokens count where a prompt was put before the sentence: none is here.
     for key in (*POOLING_KEYS, "include_prompt"):
@@ -193,7 +194,7 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
 
 def _dense(directory: Path) -> DenseModule:
     file = directory / "config.json"
-    said = _read(file, dict)
+    said = read_object(file, _LAYOUT)
     names = ("in_features", "out_features", "bias", "activation_function")
     _known_keys(file, said, (*names, "module_input_name", "module_output_name"))
     for key in ("module_input_name", "module_output_name"):
@@ -219,7 +220,7 @@ def _dense(directory: Path) -> DenseModule:
 def _max_seq_length(transformer: Path) -> int | None:
     """Of sentence_bert_config.json, whose other settings are checked; else the tokenizer's."""
     file = transformer / "sentence_bert_config.json"
-    said = _read(file, dict) if file.is_file() else {}
+    said = read_object(file, _LAYOUT, required=False)
     defaults: dict[str, list[Any]] = {
         "do_lower_case": [False],
         "transformer_task": ["feature-extraction"],
@@ -246,7 +247,7 @@ def _max_seq_length(transformer: Path) -> int | None:
 
 def _model_max_length(directory: Path) -> int | None:
     file = directory / "tokenizer_config.json"
-    said = _read(file, dict) if file.is_file() else {}
+    said = read_object(file, _LAYOUT, required=False)
     limit = said.get("model_max_length")
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
@@ -254,21 +255,13 @@ def _model_max_length(directory: Path) -> int | None:
 def _check_prompts(file: Path) -> None:
     """A prompt that is put before every sentence unasked would be missing here."""
     if file.is_file():
-        said = _read(file, dict)
+        said = read_object(file, _LAYOUT)
         _expect(file, said, "default_prompt_name", [None])
         _expect(file, said, "truncate_dim", [None])
 
 
 def _present(directory: Path, *names: str) -> list[Path]:
     return [directory / name for name in names if (directory / name).is_file()]
-
-
-def _read(file: Path, kind: type[Any]) -> Any:
-    said = read_json(file, "expected a directory in the sentence-transformers layout")
-    if not isinstance(said, kind):
-        what = "a list" if kind is list else "an object"
-        raise CheckpointError(f"{file}: expected {what}, found {shown(said)}")
-    return said
 
 
 def _known_keys(file: Path, said: Mapping[str, Any], known: Collection[str]) -> None:

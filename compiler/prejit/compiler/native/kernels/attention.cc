@@ -206,6 +206,6 @@ bool attend_decoder(const DecoderCall<E>& call) {
 }
 
 template bool attend_decoder<float>(const DecoderCall<float>& call);
-template bool attend_decoder<BFloat16>(const DecoderCall<BFloat16>& call);
+template bool attend_decoder<Bf16>(const DecoderCall<Bf16>& call);
 
 }  // namespace prejit::attention

@@ -6,9 +6,11 @@
 
 #include <cstdint>
 
+#include "simd.h"
+
 namespace prejit::attention {
 
-// Arrays are row-major, and dense but for what the last two say. E is float or BFloat16.
+// Arrays are row-major, and dense but for what the last two say. E is float or Bf16.
 template <typename E>
 struct DecoderCall {
   int64_t batch, queries, tokens, heads, kv_heads, size, slots;

@@ -1,17 +1,18 @@
 // The XLA FFI handler of decoder attention: shapes are checked here, once a call.
 #include "attention_ffi.h"
 
+#include <cstring>
+
 #include "attention.h"
-#include "attention_vector.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-using prejit::attention::BFloat16;
+using prejit::Bf16;
 using prejit::attention::DecoderCall;
-using prejit::attention::Floats;
-using prejit::attention::Integers;
+using prejit::attention::FloatBuffer;
+using prejit::attention::IntBuffer;
 using prejit::attention::same;
 
 ffi::Error invalid(const char* message) {
@@ -33,9 +34,9 @@ ffi::Error run(DecoderCall<E> call, const ffi::AnyBuffer& keys_before, const ffi
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, "prejit_attention: out of memory");
 }
 
-ffi::Error attention(Floats query, Floats new_keys, Floats new_values, Integers start, Integers length,
-                     Integers query_start, ffi::AnyBuffer keys_before, ffi::AnyBuffer values_before,
-                     ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> keys,
+ffi::Error attention(FloatBuffer query, FloatBuffer new_keys, FloatBuffer new_values, IntBuffer start, IntBuffer length,
+                     IntBuffer query_start, ffi::AnyBuffer keys_before, ffi::AnyBuffer values_before,
+                     ffi::Result<FloatBuffer> out, ffi::Result<ffi::AnyBuffer> keys,
                      ffi::Result<ffi::AnyBuffer> values, float scale, float softcap, int32_t window,
                      int32_t key_head, int32_t value_head) {
   const auto q = query.dimensions(), n = new_keys.dimensions(), c = keys->dimensions();
@@ -73,7 +74,7 @@ ffi::Error attention(Floats query, Floats new_keys, Floats new_values, Integers 
     return call;
   };
   if (dtype == ffi::F32) return run(call_of(float{}), keys_before, values_before, *keys, *values);
-  if (dtype == ffi::BF16) return run(call_of(BFloat16{}), keys_before, values_before, *keys, *values);
+  if (dtype == ffi::BF16) return run(call_of(Bf16{}), keys_before, values_before, *keys, *values);
   return invalid("prejit_attention: expected a cache of float32 or bfloat16, found another dtype");
 }
 
@@ -83,15 +84,15 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_attentio
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_attention, attention,
                               ffi::Ffi::Bind()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Integers>()
-                                  .Arg<Integers>()
-                                  .Arg<Integers>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<IntBuffer>()
+                                  .Arg<IntBuffer>()
+                                  .Arg<IntBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<Floats>()
+                                  .Ret<FloatBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")

@@ -7,8 +7,8 @@
 
 namespace prejit::attention {
 
-using Floats = xla::ffi::Buffer<xla::ffi::F32, 4>;
-using Integers = xla::ffi::Buffer<xla::ffi::S32, 1>;
+using FloatBuffer = xla::ffi::Buffer<xla::ffi::F32, 4>;
+using IntBuffer = xla::ffi::Buffer<xla::ffi::S32, 1>;
 using Dimensions = xla::ffi::AnyBuffer::Dimensions;
 
 inline bool same(Dimensions a, Dimensions b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }

@@ -21,14 +21,14 @@ struct Product {
 // R rows of A with N vectors of columns: R * N sums stay in registers.
 template <int R, int N, typename E>
 PREJIT_INLINE void multiply_block(const Product<E>& p, int64_t row, int64_t column) {
-  Vector total[R][N] = {};
+  Floats total[R][N] = {};
   const float* a = p.a + row * p.a_stride;
   const E* b = p.b + column;
   for (int64_t i = 0; i < p.depth; ++i) {
-    Vector line[N];
+    Floats line[N];
     for (int n = 0; n < N; ++n) line[n] = load(b + i * p.b_stride + n * kLanes);
     for (int r = 0; r < R; ++r) {
-      const Vector factor = splat(a[r * p.a_stride + i]);
+      const Floats factor = splat(a[r * p.a_stride + i]);
       for (int n = 0; n < N; ++n) total[r][n] += factor * line[n];
     }
   }

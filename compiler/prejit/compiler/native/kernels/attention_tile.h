@@ -116,10 +116,10 @@ template <typename E>
 static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
   for (int64_t s = 0; s < count; s += kLanes) {
     for (int64_t h = 0; h < size; h += kLanes) {
-      Vector square[kLanes];
+      Floats square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         const E* row = from + (s + i) * stride + h;
-        square[i] = s + i >= count         ? Vector{}
+        square[i] = s + i >= count         ? Floats{}
                     : h + kLanes <= size ? load(row)
                                            : load_first(row, size - h);
       }
@@ -135,9 +135,9 @@ static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_
 template <int64_t Fixed, bool Whole, typename E>
 PREJIT_INLINE void dots_block(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
   const int64_t length = Fixed ? Fixed : padded;
-  Vector total[kLanes] = {};
+  Floats total[kLanes] = {};
   for (int64_t h = 0; h < length; h += kLanes) {
-    const Vector part = load(query + h);
+    const Floats part = load(query + h);
     for (int i = 0; i < kLanes; ++i) {
       total[i] += part * load(keys + (Whole ? i : smaller(i, count - 1)) * length + h);
     }
@@ -167,9 +167,9 @@ PREJIT_INLINE void scale_row(float* row, int64_t padded, float factor) {
 }
 
 // A row that has seen nothing yet: exp(-inf - 0) = 0, where -inf - -inf would be NaN.
-PREJIT_INLINE Vector base_of(Vector most) {
-  const Vector none = splat(-__builtin_inff());
-  return most == none ? Vector{} : most;
+PREJIT_INLINE Floats base_of(Floats most) {
+  const Floats none = splat(-__builtin_inff());
+  return most == none ? Floats{} : most;
 }
 
 // Makes weights of the scores of `rows` rows from `first` on, and scales what they have summed to their largest.
@@ -177,24 +177,24 @@ static void soften(float* scores, int64_t stride, int64_t columns, const Sums& s
                    int64_t padded) {
   for (int64_t done = 0; done < rows; done += kLanes) {
     const int64_t count = smaller(rows - done, kLanes), row = first + done;
-    Vector most[kLanes];
+    Floats most[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       most[i] = splat(-__builtin_inff());
       const float* line = scores + (done + i) * stride;
       for (int64_t s = 0; i < count && s < columns; s += kLanes) most[i] = larger(load(line + s), most[i]);
     }
-    const Vector before = load(sums.most + row);
-    const Vector top = larger(maxima(most), before);
-    const Vector base = base_of(top);
+    const Floats before = load(sums.most + row);
+    const Floats top = larger(maxima(most), before);
+    const Floats base = base_of(top);
     float bases[kLanes], factors[kLanes];
     store(bases, base);
     store(factors, exp_negative(before - base));
     store(sums.most + row, top);
     for (int64_t i = 0; i < count; ++i) {
       float* line = scores + (done + i) * stride;
-      Vector total = {};
+      Floats total = {};
       for (int64_t s = 0; s < columns; s += kLanes) {
-        const Vector weight = exp_negative(load(line + s) - bases[i]);
+        const Floats weight = exp_negative(load(line + s) - bases[i]);
         store(line + s, weight);
         total += weight;
       }
@@ -209,8 +209,8 @@ static void soften(float* scores, int64_t stride, int64_t columns, const Sums& s
 static void merge(const Sums& sums, const Sums& other, int64_t rows, int64_t size) {
   const int64_t padded = round_up(size);
   for (int64_t done = 0; done < rows; done += kLanes) {
-    const Vector ours = load(sums.most + done), theirs = load(other.most + done);
-    const Vector top = larger(theirs, ours), base = base_of(top);
+    const Floats ours = load(sums.most + done), theirs = load(other.most + done);
+    const Floats top = larger(theirs, ours), base = base_of(top);
     float factors[kLanes], other_factors[kLanes];
     store(factors, exp_negative(ours - base));
     store(other_factors, exp_negative(theirs - base));

@@ -7,11 +7,11 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-using prejit::attention::Floats;
-using prejit::attention::Integers;
+using prejit::attention::FloatBuffer;
+using prejit::attention::IntBuffer;
 using prejit::attention::same;
 
-ffi::Error encoder_attention(Floats query, Floats keys, Floats values, Integers length, ffi::Result<Floats> out,
+ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer values, IntBuffer length, ffi::Result<FloatBuffer> out,
                              float scale) {
   const auto shape = query.dimensions();
   if (!same(shape, keys.dimensions()) || !same(shape, values.dimensions()) ||
@@ -40,9 +40,9 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_encoder_
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_encoder_attention, encoder_attention,
                               ffi::Ffi::Bind()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Integers>()
-                                  .Ret<Floats>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<FloatBuffer>()
+                                  .Arg<IntBuffer>()
+                                  .Ret<FloatBuffer>()
                                   .Attr<float>("scale"));

@@ -1,0 +1,50 @@
+"""Begin and end a measurement: facts about the machine, and files with the figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.measure import machine, progress, versions
+from benchmarks.harness.report import Target
+
+Facts = dict[str, Any]
+"""What a file of results says besides its samples."""
+
+
+def use_two_cores() -> None:
+    """Keep this process, and the children that it starts from now on, on two cores."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+
+
+def begin(runs: int, **more: object) -> Facts:
+    """Return the facts to begin with: date, machine with its load, and versions."""
+    date = time.strftime("%Y-%m-%d %H:%M")
+    return {"date": date, "runs": runs, "machine": machine(), "versions": versions(), **more}
+
+
+def judged(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Return targets as they stand in a file of results."""
+    return [{**asdict(target), "met": target.met} for target in targets]
+
+
+def file_name(facts: Mapping[str, Any], what: str) -> str:
+    """Return the name of a file of results without its suffix: date, processor, cores, subject."""
+    cpu = re.sub(r"[^a-z0-9]+", "-", facts["machine"]["cpu"].lower()).strip("-")[:32]
+    return f"{facts['date'][:10]}-{cpu}-{facts['machine']['cores']}-{what}"
+
+
+def save(directory: Path, name: str, facts: Mapping[str, Any], page: str) -> None:
+    """Write NAME.json and NAME.md, and print the page."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(facts, separators=(",", ":"))
+    (directory / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+    (directory / f"{name}.md").write_text(page, encoding="utf-8")
+    print(page)
+    progress(f"written to {directory}/{name}.json and .md")

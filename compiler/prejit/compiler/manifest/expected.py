@@ -1,0 +1,97 @@
+"""What may stand at each key of a manifest, in words: the second half of every error message."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
+from prejit.compiler.manifest.toml_lines import KeyPath
+
+SIZES = "a list of different positive integers such as [1, 8]"
+SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
+MAX_DRAFT = 64
+"""Largest number of draft tokens that one pass verifies."""
+DTYPES = ("float32", "bfloat16", "int8")
+"""The dtypes that matrices are stored in."""
+CACHE_DTYPES = ("float32", "bfloat16")
+"""The dtypes that a KV cache is stored in."""
+
+_TARGET_TEXTS = (
+    *("fingerprint", "jax", "tuning", "platform", "architecture", "cpu", "device_kind"),
+    *("compute_capability", "driver", "generation", "topology"),
+)
+_EXPECTED = {
+    "bundle": "a [bundle] table with a name",
+    "bundle.name": "lowercase letters and digits with single . _ - between them, at most 128",
+    "bundle.license": "the path of a file",
+    "model": "a [model] table with a source",
+    "model.source": 'a directory, or "hf://org/name@revision"',
+    "model.dtype": '"float32", "bfloat16" or "int8"',
+    "model.evaluation": "the path of a text file",
+    "generate.cache_dtype": '"float32" or "bfloat16"',
+    "generate": "a [generate] table with batch, prompt and context",
+    "encode": "an [encode] table with shapes",
+    "encode.shapes": SHAPES,
+    "encode.shapes[]": "a batch and a length such as [8, 128]",
+    "encode.shapes[][]": SIZE,
+    "program": "[[program]] tables",
+    "program[]": "a [[program]] table",
+    "program[].name": "letters, digits and . _ -, starting with a letter or digit",
+    "program[].function": '"package.module:attribute"',
+    "program[].args": "a table of keyword arguments or a list of positional ones",
+    "program[].args.*": f"{EXAMPLE}, or a table or list of such",
+    "program[].buckets": "a table such as { batch = [1, 8] }",
+    "program[].buckets.*": SIZES,
+    "program[].buckets.*[]": SIZE,
+    "program[].params": "the path of a .safetensors file or of an orbax directory",
+    "target": "at least one [[target]] table with a name",
+    "target[]": "a [[target]] table with a name",
+    "target[].name": "the name of a target (`prejit targets` lists them)",
+    **{f"target[].{key}": "a text" for key in _TARGET_TEXTS},
+    **{
+        f"target[].{key}": "a list of texts" for key in ("cpu_features", "constraints", "xla_flags")
+    },
+    "target[].memory_bytes": "an integer",
+    "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
+    "mesh": "a [mesh] table with data and tensor",
+    **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
+    **{f"generate.{name}": SIZES for name in ("batch", "prompt", "context")},
+    **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context")},
+    "generate.draft_tokens": f"an integer of 0 to {MAX_DRAFT}, below every context",
+}
+
+
+def expected(where: KeyPath | str) -> str:
+    """Return in words what may stand at a place of a manifest.
+
+    Args:
+        where: the place, or its pattern: `program[].name`.
+    """
+    if isinstance(where, str):
+        return _EXPECTED[where]
+    pattern = ""
+    for depth, key in enumerate(where):
+        free = isinstance(key, str) and depth == 3 and where[2] in ("args", "buckets")
+        pattern += "[]" if isinstance(key, int) else ".*" if free else f".{key}"
+    return _EXPECTED[pattern.removeprefix(".")]
+
+
+def unknown_key(name: str, allowed: Iterable[str]) -> str:
+    """Return the problem with a key that does not exist."""
+    return f"unknown key{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+
+
+def no_such_path(kind: str, path: str, directory: Path) -> str:
+    """Return the problem with a path that leads to no `kind` (`file`, `directory`)."""
+    wanted = f"expected a {kind} at {shown(path)}, relative to the manifest"
+    if os.path.exists(directory / path):
+        return f"{wanted}; found something else"
+    parent, _, last = path.rpartition("/")
+    try:
+        siblings = os.listdir(directory / parent)
+    except (OSError, ValueError):
+        siblings = []
+    return f"{wanted}; found none{did_you_mean(last, siblings)}"

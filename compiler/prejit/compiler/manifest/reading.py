@@ -1,0 +1,244 @@
+"""Read manifests, and report every mistake of one at once: its line, its key, expected and found."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.base.wording import nearest, shown
+from prejit.compiler.manifest.checks import missing, value_problems
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.manifest.tables import ProgramTable, parse_sections, unknown_sections
+from prejit.compiler.manifest.toml_lines import KeyPath, key_lines
+from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
+from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.machine.target import Target
+
+_CALLABLE = "python:callable"
+"""Stands for a Python object where a manifest file names a function."""
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read and check a manifest. Sizes come back ascending.
+
+    Raises:
+        ManifestError: the manifest has mistakes; one line for each.
+        StoreError: the file cannot be read.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    try:
+        data = _parse(path, text)
+        problems: list[tuple[KeyPath, str]] = []
+        sections = _sections(data, path.parent, problems)
+        mesh = _mesh(sections.get("mesh"))
+        targets = _targets(sections.get("target") or (), path.parent, mesh, problems)
+        if problems:
+            raise _manifest_error(path, key_lines(text), problems)
+    except RecursionError as error:
+        raise _syntax_error(path, text, "nested too deeply") from error
+    return Manifest(
+        sections["bundle"],
+        model=sections.get("model"),
+        generate=sections.get("generate"),
+        encode=sections.get("encode"),
+        mesh=mesh,
+        programs=map(_program, sections.get("program", ())),
+        targets=targets,
+        path=path,
+    )
+
+
+def check_manifest(manifest: Manifest) -> Manifest:
+    """Check a manifest that was made in Python, and return it with sizes ascending.
+
+    Raises:
+        ManifestError: as `read_manifest`, without lines.
+    """
+    problems: list[tuple[KeyPath, str]] = []
+    sections = _sections(_as_data(manifest), manifest.directory, problems)
+    _repeated_targets([target.name for target in manifest.targets], problems)
+    if problems:
+        raise _manifest_error(manifest.where, {}, problems)
+    checked = zip(manifest.programs, sections.get("program", ()), strict=True)
+    return Manifest(
+        manifest.bundle,
+        model=manifest.model,
+        generate=sections.get("generate"),
+        encode=sections.get("encode"),
+        mesh=manifest.mesh,
+        programs=[replace(given, buckets=table.buckets) for given, table in checked],
+        targets=manifest.targets,
+        path=manifest.path,
+    )
+
+
+def _sections(
+    data: dict[str, Any], directory: Path, problems: list[tuple[KeyPath, str]]
+) -> dict[str, Any]:
+    """Return the sections of a manifest, and add what is wrong with them to problems."""
+    problems += missing(data)
+    sections = parse_sections(data, problems)
+    malformed = {where for where, _ in problems}
+    for where, problem in (*unknown_sections(data), *value_problems(data, directory)):
+        if where not in malformed:
+            problems.append((where, problem))
+    return sections
+
+
+def _program(table: ProgramTable) -> Program:
+    return Program(table.name, table.function, table.args, table.buckets, table.params)
+
+
+def _as_data(manifest: Manifest) -> dict[str, Any]:
+    """Return a manifest as tomllib returns one."""
+    programs = []
+    for program in manifest.programs:
+        table = {
+            "name": program.name,
+            "function": program.fn if isinstance(program.fn, str) else _CALLABLE,
+            "args": program.args,
+            "buckets": program.buckets,
+        }
+        if not isinstance(program.fn, str) and not callable(program.fn):
+            table["function"] = repr(program.fn)
+        if isinstance(program.params, str):
+            table["params"] = program.params
+        programs.append(table)
+    data = {
+        "bundle": asdict(manifest.bundle),
+        **{
+            name: asdict(section)
+            for name in ("model", "generate", "encode")
+            if (section := getattr(manifest, name)) is not None
+        },
+        "target": [{"name": target.name} for target in manifest.targets],
+    }
+    if programs:
+        data["program"] = programs
+    if manifest.mesh is not None:
+        data["mesh"] = {"data": manifest.mesh.data, "tensor": manifest.mesh.tensor}
+    plain: dict[str, Any] = _plain(data)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with lists for tuples, and without the keys of a table that are None."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, or int() on a number of thousands of digits
+        raise _syntax_error(path, text, str(error)) from error
+
+
+def _mesh(table: Any) -> Mesh | None:
+    if table is None or min(table.data, table.tensor) < 1:
+        return None
+    return Mesh(table.data, table.tensor) if table.data * table.tensor > 1 else None
+
+
+def _targets(
+    tables: Sequence[TargetTable],
+    directory: Path,
+    mesh: Mesh | None,
+    problems: list[tuple[KeyPath, str]],
+) -> tuple[Target, ...]:
+    """Return the targets that the tables describe, and add what is wrong with them to problems."""
+    places, targets = [], []
+    for place, table in enumerate(tables):
+        try:
+            targets.append(resolve(table, directory, mesh))
+            places.append(place)
+        except TableError as error:
+            problems.append((("target", place, error.key), str(error)))
+    _repeated_targets([target.name for target in targets], problems, places)
+    return tuple(targets)
+
+
+def _repeated_targets(
+    names: Sequence[str], problems: list[tuple[KeyPath, str]], places: Sequence[int] | None = None
+) -> None:
+    first: dict[str, int] = {}
+    for place, name in zip(places or range(len(names)), names, strict=True):
+        if (other := first.setdefault(name, place)) != place:
+            problem = (
+                f"expected each target once; found {shown(name)}, which is target[{other}] too"
+            )
+            problems.append((("target", place, "name"), problem))
+
+
+def _key_path(where: KeyPath) -> str:
+    text = ""
+    for key in where:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += f".{key if re.fullmatch('[A-Za-z0-9_-]+', key) else shown(key)}"
+    return text.removeprefix(".")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        try:
+            manifests = [entry.name for entry in path.parent.glob("*.toml")]
+        except OSError:
+            manifests = []
+        guess = nearest(path.name, manifests)
+        raise StoreError(
+            f"{path}: cannot read the manifest: {error.strerror or error}",
+            hint=f"did you mean {path.parent / guess}?"
+            if guess
+            else "give the path of a TOML file",
+        ) from error
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        raise ManifestError(
+            f"{path}:{line}:{column}: expected UTF-8, found byte 0x{content[error.start]:02x}",
+            hint="save the file as UTF-8",
+        ) from error
+
+
+def _syntax_error(path: Path, text: str, problem: str) -> ManifestError:
+    match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", problem)
+    if match is None:
+        return ManifestError(f"{path}: not TOML: {problem}", hint="see https://toml.io")
+    line = match[2] or str(text.count("\n") + 1)
+    column = match[3] or str(len(text) - text.rfind("\n"))
+    return ManifestError(
+        f"{path}:{line}:{column}: not TOML: {match[1]}", hint="see https://toml.io"
+    )
+
+
+def _manifest_error(
+    source: Path | str, lines: dict[KeyPath, int], problems: list[tuple[KeyPath, str]]
+) -> ManifestError:
+    """Return the error that reports all problems, in the order of the file."""
+    order = {where: number for number, where in enumerate(lines)}
+    reported = []
+    for where, problem in problems:
+        known = next((n for n in range(len(where), 0, -1) if where[:n] in lines), 0)
+        line = lines.get(where[:known], 0)
+        place = f"{source}:{line}" if line else f"{source}"
+        key = f"{_key_path(where)}: " if where else ""
+        reported.append((order.get(where[:known], len(order)), f"{place}: {key}{problem}"))
+    reported.sort(key=lambda pair: pair[0])
+    count = "one key" if len(reported) == 1 else f"{len(reported)} keys"
+    return ManifestError(
+        "\n".join(line for _, line in reported),
+        hint=f"correct {count} of {source}; nothing was built",
+    )

@@ -1,0 +1,153 @@
+"""The form of a manifest: which keys each section has and of which types. pydantic checks it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from prejit.compiler.base.wording import shown
+from prejit.compiler.manifest.checks import Problems, is_int_list
+from prejit.compiler.manifest.expected import expected, unknown_key
+from prejit.compiler.manifest.manifest import STRICT, Bundle, Encode, Generate, Model
+from prejit.compiler.manifest.toml_lines import KeyPath
+from prejit.compiler.targets.target_table import TargetTable
+
+
+@dataclass(frozen=True, slots=True)
+class MeshTable:
+    """`[mesh]`: a decoder's programs run on several devices together.
+
+    Attributes:
+        data: rows of devices; each works on its own part of a batch.
+        tensor: columns of devices; each holds its own part of the weights and of the KV cache.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    data: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTable:
+    """`[[program]]`: a function of the user.
+
+    Attributes:
+        name: name of the program; unique in the bundle.
+        function: `package.module:attribute`: a function, a flax.linen module or a flax.nnx module.
+        args: shape strings such as `float32[{batch}, 128]`: a table of keyword arguments or a list of
+            positional ones, nested as the pytrees that the function takes.
+        buckets: the sizes that each variable of args takes.
+        params: a .safetensors file or an orbax directory, relative to the manifest, with the first
+            argument of the function.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    function: str
+    args: Any
+    buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    params: str | None = None
+
+
+SECTIONS: dict[str, tuple[type[Any], bool]] = {
+    "bundle": (Bundle, False),
+    "model": (Model, False),
+    "generate": (Generate, False),
+    "encode": (Encode, False),
+    "mesh": (MeshTable, False),
+    "program": (ProgramTable, True),
+    "target": (TargetTable, True),
+}
+"""The class of each section, and whether the section is an array of tables."""
+
+
+def parse_sections(data: dict[str, Any], problems: list[tuple[KeyPath, str]]) -> dict[str, Any]:
+    """Return the sections of a manifest as instances of their classes, sizes ascending.
+
+    Args:
+        data: the manifest as tomllib returns it.
+        problems: gets what is wrong with the form. A section with a problem is None.
+    """
+    return {
+        name: _parse_section(name, kind, repeated, data[name], problems)
+        for name, (kind, repeated) in SECTIONS.items()
+        if name in data
+    }
+
+
+def unknown_sections(data: dict[str, Any]) -> Problems:
+    """Find the sections that do not exist."""
+    for name in data:
+        if name not in SECTIONS:
+            yield (name,), unknown_key(name, SECTIONS)
+
+
+def _parse_section(
+    name: str, kind: type[Any], repeated: bool, value: Any, problems: list[tuple[KeyPath, str]]
+) -> Any:
+    import pydantic  # here: code that only names a section must not wait for it
+
+    annotation: Any = list[kind] if repeated else kind  # type: ignore[valid-type]
+    try:
+        # JSON, because strict pydantic takes a dataclass from JSON only.
+        content = json.dumps(_sorted_sizes(_as_json(value), name))
+        return pydantic.TypeAdapter(annotation).validate_json(content)
+    except pydantic.ValidationError as error:
+        for detail in error.errors(include_url=False, include_context=False):
+            where: KeyPath = (name, *detail["loc"])
+            if detail["type"] == "json_invalid":
+                problem = "nested too deeply"
+            elif detail["type"] == "missing":
+                problem = f"missing; expected {expected(where)}"
+            elif detail["type"] == "unexpected_keyword_argument":
+                allowed = [item.name for item in fields(kind)]
+                problem = unknown_key(str(where[-1]), allowed)
+            else:
+                found = shown(_at(value, where[1:]))
+                problem = f"expected {expected(where)}; found {found}"
+            problems.append((where, problem))
+        return None
+
+
+def _as_json(value: Any) -> Any:
+    """Return TOML as JSON. What JSON lacks becomes 1.5, which no key accepts."""
+    if isinstance(value, dict):
+        return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    if isinstance(value, str | bool) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    return 1.5
+
+
+def _sorted_sizes(value: Any, section: str) -> Any:
+    """Return the section with its lists of sizes ascending, where they are lists of sizes."""
+    if section == "generate" and isinstance(value, dict):
+        return {key: _ascending(item) for key, item in value.items()}
+    if section == "encode" and isinstance(value, dict):
+        shapes = value.get("shapes")
+        if isinstance(shapes, list) and all(map(is_int_list, shapes)):
+            return {**value, "shapes": sorted(shapes)}
+    if section == "program" and isinstance(value, list):
+        return [_sorted_buckets(program) for program in value]
+    return value
+
+
+def _sorted_buckets(program: Any) -> Any:
+    buckets = program.get("buckets") if isinstance(program, dict) else None
+    if not isinstance(buckets, dict):
+        return program
+    return {**program, "buckets": {name: _ascending(sizes) for name, sizes in buckets.items()}}
+
+
+def _ascending(sizes: Any) -> Any:
+    return sorted(sizes) if is_int_list(sizes) else sizes
+
+
+def _at(value: Any, path: KeyPath) -> Any:
+    for key in path:
+        value = value[key]
+    return value

@@ -1,0 +1,229 @@
+"""Packing: from executables, weights and files to the blobs of a bundle and its index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline import packaging
+from prejit.compiler.pipeline.compatibility import readable_until
+from prejit.compiler.pipeline.executables import CompiledTarget, Executable
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.model_layers import special_ids
+from prejit.compiler.pipeline.packaging import Layer, PackedTarget
+from prejit.compiler.pipeline.plan import Kernels, Lowered, Plan
+from prejit.compiler.pipeline.requirement import requirement_of
+from prejit.compiler.store.interface import Store
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    PORTABLE_MEDIA_TYPE,
+)
+from prejit.runtime.format.schema import (
+    Accuracy,
+    Config,
+    Decoder,
+    Encoder,
+    Portable,
+    ProductForm,
+    Program,
+    Segment,
+)
+
+MODEL_WEIGHTS = "model"
+"""The name of a decoder's weight set. Those of an encoder begin with it and a colon."""
+PROGRAM_WEIGHTS = "program"
+"""Weight sets of [[program]] sections begin with this and a colon: a section may have the name `model`."""
+
+Costs = Mapping[tuple[str, str], int]
+"""Microseconds of one run, by program and target."""
+
+
+@dataclass(frozen=True)
+class PackedBundle:
+    """A bundle that has still to be written.
+
+    Attributes:
+        name: name of the bundle.
+        index: content of index.json.
+        blobs: all other files, by digest: content, or the file that has it.
+    """
+
+    name: str
+    index: bytes
+    blobs: dict[str, bytes | Path]
+
+
+def pack_bundle(
+    plan: Plan,
+    targets: Sequence[CompiledTarget],
+    layers: Iterable[Layer],
+    products: tuple[Product, ...],
+    accuracy: Accuracy | None,
+    costs: Costs,
+    store: Store,
+) -> PackedBundle:
+    """Return the files of a bundle, checked as `load` will check them.
+
+    Args:
+        plan: the plan of the build.
+        targets: the executables.
+        layers: layers that all targets share: the files of the model, its weights.
+        products: the products of the programs that may call kernels.
+        accuracy: what the dtypes cost.
+        costs: what an encoder's programs cost.
+        store: holds executables and portable programs.
+
+    Raises:
+        BuildError: no reader would take the bundle, or the store lost a blob.
+    """
+    lowered = {each.spec.name: each.lowered for each in targets[0].executables}
+    portable, segments = packaging.pack({n: p.portable for n, p in lowered.items()}, store)
+    shared = (*layers, packaging.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"))
+    packed = [
+        _pack_target(plan, target, shared, segments, products, accuracy, costs, store)
+        for target in targets
+    ]
+    index, blobs = packaging.assemble(plan.manifest.bundle.name, packed)
+    packaging.check_readable(index, blobs)
+    return PackedBundle(plan.manifest.bundle.name, index, blobs)
+
+
+def _pack_target(
+    plan: Plan,
+    target: CompiledTarget,
+    shared: tuple[Layer, ...],
+    portables: Mapping[str, Segment],
+    products: tuple[Product, ...],
+    accuracy: Accuracy | None,
+    costs: Costs,
+    store: Store,
+) -> PackedTarget:
+    frames = {name: compiled.executable for name, compiled in target.results.items()}
+    content, segments = packaging.pack(frames, store)
+    own = [packaging.layer(EXECUTABLES_MEDIA_TYPE, content, "programs.xla")]
+    library = target.library
+    if library is not None:
+        own.append(packaging.kernels_layer(library, store))
+    programs = tuple(
+        _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
+        for each in target.executables
+    )
+    config = _config(plan, target, programs, products, accuracy)
+    return PackedTarget(config, (*own, *shared))
+
+
+def _program(
+    executable: Executable,
+    executables: Mapping[str, Segment],
+    portables: Mapping[str, Segment],
+    cost: int | None,
+) -> Program:
+    spec, lowered = executable.spec, executable.lowered
+    return Program(
+        name=spec.name,
+        kind=spec.kind,
+        bucket=spec.bucket,
+        key=executable.job.key.digest,
+        arguments=lowered.arguments,
+        results=lowered.results,
+        executable=executables[spec.name],
+        portable=portables[spec.name],
+        memory=executable.compiled.memory,
+        weights=next(iter(_weight_sets(spec.section, lowered)), None),
+        platforms=lowered.platforms,
+        cost_microseconds=cost,
+        kernels=True if executable.job.source.kernels is not None else None,
+    )
+
+
+def _config(
+    plan: Plan,
+    target: CompiledTarget,
+    programs: tuple[Program, ...],
+    products: tuple[Product, ...],
+    accuracy: Accuracy | None,
+) -> Config:
+    """Return the config blob of a target."""
+    toolchain, library = target.tools.toolchain, target.library
+    jax = versions("jax")["jax"]
+    lowered = [(each.spec, each.lowered) for each in target.executables]
+    newest = max((p.stablehlo for _, p in lowered), key=lambda v: tuple(map(int, v.split("."))))
+    return Config(
+        format=FORMAT_VERSION,
+        bundle=plan.manifest.bundle.name,
+        target=toolchain.target.name,
+        requirement=requirement_of(plan.manifest, toolchain, target.results, library),
+        versions={**versions("prejit"), **dict(toolchain.versions)},
+        programs=programs,
+        weight_sets={
+            name: tensors
+            for spec, program in lowered
+            for name, tensors in _weight_sets(spec.section, program).items()
+        },
+        decoder=_decoder(plan, target.executables),
+        encoder=_encoder(target.executables),
+        mesh=plan.manifest.mesh,
+        weight_shardings=next((p.weight_shardings for _, p in lowered if p.weight_shardings), None),
+        portable=Portable(jax, newest, readable_until(jax)),
+        forms=_forms(target.tools.kernels, products),
+        accuracy=accuracy,
+        kernels=None if library is None else library.described(),
+    )
+
+
+def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
+    """Return the sets of tensors that a program runs with, by name; none where it has no weights."""
+    if not program.weights:
+        return {}
+    if program.weight_sets:
+        return {f"{MODEL_WEIGHTS}:{name}": names for name, names in program.weight_sets.items()}
+    if not section:
+        return {MODEL_WEIGHTS: program.weights}
+    # A model's tensors have their published names; those of a user's function begin with its section.
+    tensors = tuple(f"{section}:{name}" for name in program.weights)
+    return {f"{PROGRAM_WEIGHTS}:{section}": tensors}
+
+
+def _decoder(plan: Plan, executables: Iterable[Executable]) -> Decoder | None:
+    shape = next((e.lowered.decoder for e in executables if e.lowered.decoder is not None), None)
+    if shape is None:
+        return None
+    assert plan.model is not None
+    eos, bos = special_ids(plan.model.directory, shape["vocab_size"])
+    return Decoder(**shape, eos_token_ids=eos, bos_token_id=bos)
+
+
+def _encoder(executables: Iterable[Executable]) -> Encoder | None:
+    for each in executables:
+        if each.lowered.encoder is not None and each.spec.kind == "layer":
+            return Encoder(**each.lowered.encoder, layers=tuple(_weight_sets("", each.lowered)))
+    return None
+
+
+def _forms(
+    kernels: Kernels | None, products: tuple[Product, ...]
+) -> tuple[ProductForm, ...] | None:
+    """Return the forms of products in a target's programs, and why they were chosen."""
+    if kernels is None:
+        return None
+    found = []
+    for product in products:
+        choice = kernels.choose(product)
+        measured = choice.measured
+        if measured is None:
+            found.append(ProductForm(str(product), choice.form, {}))
+            continue
+        found.append(
+            ProductForm(
+                str(product),
+                choice.form,
+                dict(measured.nanoseconds),
+                f"{measured.conditions.level} on {measured.conditions}",
+                measured.date,
+                None if measured.product == product else str(measured.product),
+            )
+        )
+    return tuple(found) or None

@@ -1,0 +1,125 @@
+"""Compiling: from lowered programs to executables, side by side in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from prejit.compiler.compile.executor import Executor, collect
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.pipeline.keys import compile_key
+from prejit.compiler.pipeline.plan import Kernels, Lowered
+from prejit.compiler.targets.toolchain import Toolchain
+
+
+@dataclass(frozen=True)
+class TargetTools:
+    """What compiles for a target.
+
+    Attributes:
+        toolchain: compiler, versions and flags.
+        kernels: the native kernels; None: the target has none.
+    """
+
+    toolchain: Toolchain
+    kernels: Kernels | None
+
+    @property
+    def name(self) -> str:
+        """The name of the target."""
+        return self.toolchain.target.name
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A program that was compiled for a target.
+
+    Attributes:
+        spec: the program.
+        lowered: its portable form.
+        job: what was compiled, and for which target.
+        compiled: the result.
+    """
+
+    spec: ProgramSpec
+    lowered: Lowered
+    job: CompileJob
+    compiled: Compiled
+
+
+@dataclass(frozen=True)
+class CompiledTarget:
+    """All executables of a target.
+
+    Attributes:
+        tools: what compiled them.
+        executables: one for each program, in the order of the plan.
+    """
+
+    tools: TargetTools
+    executables: tuple[Executable, ...]
+
+    @property
+    def library(self) -> KernelLibrary | None:
+        """The kernels that executables call; None: they call none."""
+        return next((e.job.source.kernels for e in self.executables if e.job.source.kernels), None)
+
+    @property
+    def results(self) -> Mapping[str, Compiled]:
+        """What the compiler returned, by program."""
+        return {each.spec.name: each.compiled for each in self.executables}
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A program that the executor compiles for one target.
+
+    Attributes:
+        spec: the program.
+        lowered: its portable form.
+        job: what the executor compiles.
+        future: gets the result.
+    """
+
+    spec: ProgramSpec
+    lowered: Lowered
+    job: CompileJob
+    future: Future[Compiled]
+
+
+def submit(
+    manifest: Manifest,
+    spec: ProgramSpec,
+    lowered: Lowered,
+    source: Source,
+    tools: TargetTools,
+    executor: Executor,
+) -> Submitted:
+    """Hand a program to the executor, which takes it from the store or compiles it."""
+    key = compile_key(manifest, spec, tools.toolchain, source)
+    job = CompileJob(spec.name, tools.toolchain, source, key)
+    return Submitted(spec, lowered, job, executor.submit(job))
+
+
+def compiled_targets(
+    submitted: Sequence[Submitted], tools: Iterable[TargetTools]
+) -> tuple[CompiledTarget, ...]:
+    """Wait until all programs are compiled, and return them by target.
+
+    Raises:
+        BuildError: programs did not compile; one line or more for each. The others are in the store.
+        StoreError: the store cannot be written.
+    """
+    results = collect({(each.spec.name, each.job.target.name): each.future for each in submitted})
+    found = [
+        Executable(each.spec, each.lowered, each.job, results[each.spec.name, each.job.target.name])
+        for each in submitted
+    ]
+    return tuple(
+        CompiledTarget(one, tuple(each for each in found if each.job.target.name == one.name))
+        for one in tools
+    )

@@ -1,0 +1,183 @@
+"""The keys of a build's results: the named ingredients that decide each one, and nothing else.
+
+    lower     a model's program, portable              manifest, configuration files, our code, versions
+    native    the same program with calls of kernels   as lower, and the forms of products that differ
+    compile   an executable                            StableHLO, target, compiler, flags, kernels
+    weights   the weights layer                        files of the checkpoint, dtype, our code
+    accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
+    tokenizer a check that passed                      tokenizer.json, config.json
+    cost      microseconds of an encoder's program     as compile, and the machine
+
+A user's function has no key of its own lowering: it can read anything, so the build traces it each time. The
+key of its executable holds the digest of what tracing returned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.keys import executable_key
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.model import ModelFiles, cache_dtype, longest_context
+from prejit.compiler.store.code import (
+    ACCURACY,
+    LOWERING,
+    WEIGHTS,
+    code_digest,
+)
+from prejit.compiler.store.jax_settings import jax_configuration
+from prejit.compiler.store.key import Key
+from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+Digests = Iterable[tuple[str, str]]
+"""Files by name, each with its digest."""
+UserWeights = Mapping[str, Mapping[str, np.ndarray[Any, Any]]]
+"""The parameters of the user's functions: by section, then by name."""
+
+
+def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
+    """Return the key of a model's portable program."""
+    sizes = ", ".join(f"{name}={size}" for name, size in sorted(spec.bucket.items()))
+    mesh = manifest.mesh
+    assert manifest.model is not None
+    return Key(
+        "lower",
+        f"{manifest.bundle.name}/{spec.name}",
+        (
+            ("program", spec.kind),
+            ("bucket", sizes),
+            ("dtype", manifest.model.dtype),
+            ("cache_dtype", cache_dtype(manifest)),
+            ("longest context", str(longest_context(manifest))),
+            ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
+            ("matrices", model.matrices),
+            *model.configuration,
+            ("our code", code_digest(*LOWERING)),
+            ("jax configuration", jax_configuration(os.environ)),
+            *versions("jax", "jaxlib", "flax", "transformers").items(),
+        ),
+    )
+
+
+def native_key(lowered: Key, forms: Mapping[Product, str]) -> Key:
+    """Return the key of a model's program with kernels.
+
+    Args:
+        lowered: the key of the portable program.
+        forms: the forms of those products that use no kernel.
+    """
+    differing = ((f"form of {product}", form) for product, form in sorted(forms.items()))
+    return Key("native", lowered.name, (*lowered.ingredients, *differing))
+
+
+def compile_key(manifest: Manifest, spec: ProgramSpec, toolchain: Toolchain, source: Source) -> Key:
+    """Return the key of an executable."""
+    name = f"{manifest.bundle.name}/{toolchain.target.name}/{spec.name}"
+    return executable_key(name, toolchain, source)
+
+
+def weights_key(
+    manifest: Manifest, model: ModelFiles | None, files: Digests, user: UserWeights
+) -> Key:
+    """Return the key of the weights layer.
+
+    Args:
+        manifest: the manifest.
+        model: its model; None: it has none.
+        files: the files of the checkpoint.
+        user: the parameters of the user's functions.
+    """
+    ingredients = [("our code", code_digest(*WEIGHTS))]
+    if manifest.model is not None and model is not None:
+        ingredients += [
+            ("dtype", manifest.model.dtype),
+            ("matrices", model.matrices),
+            *_files(files),
+        ]
+    for section, values in user.items():
+        for name, value in values.items():
+            content = f"{value.dtype}{list(value.shape)} {digest_of(value.tobytes())}"
+            ingredients.append((f"{section}:{name}", content))
+    return Key("weights", manifest.bundle.name, tuple(ingredients))
+
+
+def accuracy_key(
+    manifest: Manifest, model: ModelFiles, files: Digests, text: str, tokenizer: str
+) -> Key:
+    """Return the key of what the dtypes of weights and cache cost.
+
+    Args:
+        manifest: the manifest.
+        model: its model.
+        files: the files of the checkpoint.
+        text: name and digest of the evaluation text, or `none`.
+        tokenizer: digest of tokenizer.json, or `none`.
+    """
+    assert manifest.model is not None
+    ingredients = (
+        ("dtype", manifest.model.dtype),
+        ("cache_dtype", cache_dtype(manifest)),
+        ("text", text),
+        ("tokenizer", tokenizer),
+        ("matrices", model.matrices),
+        ("our code", code_digest(*ACCURACY)),
+        ("jax configuration", jax_configuration(os.environ)),
+        *_files(files),
+        *versions("jax", "jaxlib", "flax", "transformers").items(),
+    )
+    return Key("accuracy", manifest.bundle.name, ingredients)
+
+
+def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
+    """Return the key of a tokenizer check that passed.
+
+    Args:
+        manifest: the manifest.
+        tokenizer: the content of tokenizer.json.
+        config: digest of config.json, which holds the size of the vocabulary. Reading that takes
+            transformers, which a build that changes nothing does not import.
+    """
+    ingredients = (
+        ("file", digest_of(tokenizer)),
+        ("config", config),
+        ("our code", code_digest("prejit.compiler.checkpoint.tokenizer_check")),
+        *versions("tokenizers", "transformers").items(),
+    )
+    return Key("tokenizer", manifest.bundle.name, ingredients)
+
+
+def cost_key(compiled: Key) -> Key:
+    """Return the key of a program's cost on this machine, from the key of its executable."""
+    here = Fingerprint.current()
+    machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
+    return Key("cost", compiled.name, (*compiled.ingredients, machine))
+
+
+def measuring_key(what: str, *ingredients: tuple[str, str]) -> Key:
+    """Return the key of a lock: a build holds it while it measures `what`."""
+    return Key("measure", what, ingredients)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    return {package: _version(package) for package in packages}
+
+
+@cache
+def _version(package: str) -> str:
+    return metadata.version(package)
+
+
+def _files(files: Digests) -> list[tuple[str, str]]:
+    return [(f"file {name}", digest) for name, digest in files]

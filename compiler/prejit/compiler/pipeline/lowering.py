@@ -1,0 +1,283 @@
+"""Lowering: from a planned program to StableHLO in the store. This step imports JAX and the user's code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zstandard
+
+from prejit.compiler.checkpoint.tensor_files import read_parameters
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.native.calls import called
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import UserWeights, native_key
+from prejit.compiler.pipeline.model import ReadModel
+from prejit.compiler.pipeline.plan import (
+    Kernels,
+    Lowered,
+    Native,
+    Plan,
+    PlannedProgram,
+    calls_kernels,
+    choose_source,
+    find_lowered,
+    find_native,
+)
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.format.arrays import DTYPES
+from prejit.runtime.format.schema import Segment
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.function import UserFunction
+    from prejit.compiler.lowering.program import LoweredProgram
+
+_ZSTD_LEVEL = 10
+"""Compression level of portable programs."""
+
+Functions = Mapping[str, "UserFunction"]
+"""The user's functions, by the name of their section."""
+
+
+def find_functions(manifest: Manifest) -> Functions:
+    """Import the functions of the manifest's programs, and read the shapes of their parameters.
+
+    Raises:
+        ManifestError: a module or an attribute does not exist, or raises an error.
+        CheckpointError: parameters cannot be read.
+    """
+    if not manifest.programs:
+        return {}  # and jax is not imported
+    from prejit.compiler.lowering.function import find_function
+
+    modules = UserModules(None if manifest.path is None else manifest.directory)
+    found = {}
+    for program in manifest.programs:
+        parameters, nested = _parameters(manifest, program)
+        with modules.in_use():
+            found[program.name] = find_function(
+                program, manifest.where, parameters, modules, nested
+            )
+    return found
+
+
+def _parameters(
+    manifest: Manifest, program: Program
+) -> tuple[dict[str, Any] | None, Callable[[Mapping[str, Any]], Any] | None]:
+    """Return a function's parameters by flat name, and what makes its first argument of them.
+
+    Raises:
+        ManifestError: two leaves of a pytree have the same name, or one is no array.
+        CheckpointError: a file cannot be read.
+    """
+    if program.params is None:
+        return None, None
+    if isinstance(program.params, str | Path):
+        return read_parameters(manifest.resolve(str(program.params))), None
+    import jax
+    import numpy as np
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(program.params)
+    names = [".".join(map(_step, path)) or "params" for path, _ in leaves]
+    where = f"{manifest.where}: program {program.name!r}: params"
+    for name in names:
+        if names.count(name) > 1:
+            raise ManifestError(
+                f"{where}: expected different names of leaves, found {name!r} twice",
+                hint="names are joined by dots: a key must not contain one",
+            )
+    values = {}
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        value = np.asarray(leaf)
+        if str(value.dtype) not in DTYPES:
+            raise ManifestError(
+                f"{where}: {name}: expected an array of one of {', '.join(DTYPES)}, found {value.dtype}",
+                hint="give a pytree of JAX or NumPy arrays",
+            )
+        # As jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
+        values[name] = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+
+    def nested(weights: Mapping[str, Any]) -> Any:
+        return jax.tree_util.tree_unflatten(structure, [weights[name] for name in names])
+
+    return values, nested
+
+
+def _step(key: Any) -> str:
+    """Return one step of the path to a leaf of a pytree: a key, an index or the name of a field."""
+    return next(str(getattr(key, at)) for at in ("key", "idx", "name") if hasattr(key, at))
+
+
+def weights_of(functions: Functions) -> UserWeights:
+    """Return the parameters of the user's functions, by section."""
+    return {name: function.values for name, function in functions.items() if function.values}
+
+
+def lower(
+    plan: Plan,
+    program: PlannedProgram,
+    model: ReadModel,
+    functions: Functions,
+    store: Store,
+    progress: Progress,
+) -> Lowered:
+    """Return a program as portable StableHLO: what the plan found, or lowered now and kept in the store.
+
+    Several builds that need the same program lower it once.
+
+    Raises:
+        BuildError, ManifestError, CheckpointError: the program cannot be lowered.
+    """
+    if program.lowered is not None:
+        return program.lowered
+    if program.key is None:
+        with progress.phase(f"lowering {program.spec.name}"):
+            return _lower_function(plan, program, functions, store)
+    with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
+        if (found := find_lowered(program.key, store)) is not None:
+            return found  # another build has lowered it meanwhile
+        lowered = _lower_model(plan, program, model, store)
+        blobs = [lowered.portable.digest, lowered.portable.raw_digest]
+        store.put(program.key, asdict(lowered), blobs=blobs)
+        return lowered
+
+
+def source_of(
+    plan: Plan,
+    program: PlannedProgram,
+    lowered: Lowered,
+    kernels: Kernels | None,
+    model: ReadModel,
+    store: Store,
+) -> Source:
+    """Return what a program is compiled from for a target: with kernels, if it has a use for them.
+
+    Args:
+        plan: the plan of the build.
+        program: the program.
+        lowered: its portable form.
+        kernels: the target's kernels; None: it has none.
+        model: reads the model.
+        store: keeps the programs with kernels.
+    """
+    if not calls_kernels(plan.manifest, program.spec):
+        kernels = None
+    return choose_source(lowered, kernels, partial(lower_native, plan, program, model, store))
+
+
+def products_of(plan: Plan, model: ReadModel, store: Store) -> tuple[Product, ...]:
+    """Return all products of the programs that may call kernels, sorted."""
+    programs = (each for each in plan.programs if calls_kernels(plan.manifest, each.spec))
+    return tuple(
+        sorted(
+            {
+                product
+                for program in programs
+                for product, _ in lower_native(plan, program, model, store, {}).products
+            }
+        )
+    )
+
+
+def lower_native(
+    plan: Plan,
+    program: PlannedProgram,
+    model: ReadModel,
+    store: Store,
+    forms: Mapping[Product, str],
+) -> Native:
+    """Return a model's program with calls of kernels: from the store, or lowered now.
+
+    Args:
+        plan: the plan of the build.
+        program: a program of the model.
+        model: reads the model.
+        store: keeps the program.
+        forms: the forms of products that are computed without a kernel.
+    """
+    assert program.key is not None
+    key = native_key(program.key, forms)
+    if (known := find_native(key, store)) is not None:
+        return known
+    from prejit.compiler.lowering.decoder import lower_decoder
+    from prejit.compiler.lowering.encoder import lower_encoder
+    from prejit.compiler.models.layers.forms import Forms
+
+    read, chosen = model(), Forms(forms)
+    if plan.manifest.encode is not None:
+        made = lower_encoder(read.module, program.spec, chosen)
+    else:
+        made = lower_decoder(read.module, read.shape, program.spec, None, chosen)
+    digest = store.put_blob(made.portable)
+    native = Native(digest, tuple((each, chosen.form(each)) for each in sorted(chosen.met)))
+    store.put(key, asdict(native), blobs=[digest])
+    return native
+
+
+def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Store) -> Lowered:
+    read = model()
+    if plan.manifest.encode is None:
+        from prejit.compiler.lowering.decoder import lower_decoder
+
+        made = lower_decoder(read.module, read.shape, program.spec, plan.manifest.mesh)
+        return replace(_put(made, store), decoder=asdict(read.shape))
+    from prejit.compiler.lowering.encoder import lower_encoder
+
+    made = lower_encoder(read.module, program.spec)
+    return replace(
+        _put(made, store),
+        encoder=asdict(read.shape),
+        weight_sets=dict(made.weight_sets),
+        estimated_microseconds=made.estimated_microseconds,
+    )
+
+
+def _lower_function(
+    plan: Plan, program: PlannedProgram, functions: Functions, store: Store
+) -> Lowered:
+    from prejit.compiler.lowering.function import lower_function
+
+    manifest, spec = plan.manifest, program.spec
+    section = _section(manifest.programs, spec.section)
+    platforms = [target.platform for target in plan.targets]
+    user = functions[section.name]
+    return _put(lower_function(user, section, spec, manifest.where, platforms), store)
+
+
+def _section(programs: Sequence[Program], name: str) -> Program:
+    return next(program for program in programs if program.name == name)
+
+
+def _put(program: LoweredProgram, store: Store) -> Lowered:
+    """Put a program's StableHLO into the store: compressed for the bundle, and as it is for workers."""
+    raw = program.portable
+    if called(raw):
+        raise BuildError(
+            "expected a portable program that calls no kernels, found one that does",
+            hint="no other machine could run it: report it to prejit's authors",
+        )
+    frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(raw)
+    digest, raw_digest = store.put_blob(frame), store.put_blob(raw)
+    return Lowered(
+        Segment(0, len(frame), digest, len(raw), raw_digest),
+        program.platforms,
+        _stablehlo_version(raw),
+        program.weights,
+        tuple(map(str, program.arguments)),
+        tuple(map(str, program.results)),
+        weight_shardings={name: ",".join(axes) for name, axes in program.weight_shardings.items()},
+    )
+
+
+def _stablehlo_version(portable: bytes) -> str:
+    """Return the version in the header of a portable artifact (stablehlo/api/PortableApi.h)."""
+    found: Any = re.search(rb"StableHLO_v(\d+\.\d+\.\d+)", portable[:256])
+    return found[1].decode() if found else "0.0.0"

@@ -1,0 +1,149 @@
+"""The files of a model that a bundle carries as they are: tokenizer, generation config, chat, licence.
+
+Each is checked here, before anything compiles: a file with a mistake would fail where the bundle runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prejit.compiler.base.json_file import read_object
+from prejit.compiler.checkpoint import tokenizer_check
+from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.pipeline import packaging
+from prejit.compiler.pipeline.keys import tokenizer_key
+from prejit.compiler.pipeline.model import ReadModel, file_digest
+from prejit.compiler.pipeline.packaging import Layer
+from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import CheckpointError, StoreError
+from prejit.runtime.format import limits
+from prejit.runtime.format.names import (
+    CHAT_MEDIA_TYPE,
+    GENERATION_MEDIA_TYPE,
+    LICENSE_MEDIA_TYPE,
+    TOKENIZER_MEDIA_TYPE,
+)
+from prejit.runtime.generation import defaults
+
+
+def read_layers(
+    plan: Plan, model: ReadModel, store: Store, progress: Progress
+) -> tuple[Layer, ...]:
+    """Return the layers of a model's files and of the licence, each checked.
+
+    Args:
+        plan: the plan of the build.
+        model: reads the model.
+        store: knows which tokenizers passed the check before.
+        progress: shows that a tokenizer is checked.
+
+    Raises:
+        CheckpointError: a file would fail where the bundle runs.
+        StoreError: a file cannot be read.
+    """
+    return tuple((*_model_layers(plan, model, store, progress), *_license(plan)))
+
+
+def _model_layers(
+    plan: Plan, model: ReadModel, store: Store, progress: Progress
+) -> Iterator[Layer]:
+    if plan.model is None:
+        return
+    directory, decodes = plan.model.transformer, plan.model.layout is None
+    if decodes:
+        special_ids(directory, limits.MAX_SIZE)
+    tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
+    if tokenizer.is_file():
+        content = _read(tokenizer)
+        _check_tokenizer(plan, tokenizer, content, model, store, progress)
+        yield packaging.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+    if generation.is_file():
+        content = _read(generation)
+        if decodes:
+            check_generation(generation, content)
+        yield packaging.layer(GENERATION_MEDIA_TYPE, content, generation.name)
+    chat = read_chat(directory)
+    if chat is not None and tokenizer.is_file():
+        yield packaging.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
+
+
+def _license(plan: Plan) -> Iterator[Layer]:
+    if plan.manifest.bundle.license is None:
+        return
+    path = plan.manifest.resolve(plan.manifest.bundle.license)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read the licence: {error.strerror}") from error
+    yield packaging.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from error
+
+
+def special_ids(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
+    """Return the token ids that end a text, and the one that begins it.
+
+    Ids outside the vocabulary are left out: no token has them.
+
+    Raises:
+        CheckpointError: a file cannot be read, or an id is no integer.
+    """
+    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    # generation_config.json goes before config.json, as in transformers.
+    files = {
+        directory / "config.json": read_object(directory / "config.json"),
+        directory / "generation_config.json": read_object(
+            directory / "generation_config.json", required=False
+        ),
+    }
+    for file, values in files.items():
+        for name in found.keys() & values.keys():
+            value = values[name]
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+                raise CheckpointError(
+                    f"{file}: {name}: expected a token id or a list of them, found {value!r:.80}",
+                    hint="correct the file, or take the one that was published with the weights",
+                )
+            found[name] = sorted({each for each in ids if 0 <= each < vocab_size})
+    return tuple(found["eos_token_id"]), next(iter(found["bos_token_id"]), None)
+
+
+def check_generation(path: Path, content: bytes) -> None:
+    """Check generation_config.json as the server will read it.
+
+    Raises:
+        CheckpointError: the file is too large, or has a value that the server refuses.
+    """
+    if len(content) > limits.MAX_GENERATION_BYTES:
+        raise CheckpointError(
+            f"{path}: expected at most {limits.MAX_GENERATION_BYTES} bytes, found {len(content)}"
+        )
+    try:
+        defaults.parse(content)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: {error}", hint="correct the value, or remove the key to use prejit's default"
+        ) from error
+
+
+def _check_tokenizer(
+    plan: Plan, path: Path, content: bytes, model: ReadModel, store: Store, progress: Progress
+) -> None:
+    """Check a tokenizer, unless it passed before."""
+    key = tokenizer_key(plan.manifest, content, file_digest(path.with_name("config.json")))
+    if store.get(key) is not None:
+        return
+    vocab_size = model().shape.vocab_size
+    with progress.phase("checking tokenizer.json"):
+        tokenizer_check.check_tokenizer(path, content, vocab_size)
+    store.put(key, {"passed": True})

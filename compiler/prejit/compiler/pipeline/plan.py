@@ -1,0 +1,412 @@
+"""The plan of a build: programs x targets, and what the store already holds of them.
+
+Planning reads and hashes files. It traces no function, compiles nothing, imports neither JAX nor the user's
+modules, and uses no network.
+
+Two steps make an executable, and the store keeps the result of each under a key of its own:
+
+    lower    a model or function, at a bucket    -> portable program   once for all targets
+             again, with calls of kernels        -> native program     once for all CPUs with kernels
+    compile  one of the two, for a target        -> executable         in a worker process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.checkpoint.source import find_source
+from prejit.compiler.compile.executor import find_compiled
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.specs import ProgramSpec, program_specs
+from prejit.compiler.native.form_table import (
+    Choice,
+    FormTable,
+    KnownForms,
+    conditions_of,
+    own_path,
+    read_own,
+    read_recorded,
+    read_table,
+)
+from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import compile_key, lower_key, native_key, versions
+from prejit.compiler.pipeline.model import ModelFiles, find_model, uses_kernels
+from prejit.compiler.store.interface import Store
+from prejit.compiler.store.key import Key, why
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.build_host import can_build
+from prejit.compiler.targets.installing import obstacle
+from prejit.compiler.targets.target_table import chosen
+from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format.schema import Segment
+from prejit.runtime.machine.target import Target
+
+CACHED = "cached"
+COMPILE = "compile"
+TRACED = "traced at build"
+"""The state of a user's function: only tracing it shows whether its executable is in the store."""
+
+_WITHOUT_KERNELS = ("copy", "embed", "call")
+"""The kinds of programs that call no kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A portable program in the store.
+
+    Attributes:
+        portable: its zstd frame; the offset in the bundle is not known yet.
+        platforms: the platforms that it was lowered for, in the order of its platform index.
+        stablehlo: the version of its form.
+        weights: names of the tensors that come first among the arguments, in order.
+        arguments, results: the other arguments, and the results, as `Array` prints them.
+        decoder: the fields of `schema.Decoder` that the model decides; None for other programs.
+        weight_shardings: for each weight that a mesh splits, the mesh axis of each dimension.
+        encoder: the fields of `schema.Encoder` that the model decides; None for other programs.
+        weight_sets: the sets of tensors that the program runs with in turn; empty: `weights` alone.
+        estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
+    """
+
+    portable: Segment
+    platforms: tuple[str, ...]
+    stablehlo: str
+    weights: tuple[str, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    decoder: dict[str, Any] | None = None
+    weight_shardings: dict[str, str] = field(default_factory=dict)
+    encoder: dict[str, Any] | None = None
+    weight_sets: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    estimated_microseconds: int = 0
+
+    @classmethod
+    def from_json(cls, result: Mapping[str, Any]) -> Lowered:
+        """Return the program that `dataclasses.asdict` turned into JSON."""
+        return cls(
+            Segment(**result["portable"]),
+            tuple(result["platforms"]),
+            result["stablehlo"],
+            tuple(result["weights"]),
+            tuple(result["arguments"]),
+            tuple(result["results"]),
+            result["decoder"],
+            result["weight_shardings"],
+            result.get("encoder"),
+            {name: tuple(tensors) for name, tensors in result.get("weight_sets", {}).items()},
+            result.get("estimated_microseconds", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A program with kernels in the store.
+
+    Attributes:
+        program: digest of its StableHLO. The names of kernels still lack the digest of a library.
+        products: the products that it computes, each with its form.
+    """
+
+    program: str
+    products: tuple[tuple[Product, str], ...]
+
+    @classmethod
+    def from_json(cls, result: Mapping[str, Any]) -> Native:
+        """Return the program that `dataclasses.asdict` turned into JSON."""
+        products = ((Product(**product), form) for product, form in result["products"])
+        return cls(result["program"], tuple(products))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a target, and the form that each product takes beside them.
+
+    Attributes:
+        library: the kernels.
+        choose: returns the form of a product.
+    """
+
+    library: KernelLibrary
+    choose: Callable[[Product], Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProgram:
+    """A program of the manifest, before it is lowered.
+
+    Attributes:
+        spec: the program.
+        key: the key of its lowering; None: a user's function, which every build traces, or a model that
+            was not fetched yet.
+        lowered: what the store holds under the key; None: nothing.
+    """
+
+    spec: ProgramSpec
+    key: Key | None = None
+    lowered: Lowered | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a manifest asks for.
+
+    Attributes:
+        manifest: the manifest.
+        targets: the targets to compile for.
+        programs: the programs.
+        model: the files of the model; None: the manifest has no model, or it was not fetched yet.
+        forms: the measured forms of products that are known.
+    """
+
+    manifest: Manifest
+    targets: tuple[Target, ...]
+    programs: tuple[PlannedProgram, ...]
+    model: ModelFiles | None
+    forms: KnownForms
+
+    @property
+    def specs(self) -> tuple[ProgramSpec, ...]:
+        """The programs, without what is known of them."""
+        return tuple(program.spec for program in self.programs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExecutable:
+    """A program for a target, and what a build does about it.
+
+    Attributes:
+        spec: the program.
+        target: the target.
+        state: CACHED, COMPILE or TRACED.
+        why: why it is not CACHED.
+    """
+
+    spec: ProgramSpec
+    target: Target
+    state: str
+    why: str = ""
+
+    @property
+    def cached(self) -> bool:
+        """Whether the executable is in the store."""
+        return self.state == CACHED
+
+
+def plan_build(
+    manifest: Manifest,
+    store: Store,
+    *,
+    only: tuple[str, ...] = (),
+    forms: Path | None = None,
+    directory: Path | None = None,
+) -> Plan:
+    """Return the plan of a build.
+
+    Args:
+        manifest: what to build.
+        store: the results of earlier builds.
+        only: names of targets; empty: all targets of the manifest.
+        forms: a table of measured forms, which goes before the store's and the recorded one.
+        directory: the model directory, if it was fetched for this build; None: a local one.
+
+    Raises:
+        BuildError: this machine cannot compile for a target.
+        UsageError: a name in `only` is no target of the manifest.
+        ManifestError, CheckpointError, RejectError, StoreError: a file cannot be read, or is wrong.
+    """
+    targets = chosen(manifest.targets, only, manifest.where)
+    for target in targets:
+        if reason := can_build(target):
+            raise BuildError(
+                f"{manifest.where}: target {target.name}: {reason}",
+                hint="leave the target out, or pass --skip-unbuildable",
+            )
+    if directory is None and manifest.model is not None:
+        directory = find_source(manifest.model.source, manifest.directory)
+    model = None if directory is None else find_model(manifest, targets, directory)
+    return Plan(
+        manifest,
+        targets,
+        tuple(_planned(manifest, model, spec, store) for spec in program_specs(manifest)),
+        model,
+        KnownForms(
+            FormTable() if forms is None else read_table(forms),
+            read_own(own_path(store.root)),
+            read_recorded(),
+        ),
+    )
+
+
+def _planned(
+    manifest: Manifest, model: ModelFiles | None, spec: ProgramSpec, store: Store
+) -> PlannedProgram:
+    if spec.kind == "call" or model is None:
+        return PlannedProgram(spec)
+    key = lower_key(manifest, model, spec)
+    return PlannedProgram(spec, key, find_lowered(key, store))
+
+
+def find_lowered(key: Key, store: Store) -> Lowered | None:
+    """Return a model's portable program from the store; None: it has to be lowered."""
+    result = store.get(key)
+    return None if result is None else Lowered.from_json(result)
+
+
+def find_native(key: Key, store: Store) -> Native | None:
+    """Return a model's program with kernels from the store; None: it has to be lowered."""
+    result = store.get(key)
+    return None if result is None else Native.from_json(result)
+
+
+def find_toolchain(target: Target, store: Store) -> Toolchain | None:
+    """Return what compiles for a target; None: its environment has to be made first.
+
+    Raises:
+        BuildError, RejectError, StoreError: the target's tuning does not fit it, or cannot be read.
+    """
+    spec = environments.spec_for(target, versions("jax")["jax"])
+    if spec is None:
+        found = host_toolchain(target, versions("jax", "jaxlib"))
+    elif (environment := environments.find(spec)) is not None:
+        found = toolchain_of(target, environment)
+    else:
+        return None
+    return replace(found, tuned=read_tuning(target, store))
+
+
+def why_not(target: Target) -> str | None:
+    """Return why this machine cannot compile for a target; None: it can, once packages are fetched."""
+    if reason := can_build(target):
+        return reason
+    spec = environments.spec_for(target, versions("jax")["jax"])
+    error = None if spec is None else obstacle(spec)
+    return None if error is None else f"{error} ({error.hint})"
+
+
+def kernels_of(library: KernelLibrary, toolchain: Toolchain, forms: KnownForms) -> Kernels:
+    """Return the kernels of a target with the choice of forms beside them."""
+    conditions = conditions_of(toolchain, library)
+    return Kernels(library, cache(partial(forms.choice, conditions=conditions)))
+
+
+def calls_kernels(manifest: Manifest, spec: ProgramSpec) -> bool:
+    """Return whether a program has products or norms that kernels may compute."""
+    return uses_kernels(manifest) and spec.kind not in _WITHOUT_KERNELS
+
+
+def choose_source(
+    lowered: Lowered, kernels: Kernels | None, native: Callable[[Mapping[Product, str]], Native]
+) -> Source:
+    """Return what a program is compiled from for a target: with kernels, if it has a use for them.
+
+    Args:
+        lowered: the portable program.
+        kernels: the target's kernels; None: it has none, or the program calls none.
+        native: returns the program with kernels, with other forms for the given products.
+    """
+    portable = Source(lowered.portable.raw_digest, lowered.platforms)
+    if kernels is None:
+        return portable
+    program = native({})
+    if not program.products:
+        return portable
+    choices = map(kernels.choose, (product for product, _ in program.products))
+    # The last form of a product is the kernel, if it has one.
+    differing = {c.product: c.form for c in choices if c.form != c.product.forms[-1]}
+    if differing:
+        program = native(differing)
+    return Source(program.program, ("cpu",), kernels.library)
+
+
+class _UnknownError(Exception):
+    """The store does not hold what decides an executable's key; the text says what has to be made."""
+
+
+def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ...]:
+    """Return, for each program and target, what a build would do and why.
+
+    Raises:
+        BuildError, RejectError, StoreError: a file cannot be read, or is wrong.
+    """
+    toolchains = {target.name: find_toolchain(target, store) for target in plan.targets}
+    kernels = {
+        name: _planned_kernels(plan, toolchain, store) for name, toolchain in toolchains.items()
+    }
+    found = []
+    for program in plan.programs:
+        for target in plan.targets:
+            at = target.name
+            state, reason = _state(plan, program, toolchains[at], kernels[at], store)
+            found.append(PlannedExecutable(program.spec, target, state, reason))
+    return tuple(found)
+
+
+def _state(
+    plan: Plan,
+    program: PlannedProgram,
+    toolchain: Toolchain | None,
+    kernels: Kernels | str | None,
+    store: Store,
+) -> tuple[str, str]:
+    """Return the state of an executable, and why it is not cached."""
+    manifest, spec, lowered = plan.manifest, program.spec, program.lowered
+    if spec.kind == "call":
+        section = next(each for each in manifest.programs if each.name == spec.section)
+        return TRACED, f"a build traces {section.label}, and then looks for its executable"
+    if program.key is None:
+        assert manifest.model is not None
+        return COMPILE, f"{manifest.model.source} has still to be fetched"
+    if lowered is None:
+        return COMPILE, _why(program.key, store)
+    if toolchain is None:
+        return COMPILE, "its environment has still to be made"
+    if not calls_kernels(manifest, spec):
+        kernels = None
+    if isinstance(kernels, str):
+        return COMPILE, kernels
+    try:
+        source = choose_source(lowered, kernels, partial(_known_native, program.key, store))
+    except _UnknownError as missing:
+        return COMPILE, str(missing)
+    key = compile_key(manifest, spec, toolchain, source)
+    if find_compiled(store, key) is not None:
+        return CACHED, ""
+    return COMPILE, _why(key, store)
+
+
+def _planned_kernels(plan: Plan, toolchain: Toolchain | None, store: Store) -> Kernels | str | None:
+    """Return a target's kernels; None: it has none; a text: why they are not known yet."""
+    if toolchain is None or not uses_kernels(plan.manifest):
+        return None
+    library = find_kernels(toolchain, store)
+    if library is None:
+        return "its kernels have still to be compiled"
+    if isinstance(library, NoKernels):
+        return None
+    return kernels_of(library, toolchain, plan.forms)
+
+
+def _known_native(lowered: Key, store: Store, forms: Mapping[Product, str]) -> Native:
+    key = native_key(lowered, forms)
+    if (found := find_native(key, store)) is None:
+        raise _UnknownError(_why(key, store))
+    return found
+
+
+def _why(key: Key, store: Store) -> str:
+    return why(store.last_key(key.kind, key.name), key)
+
+
+def reasons(executables: Sequence[PlannedExecutable]) -> dict[str, int]:
+    """Return why executables are not cached, each reason with the number of executables."""
+    counts: dict[str, int] = {}
+    for each in executables:
+        if not each.cached:
+            counts[each.why] = counts.get(each.why, 0) + 1
+    return counts

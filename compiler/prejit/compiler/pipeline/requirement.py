@@ -1,0 +1,64 @@
+"""What the executables of a target need of a machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from prejit.compiler.compile.jobs import Compiled
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.errors import BuildError
+from prejit.runtime.machine.environment import effective_environment, effective_xla_flags
+from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.target import CUDA
+
+
+def requirement_of(
+    manifest: Manifest,
+    toolchain: Toolchain,
+    programs: Mapping[str, Compiled],
+    library: KernelLibrary | None,
+) -> Requirement:
+    """Return what a target's executables need, from what the compiler found in them.
+
+    Args:
+        manifest: the manifest, for errors.
+        toolchain: the target's toolchain.
+        programs: the executables, by program.
+        library: the kernels that they call; None: they call none.
+
+    Raises:
+        BuildError: a program needs more memory than a device of the target has.
+        StoreError: XLA_FLAGS names a file that cannot be read.
+    """
+    target = toolchain.target
+    accelerated = target.platform != "cpu"
+    needs = {name: program.memory.need_bytes for name, program in programs.items()}
+    if accelerated and target.memory_bytes is not None:
+        too_large = [name for name, need in needs.items() if need > target.memory_bytes]
+        if too_large:
+            listed = "".join(
+                f"\n  {name}: needs {needs[name] / 1e9:.2f} GB: {programs[name].memory.described()}"
+                for name in too_large
+            )
+            raise BuildError(
+                f"{manifest.where}: target {target.name}: a device has "
+                f"{target.memory_bytes / 1e9:.2f} GB, and {len(too_large)} of {len(programs)} "
+                f"programs need more{listed}",
+                hint="make [generate] batch or context smaller, split the model over a [mesh], "
+                "or build for a larger device",
+            )
+    features = set[str]().union(*(program.cpu_features for program in programs.values()))
+    needed = target.requirement(
+        toolchain.jaxlib,
+        plugin=toolchain.plugin,
+        cuda=CUDA if target.platform == "cuda" else None,
+        cpu_features=tuple(sorted(features | set(library.cpu_features if library else ()))),
+        device_memory_bytes=max(needs.values()) if accelerated else None,
+        xla_flags=effective_xla_flags(toolchain.xla_flags(os.environ)),
+        environment=effective_environment(target.platform, os.environ),
+    )
+    return replace(needed, glibc=None if library is None else library.needed_glibc)

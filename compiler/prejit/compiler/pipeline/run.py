@@ -1,0 +1,286 @@
+"""A build, from the manifest to the bundle on disk. Each stage takes values and returns values.
+
+    fetch         find or download the model directory           checkpoint.source
+    plan          programs x targets, and what the store has     plan
+    check         model, files, functions: mistakes come first   model, model_layers, lowering
+    environments  make the environments of pinned versions       targets.installing
+    kernels       compile the C++ kernels of each CPU level      native.library
+    forms         measure how products are computed fastest      measuring
+    lower         trace programs to StableHLO                    lowering
+    compile       StableHLO to executables, in workers           executables
+    weights       round or quantize, and pack                    weights
+    accuracy      measure what the dtypes cost                   weights
+    costs         measure an encoder's programs                  costs
+    pack          tables, blobs and index                        contents
+    write         the OCI image layout                           here
+
+Workers compile a program while the next one is lowered and while weights are packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from prejit.compiler.checkpoint.source import resolve_source
+from prejit.compiler.compile.executor import Executor
+from prejit.compiler.compile.worker_process import JOB_SECONDS
+from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.native.form_table import KnownForms
+from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.contents import PackedBundle, pack_bundle
+from prejit.compiler.pipeline.costs import measure_costs
+from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.lowering import (
+    find_functions,
+    lower,
+    products_of,
+    source_of,
+    weights_of,
+)
+from prejit.compiler.pipeline.measuring import measure_missing, runs_here
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    ReadModel,
+    check_model,
+    read_model,
+    uses_kernels,
+)
+from prejit.compiler.pipeline.model_layers import read_layers
+from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
+from prejit.compiler.pipeline.weights import (
+    Published,
+    find_published,
+    measure_accuracy,
+    pack_weights,
+)
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.compiler.targets.environments import spec_for
+from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.toolchain import Toolchain
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format import limits
+from prejit.runtime.format.blobs import check_blobs
+from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.opening import match, open_index, read_manifest
+from prejit.runtime.format.schema import Accuracy
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.target import Target
+from prejit.runtime.store.receipts import Receipts
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build did.
+
+    Attributes:
+        path: directory of the bundle.
+        digest: digest of the bundle.
+        compiled: number of programs x targets that were compiled now.
+        cached: number of those that were in the store.
+        written: whether the directory was changed.
+        accuracy: what the dtypes of weights and cache cost; None: all are float32.
+    """
+
+    path: Path
+    digest: str
+    compiled: int
+    cached: int
+    written: bool
+    accuracy: Accuracy | None = None
+
+
+def build(
+    manifest: Manifest,
+    output: Path,
+    *,
+    store: Store,
+    executor: Executor,
+    progress: Progress,
+    only: tuple[str, ...] = (),
+    forms: Path | None = None,
+    measure: bool | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+) -> Built:
+    """Build the bundle of a manifest into `output/NAME`.
+
+    Args:
+        manifest: what to build.
+        output: directory of bundles.
+        store: keeps results.
+        executor: compiles programs and forms of products. The build closes it once all is compiled.
+        progress: shows every step.
+        only: names of targets; empty: all targets of the manifest.
+        forms: a table of measured forms, which goes before all others.
+        measure: which products are measured. True: those that this machine has not measured itself; False:
+            none; None: large ones that no table has.
+        timeout_seconds: time limit of measuring one product, or an encoder's programs for a target.
+
+    Raises:
+        BuildError: a program does not compile, or its worker died or took too long. What was finished stays
+            in the store.
+        ManifestError, CheckpointError, StoreError, NetworkError: something that the build starts from is
+            wrong, or cannot be read.
+    """
+    directory = _fetch(manifest)
+    plan = plan_build(manifest, store, only=only, forms=forms, directory=directory)
+    model: ReadModel = cache(partial(_read_model, plan))
+    layers = read_layers(plan, model, store, progress)
+    functions = find_functions(manifest)
+    published = find_published(plan)
+    _check(plan, model, published)
+    toolchains = [_make_toolchain(target, store, progress) for target in plan.targets]
+    libraries = _build_kernels(plan, toolchains, store, progress)
+    with executor:
+        known = plan.forms
+        if measure is not False:
+            fresh = bool(measure)
+            known = _measure_forms(
+                plan,
+                toolchains,
+                libraries,
+                model,
+                store,
+                executor,
+                progress,
+                fresh,
+                timeout_seconds,
+            )
+        tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
+        before, submitted = executor.compiled, []
+        for program in plan.programs:
+            lowered = lower(plan, program, model, functions, store, progress)
+            for each in tools:
+                source = source_of(plan, program, lowered, each.kernels, model, store)
+                submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
+        user = weights_of(functions)
+        weights = pack_weights(plan, published, user, model, store, progress)
+        targets = compiled_targets(submitted, tools)
+        compiled = executor.compiled - before
+    accuracy = measure_accuracy(plan, published, weights, model, store, progress)
+    costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
+    products = products_of(plan, model, store) if any(each.kernels for each in tools) else ()
+    layers = layers if weights is None else (*layers, weights)
+    bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
+    path, written = write(bundle, output, progress)
+    digest = digest_of(bundle.index)
+    return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
+
+
+def _fetch(manifest: Manifest) -> Path | None:
+    if manifest.model is None:
+        return None
+    return resolve_source(manifest.model.source, manifest.directory)
+
+
+def _read_model(plan: Plan) -> ModelSource:
+    assert plan.model is not None
+    return read_model(plan.manifest, plan.model)
+
+
+def _check(plan: Plan, model: ReadModel, published: Published | None) -> None:
+    """Check the model against the programs that have to be lowered; others were checked before."""
+    new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
+    if new and published is not None:
+        check_model(plan.manifest, model(), published.checkpoint, new)
+
+
+def _make_toolchain(target: Target, store: Store, progress: Progress) -> Toolchain:
+    """Return what compiles for a target; its environment is made first if it is not there."""
+    if (found := find_toolchain(target, store)) is None:
+        spec = spec_for(target, versions("jax")["jax"])
+        assert spec is not None
+        make_environment(spec, progress)
+        found = find_toolchain(target, store)
+        assert found is not None
+    return found
+
+
+def _build_kernels(
+    plan: Plan, toolchains: list[Toolchain], store: Store, progress: Progress
+) -> dict[str, KernelLibrary]:
+    """Return the kernels of each target that has some, compiled now if the store has none."""
+    if not uses_kernels(plan.manifest):
+        return {}
+    found = {each.target.name: build_kernels(each, store, progress) for each in toolchains}
+    missing = [each for each in found.values() if isinstance(each, NoKernels)]
+    for reason in dict.fromkeys(each.reason for each in missing if each.worth_telling):
+        progress.note(reason)
+    return {name: each for name, each in found.items() if isinstance(each, KernelLibrary)}
+
+
+def _measure_forms(
+    plan: Plan,
+    toolchains: list[Toolchain],
+    libraries: dict[str, KernelLibrary],
+    model: ReadModel,
+    store: Store,
+    executor: Executor,
+    progress: Progress,
+    fresh: bool,
+    timeout_seconds: float,
+) -> KnownForms:
+    """Return the tables of measured forms, with what was missing measured for targets that run here."""
+    known = plan.forms
+    for toolchain in toolchains:
+        library = libraries.get(toolchain.target.name)
+        if library is None or not runs_here(toolchain, library):
+            continue
+        with progress.phase("looking for products"):
+            products = products_of(plan, model, store)
+        known = measure_missing(
+            known,
+            products,
+            toolchain,
+            library,
+            store,
+            executor,
+            progress,
+            fresh=fresh,
+            timeout_seconds=timeout_seconds,
+        )
+    return known
+
+
+def _tools(
+    toolchain: Toolchain, libraries: dict[str, KernelLibrary], known: KnownForms
+) -> TargetTools:
+    library = libraries.get(toolchain.target.name)
+    kernels = None if library is None else kernels_of(library, toolchain, known)
+    return TargetTools(toolchain, kernels)
+
+
+def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path, bool]:
+    """Write a bundle into `output/NAME`, unless it is there already.
+
+    Returns:
+        The directory, and whether it was changed.
+
+    Raises:
+        StoreError: the directory cannot be written.
+    """
+    path = output / bundle.name
+    if is_current(path, bundle.index):
+        return path, False
+    with progress.phase(f"writing {path}"):
+        write_layout(path, bundle.index, bundle.blobs, digest_of=Receipts(path).digest_of)
+    return path, True
+
+
+def is_current(path: Path, index: bytes) -> bool:
+    """Return whether a directory holds exactly this bundle, undamaged."""
+    try:
+        with Layout(path) as layout:
+            if layout.read("index.json", limits.MAX_INDEX_BYTES) != index:
+                return False
+            targets = match(layout, open_index(layout)[0], Fingerprint.current())
+            check_blobs(
+                layout, [read_manifest(layout, target) for target in targets], Receipts(path)
+            )
+    except (RejectError, StoreError):
+        return False
+    return True

@@ -1,0 +1,409 @@
+"""Private parts of jax and jaxlib, behind functions. No other module of prejit touches them.
+
+jaxlib's client (PJRT) loads and runs executables without jax's Python, whose import takes as long as
+everything else in a start. Where jax's Python is needed (a mesh, an accelerator, values that DLPack does
+not describe), it is imported inside the function that needs it. tests/unit/runtime/device run on every
+version of jax that prejit supports.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.device.start import set_log_level
+from prejit.runtime.errors import KernelError
+
+_Array = Any
+"""A `jaxlib._jax.ArrayImpl`; `transfer.DeviceArray` says more about it."""
+
+Avals = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shape and dtype of several arrays."""
+
+importing = threading.RLock()
+"""Held while modules of jax or of jaxlib's MLIR are imported. Two threads that import
+`jaxlib.mlir._mlir_libs` and its `_mlir`, which import each other, deadlock: Python notices and one import
+fails. One thread may compile a program while another puts the first array."""
+
+
+# Imports
+
+
+@functools.cache
+def import_jaxlib() -> tuple[Any, Any]:
+    """Return jaxlib's client module and its C++ core; neither imports jax. Starts no thread."""
+    set_log_level()
+    from jaxlib import _jax, xla_client
+
+    return xla_client, _jax
+
+
+def import_jax() -> None:
+    """Import jax. Its modules import each other in circles, so `jax/__init__` must come first."""
+    with importing:
+        import jax  # noqa: F401
+
+
+def uninterrupted(work: Callable[[], None]) -> None:
+    """Run a function in a thread if this is the main thread, so that ctrl-C does not stop it half-way.
+
+    A native module whose import was interrupted cannot be imported again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="prejit-first-array")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+# Clients and devices
+
+
+def new_cpu_client(device_count: int) -> Any:
+    """Return a new CPU client.
+
+    Without the count, XLA takes that of --xla_force_host_platform_device_count.
+    """
+    return import_jaxlib()[0].make_cpu_client(num_devices=device_count)
+
+
+def device_list(devices: Sequence[Any]) -> Any:
+    """Return devices as jaxlib's compilers and loaders take them."""
+    return import_jaxlib()[1].DeviceList(tuple(devices))
+
+
+def in_cluster() -> bool:
+    """Return whether the host program called `jax.distributed.initialize`."""
+    module = sys.modules.get("jax._src.distributed")
+    state = getattr(module, "global_state", None)  # None: another thread is importing it just now
+    return state is not None and state.client is not None
+
+
+def topology_of(devices: Sequence[Any]) -> bytes:
+    """Return XLA's serialized description of devices: a PjRtTopologyDescriptionProto."""
+    return bytes(import_jaxlib()[1].get_topology_for_devices(devices).serialize())
+
+
+def compiles_for_topology() -> bool:
+    """Return whether this jaxlib compiles for a serialized topology (0.11 and later)."""
+    return hasattr(import_jaxlib()[1].DeviceTopology, "deserialize")
+
+
+# Arrays on one CPU device, without jax's Python
+
+
+@dataclass(frozen=True, slots=True)
+class _Aval:
+    """The attributes of an abstract value that jaxlib reads, in place of `jax._src.core.ShapedArray`."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    weak_type: bool = False
+
+
+@functools.cache
+def _cpu_sharding() -> type[Any]:
+    """Return a class of shardings on one device that needs no jax, unlike jaxlib's own before 0.12."""
+    xla_client, _jax = import_jaxlib()
+
+    class CpuSharding(_jax.SingleDeviceSharding):  # type: ignore[misc, name-defined]
+        memory_kind = None
+
+        def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
+            return xla_client.HloSharding.replicate()
+
+    return CpuSharding
+
+
+def cpu_sharding(device: Any) -> Any:
+    """Return the sharding of arrays on one CPU device."""
+    return _cpu_sharding()(device)
+
+
+def is_on_cpu(array: _Array) -> bool:
+    """Return whether `put_on_cpu` or a program with `cpu_handlers` made an array."""
+    return isinstance(array._sharding, _cpu_sharding())
+
+
+def put_on_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Array:
+    """Return an array on a CPU device; a C-contiguous one aligned to 64 bytes is not copied."""
+    return import_jaxlib()[1].batched_device_put(
+        _Aval(array.shape, array.dtype), sharding, [array], [device], enable_x64=True
+    )
+
+
+def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Array:
+    """Return a copy of an array on a CPU device, in memory of the device's own."""
+    _, _jax = import_jaxlib()
+    return _jax.batched_device_put(
+        _Aval(array.shape, array.dtype),
+        sharding,
+        [array],
+        [device],
+        force_copy=True,
+        host_buffer_semantics=_jax.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL,
+        enable_x64=True,
+    )
+
+
+def cpu_assembler(avals: Avals, sharding: Any) -> Callable[[Any], list[_Array]]:
+    """Return a function that makes arrays of what `execute_sharded` gives on one CPU device."""
+    handlers = [_result_handler(_Aval(shape, dtype), sharding) for shape, dtype in avals]
+
+    def assemble(ran: Any) -> list[_Array]:
+        arrays: list[_Array] = ran.consume_with_handlers(handlers)
+        return arrays
+
+    return assemble
+
+
+def _result_handler(aval: _Aval, sharding: Any) -> Any:
+    _, _jax = import_jaxlib()
+    try:
+        return _jax.array_result_handler(aval, sharding, True, _skip_checks=True)
+    except TypeError:  # jaxlib 0.12 has no such argument, because it has no checks to skip
+        return _jax.array_result_handler(aval, sharding, True)
+
+
+# Arrays on other devices and on meshes, with jax's Python
+
+
+def single_sharding(device: Any) -> Any:
+    """Return jax's sharding of arrays on one device."""
+    with importing:
+        import jax  # noqa: F401
+        from jax._src import sharding_impls
+
+        return sharding_impls.SingleDeviceSharding(device)
+
+
+def mesh_sharding(
+    grid: np.ndarray[Any, Any], axis_names: Sequence[str], split: Sequence[str]
+) -> Any:
+    """Return jax's sharding of arrays over a mesh.
+
+    Args:
+        grid: the devices, in rows and columns.
+        axis_names: the names of the grid's axes.
+        split: for each dimension of an array, the axis that splits it, or `""`.
+    """
+    with importing:
+        import jax  # noqa: F401
+        from jax._src import mesh, partition_spec, sharding_impls
+
+        spec = partition_spec.PartitionSpec(*(axis or None for axis in split))
+        return sharding_impls.NamedSharding(mesh.Mesh(grid, axis_names), spec)
+
+
+def put_with_jax(
+    shape: tuple[int, ...], dtype: Any, sharding: Any, shards: list[Any], devices: list[Any]
+) -> _Array:
+    """Return an array made of its shards, one for each device of this process."""
+    _, _jax = import_jaxlib()
+    enable_x64, shaped_array = _jax_types()
+    with enable_x64(True):  # or 64-bit values become 32-bit ones
+        return _jax.batched_device_put(shaped_array(shape, dtype), sharding, shards, devices)
+
+
+def mesh_assembler(avals: Avals, shardings: Sequence[Any]) -> Callable[[Any], list[_Array]]:
+    """Return a function that makes arrays over a mesh of what `execute_sharded` gives."""
+    _, _jax = import_jaxlib()
+    _, shaped_array = _jax_types()
+    outputs = [
+        (shaped_array(*aval), sharding) for aval, sharding in zip(avals, shardings, strict=True)
+    ]
+
+    def assemble(ran: Any) -> list[_Array]:
+        shards = ran.disassemble_into_single_device_arrays()
+        return [
+            _jax.ArrayImpl(aval, sharding, arrays, committed=True, _skip_checks=True)
+            for (aval, sharding), arrays in zip(outputs, shards, strict=True)
+        ]
+
+    return assemble
+
+
+@functools.cache
+def _jax_types() -> tuple[Any, Any]:
+    with importing:
+        import jax  # noqa: F401
+        from jax._src import config, core
+
+        return config.enable_x64, core.ShapedArray
+
+
+# Reading arrays
+
+
+def imported_array_class() -> type[Any] | None:
+    """Return the class of jax's arrays; None: this process has not imported jaxlib yet."""
+    core = sys.modules.get("jaxlib._jax")
+    return None if core is None else core.ArrayImpl
+
+
+def is_whole(array: _Array) -> bool:
+    """Return whether every device of an array holds all of it."""
+    return bool(array._sharding.is_fully_replicated)
+
+
+def device_count(array: _Array) -> int:
+    """Return the number of devices that hold an array, those of other processes included."""
+    return len(array._sharding.device_set)
+
+
+def local_shards(array: _Array) -> list[_Array]:
+    """Return the parts of an array on this process's devices; none for an array on one device."""
+    return array._arrays or []
+
+
+def read(array: _Array) -> np.ndarray[Any, Any]:
+    """Return the values of an array on one device, once they are there; on a CPU without a copy."""
+    value: np.ndarray[Any, Any] = array._single_device_array_to_np_array_did_copy()[0]
+    return value
+
+
+def dlpack_capsule(array: _Array) -> Any:
+    """Return a DLPack capsule of an array on one device."""
+    return import_jaxlib()[1].buffer_to_dlpack_managed_tensor(array)
+
+
+# Programs
+
+
+def compile_options(devices: Sequence[Any]) -> Any:
+    """Return options for one program over devices, split as its shardings say (SPMD, by Shardy)."""
+    xla_client, _ = import_jaxlib()
+    options = xla_client.CompileOptions()
+    if len(devices) > 1:
+        options.num_partitions = len(devices)
+        build = options.executable_build_options
+        build.num_partitions = len(devices)
+        build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = True
+    if len(devices) > 1 or devices[0].id:
+        ids = np.array([[device.id for device in devices]], np.int32)
+        assignment = xla_client.DeviceAssignment.create(ids)
+        options.device_assignment = assignment
+        options.executable_build_options.device_assignment = assignment
+    return options
+
+
+@functools.cache
+def import_mlir() -> Any:
+    """Return jaxlib's module `ir` of the MLIR bindings."""
+    with importing:
+        # jax imports `_mlir_libs` first too, and a host program may import jax in another thread.
+        import jaxlib.mlir._mlir_libs  # noqa: F401
+        from jaxlib.mlir import ir
+
+    return ir
+
+
+def parse_stablehlo(portable: bytes) -> Any:
+    """Return the MLIR module of a versioned portable artifact. A context of `import_mlir` must be entered."""
+    return import_jaxlib()[1].mlir.deserialize_portable_artifact(portable)
+
+
+def deserialize_topology(serialized: bytes) -> Any:
+    """Return the topology that `topology_of` serialized (jaxlib 0.11 and later)."""
+    return import_jaxlib()[1].DeviceTopology.deserialize(serialized)
+
+
+_UNWANTED = (
+    *("print_metadata", "print_backend_config", "print_large_constants", "print_operand_names"),
+    *("print_operand_shape", "print_result_shape", "print_program_shape", "print_extra_attributes"),
+    *("print_control_dependencies", "print_percent", "include_layout_in_shapes", "print_ids"),
+)
+"""Options of HloPrintOptions that are turned off. The fewer are on, the sooner the text is written."""
+
+
+def hlo_head(loaded: Any) -> str | None:
+    """Return the first line of a loaded executable's HLO text; None: its plugin does not have the text."""
+    import_jaxlib()
+    from jaxlib import _hlo
+
+    options = _hlo.HloPrintOptions.short_parsable()
+    for name in _UNWANTED:
+        if hasattr(options, name):
+            setattr(options, name, False)
+    try:
+        module, *others = loaded.hlo_modules()
+        head: str = module.to_string(options).partition("\n")[0]
+    except Exception:  # a plugin need not implement it
+        return None
+    return None if others else head
+
+
+# Custom calls
+
+_registered: set[str] = set()
+_registering = threading.Lock()
+
+
+def register_handlers(handlers: Mapping[str, Any]) -> None:
+    """Register handlers of custom calls on CPUs, by name; names that this process has registered are left.
+
+    XLA looks a handler up when it compiles or loads a program that calls it.
+
+    Raises:
+        KernelError: this jaxlib does not take a handler.
+    """
+    xla_client, _jax = import_jaxlib()
+    # Making a client does this too. Without it jaxlib delays registrations, and their errors.
+    xla_client.register_custom_call_handler("cpu", _jax.register_custom_call_target)
+    with _registering:
+        for name, handler in handlers.items():
+            if name in _registered:
+                continue
+            try:
+                xla_client.register_custom_call_target(name, handler, "cpu", api_version=1)
+            except Exception as error:
+                raise KernelError(f"XLA does not take the kernel {name}: {error}") from error
+            _registered.add(name)
+
+
+def any_handler() -> Any:
+    """Return the handler of some custom call, for names that must exist while XLA compiles."""
+    import_jaxlib()
+    from jaxlib.cpu import _sparse  # the only one that loads no other library
+
+    return next(iter(_sparse.registrations().values()))
+
+
+def register_library_calls(program: bytes) -> None:
+    """Register the handlers of jaxlib's own CPU libraries that a program calls.
+
+    `import jax` registers all of them and loads SciPy's LAPACK for them, which few programs need.
+    """
+    for library, mark in (("lapack", b"lapack_"), ("cpu_sparse", b"cpu_csr_")):
+        if mark in program:
+            _register_library(library)
+
+
+@functools.cache
+def _register_library(name: str) -> None:
+    xla_client, _ = import_jaxlib()
+    library = importlib.import_module(f"jaxlib.{name}")
+    for platform, calls in library.registrations().items():
+        for call, handler, api_version in calls:
+            xla_client.register_custom_call_target(call, handler, platform, api_version=api_version)
+    if name == "lapack":
+        library._lapack.initialize()

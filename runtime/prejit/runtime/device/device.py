@@ -1,0 +1,228 @@
+"""A device, or a mesh of devices: put arrays on it, load or compile programs for it.
+
+It uses jaxlib's client (PJRT) directly, below `jax.jit`: nothing is traced, and Python dispatches nothing.
+One CPU device needs no module of jax; an accelerator or a mesh imports jax.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.base.process import is_plain_start
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.executable import Executable
+from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, shared_zeros, to_numpy
+from prejit.runtime.errors import BuildError, MismatchError, PrejitError, UsageError
+from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+
+
+@final
+class Device:
+    """What programs run on: one device of this machine or a mesh of them, and the client that runs it.
+
+    On a CPU the client is our own, so that a host program's jax is not disturbed. An accelerator has room
+    for one client only, so there it is jax's. If the process takes part in a cluster
+    (`jax.distributed.initialize`), the mesh spans the devices of all its processes.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `tpu`.
+        mesh: how programs are split over the devices; None: one device.
+        in_cluster: whether the process takes part in a cluster.
+    """
+
+    def __init__(self, platform: str = "cpu", mesh: Mesh | None = None) -> None:
+        """Start the client.
+
+        Args:
+            platform: `cpu`, `cuda`, `tpu`.
+            mesh: its size is the number of devices that are used; None: one.
+
+        Raises:
+            UsageError: the machine has fewer devices, or jax has no such platform.
+        """
+        self.platform = platform
+        self.mesh = mesh
+        self.in_cluster = _jaxlib.in_cluster()
+        count = 1 if mesh is None else mesh.size
+        if platform == "cpu" and not self.in_cluster:
+            self._client = _jaxlib.new_cpu_client(count)
+        else:
+            self._client = _client_of_jax(platform)
+        devices = self._client.local_devices() if mesh is None else self._client.devices()
+        if len(devices) < count:
+            raise UsageError(
+                f"expected {count} {platform} devices for the bundle's mesh, found {len(devices)}",
+                hint="run it on a machine that has them, or build with a smaller [mesh]",
+            )
+        self._all = devices[:count]
+        local = self._client.process_index()
+        self._local = [device for device in self._all if device.process_index == local]
+        if not self._local:
+            raise UsageError(
+                f"expected a device of this process, number {local} of the cluster, among the "
+                f"{count} of the bundle's mesh; found {len(devices)} {platform} devices in all, and "
+                "none of the first is its own",
+                hint="start as many processes as the mesh needs, or build with a larger [mesh]",
+            )
+        self._devices = _jaxlib.device_list(self._all)
+        # One CPU device works without jax's Python, whose import takes as long as all of ours.
+        without_jax = platform == "cpu" and mesh is None and not self.in_cluster
+        without_jax = without_jax and not is_plain_start()
+        self._cpu_sharding = _jaxlib.cpu_sharding(self._all[0]) if without_jax else None
+        self._shardings: dict[tuple[str, ...], Any] = {}
+        self._begun = False
+        self._lock = threading.Lock()
+
+    def put(self, array: np.ndarray[Any, Any], sharding: tuple[str, ...] = ()) -> DeviceArray:
+        """Return the array on this device, or split over the mesh.
+
+        A CPU copies nothing if the data is C-contiguous and aligned to 64 bytes. The device then reads the
+        caller's memory, which must not change while it is in use. On a mesh the same holds for each shard,
+        so an array that is split along its first dimension is not copied either; the whole array never is.
+
+        DLPack is not used: XLA's threads drop the last reference to an array when a program ends, and
+        NumPy's DLPack deleter then takes the GIL, which aborts the process while the interpreter shuts
+        down. jaxlib drops its own references without the GIL.
+
+        Args:
+            array: the whole array.
+            sharding: the mesh axis that splits each dimension, `""` for none; empty: every device has it all.
+        """
+        if self._cpu_sharding is not None:
+            return _jaxlib.put_on_cpu(array, self._cpu_sharding, self._local[0])
+        if not self._begun:
+            _jaxlib.uninterrupted(self._begin)
+        shards = [array]
+        placed = self._sharding(sharding)
+        if self.mesh is not None:
+            pieces = placed.addressable_devices_indices_map(array.shape)
+            shards = [array[pieces[device]] for device in self._local]
+        return _jaxlib.put_with_jax(array.shape, array.dtype, placed, shards, self._local)
+
+    def zeros(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: tuple[str, ...] = ()
+    ) -> DeviceArray:
+        """Return zeros in the device's own memory, where a program may write if they are donated to it.
+
+        An array that `put` did not copy lies in the caller's memory, so XLA copies it when it is donated.
+
+        Args:
+            shape: the shape of the whole array.
+            dtype: NumPy's dtype.
+            sharding: as for `put`.
+        """
+        if self._cpu_sharding is None:
+            return self.put(aligned_zeros(shape, dtype), sharding)
+        source = shared_zeros(dtype.itemsize * math.prod(shape)).view(dtype).reshape(shape)
+        return _jaxlib.copy_to_cpu(source, self._cpu_sharding, self._local[0])
+
+    def _begin(self) -> None:
+        """Import jax, and whatever jaxlib imports when it makes a first array."""
+        with self._lock, _jaxlib.importing:
+            whole = self._sharding(())
+            shards = [np.zeros(1, np.uint8)] * len(self._local)
+            to_numpy(_jaxlib.put_with_jax((1,), np.dtype(np.uint8), whole, shards, self._local))
+            self._begun = True
+
+    def _sharding(self, split: tuple[str, ...]) -> Any:
+        """Return jax's sharding for the mesh axes of an array's dimensions."""
+        if (known := self._shardings.get(split)) is None:
+            if self.mesh is None:
+                known = _jaxlib.single_sharding(self._all[0])
+            else:
+                grid = np.array(self._all).reshape(self.mesh.data, self.mesh.tensor)
+                known = _jaxlib.mesh_sharding(grid, MESH_AXES, split)
+            self._shardings[split] = known
+        return known
+
+    def load(self, serialized: bytes, path: str, results: Sequence[Array] = ()) -> Executable:
+        """Deserialize an executable. The bytes must have been verified: XLA crashes on damaged ones.
+
+        Args:
+            serialized: as `Executable.serialize` gave them.
+            path: the file that they came from, for errors.
+            results: the program's results, which a mesh needs. On one CPU device a program whose results are
+                given runs without jax's Python.
+
+        Raises:
+            MismatchError: XLA cannot load it on this machine.
+        """
+        _jaxlib.register_library_calls(serialized)
+        # Without options it runs on the device numbers of the compiler, which a cluster does not have.
+        alone = self.mesh is None and not self.in_cluster
+        options = None if alone else _jaxlib.compile_options(self._all)
+        try:
+            loaded = self._client.deserialize_executable(serialized, self._devices, options)
+        except Exception as error:
+            # The bytes match their digest, so they are not damaged.
+            raise MismatchError(
+                f"{path}: XLA cannot load this executable on this machine: {error}",
+                hint="the file is as it was built: look at the memory, the driver and the libraries of this "
+                "machine; where those are right, build the bundle again",
+            ) from error
+        return self._executable(loaded, results)
+
+    def compile(
+        self, portable: bytes, platforms: Sequence[str] = (), results: Sequence[Array] = ()
+    ) -> Executable:
+        """Compile a portable program for this device.
+
+        Args:
+            portable: StableHLO, a versioned portable artifact.
+            platforms: the platforms that it was lowered for, in order; empty: this one alone.
+            results: as for `load`.
+
+        Raises:
+            BuildError: XLA does not compile it, or it was not lowered for this platform.
+        """
+        from prejit.runtime.device.portable import stablehlo_module  # a start seldom needs it
+
+        try:
+            module = stablehlo_module(portable, platforms, self.platform)
+            options = _jaxlib.compile_options(self._all)
+            loaded = self._client.compile_and_load(module, self._devices, options)
+        except PrejitError:
+            raise
+        except Exception as error:
+            raise BuildError(f"XLA cannot compile this program: {error}") from error
+        return self._executable(loaded, results)
+
+    def describe(self) -> bytes:
+        """Return XLA's serialized description of the device, to compile for it on another machine."""
+        return _jaxlib.topology_of(self._all[:1])
+
+    def memory_bytes(self) -> int | None:
+        """Return the peak memory use of the fullest device; None: its client does not count."""
+        stats = [device.memory_stats() or {} for device in self._local]
+        return max((one.get("peak_bytes_in_use", 0) for one in stats), default=0) or None
+
+    def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
+        if self._cpu_sharding is not None and results:
+            avals = [(array.shape, dtype_of(array.dtype)) for array in results]
+            return Executable(loaded, _jaxlib.cpu_assembler(avals, self._cpu_sharding))
+        if not self._begun:
+            _jaxlib.uninterrupted(self._begin)
+        if self.mesh is None:
+            return Executable(loaded, None)
+        avals = [(array.shape, dtype_of(array.dtype)) for array in results]
+        shardings = [self._sharding(array.sharding) for array in results]
+        return Executable(loaded, _jaxlib.mesh_assembler(avals, shardings))
+
+
+def _client_of_jax(platform: str) -> Any:
+    """Return jax's own client of a platform."""
+    import jax  # the whole of it: a plugin registers its custom calls with it
+
+    try:
+        return jax.devices(platform)[0].client
+    except RuntimeError as error:
+        raise UsageError(
+            f"expected a {platform} device, found none: {error}",
+            hint="install jax for it, such as pip install 'jax[cuda13]', or set JAX_PLATFORMS=cpu",
+        ) from error

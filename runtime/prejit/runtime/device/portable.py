@@ -1,0 +1,212 @@
+"""Portable programs: StableHLO as a bundle stores it, made ready for one platform and compiled ahead.
+
+A start that finds executables for its machine does not import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format.schema import Memory
+
+
+def compile_ahead(
+    portable: bytes,
+    platforms: Sequence[str],
+    platform: str,
+    devices: Sequence[Any],
+    topology: bytes | None = None,
+) -> tuple[bytes, Memory]:
+    """Compile a portable program without running it.
+
+    Args:
+        portable: StableHLO as a versioned portable artifact.
+        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
+        platform: platform to compile for.
+        devices: devices of a client of this machine, or of a topology description.
+        topology: serialized topology to compile for in place of the devices' own.
+
+    Returns:
+        The serialized executable, and the memory it needs on each device while it runs.
+
+    Raises:
+        BuildError: it was not lowered for this platform.
+    """
+    module = stablehlo_module(portable, platforms, platform)
+    options = _jaxlib.compile_options(devices)
+    client = devices[0].client
+    if topology is not None:
+        compiled = client.compile(module, _jaxlib.deserialize_topology(topology), options)
+    elif platform == "cpu":
+        compiled = client.compile_and_load(module, _jaxlib.device_list(devices), options)
+    else:
+        compiled = client.compile(module, _jaxlib.device_list(devices), options)
+    stats = compiled.get_compiled_memory_stats()
+    memory = Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+    )
+    return bytes(compiled.serialize()), memory
+
+
+def register_stand_ins(names: Iterable[str]) -> None:
+    """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
+    _jaxlib.register_handlers(dict.fromkeys(names, _jaxlib.any_handler()))
+
+
+def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -> Any:
+    """Return the MLIR module of a versioned portable artifact, upgraded to this jaxlib's StableHLO.
+
+    The first argument of a program for several platforms is the index of the platform that it runs on
+    (jax/_src/export/_export.py, "platform index"). This function replaces the argument by a constant and
+    drops the parts for other platforms.
+
+    Args:
+        portable: StableHLO.
+        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
+        platform: the platform to run on.
+
+    Raises:
+        BuildError: it was not lowered for this platform.
+    """
+    ir = _jaxlib.import_mlir()
+    if platforms and platform not in platforms:
+        raise BuildError(
+            f"expected a program for {platform}, found one for {' and '.join(platforms)} alone",
+            hint="its function does not lower for other platforms: mend that and build again",
+        )
+    if platform == "cpu":
+        _jaxlib.register_library_calls(portable)
+    with ir.Context():
+        module = _jaxlib.parse_stablehlo(portable)
+        if len(platforms) > 1:
+            _bind_platform(module, tuple(platforms).index(platform))
+        _drop_other_platforms(module)
+        return module
+
+
+def _bind_platform(module: Any, index: int) -> None:
+    """Replace the first argument of `main`, the platform index, by a constant."""
+    ir = _jaxlib.import_mlir()
+
+    main = _functions(module)["main"]
+    block = main.regions[0].blocks[0]
+    _make_constant(block, 0, index)
+    block.erase_argument(0)
+    kind = main.attributes["function_type"].value
+    main.attributes["function_type"] = ir.TypeAttr.get(
+        ir.FunctionType.get(kind.inputs[1:], kind.results)
+    )
+    notes = list(main.attributes["arg_attrs"])[1:]
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(notes)
+
+
+def _functions(module: Any) -> dict[str, Any]:
+    """Return the functions of a module, by name."""
+    ir = _jaxlib.import_mlir()
+
+    operations = (op.operation for op in module.body.operations)
+    return {
+        ir.StringAttr(op.attributes["sym_name"]).value: op
+        for op in operations
+        if op.name == "func.func"
+    }
+
+
+def _make_constant(block: Any, place: int, index: int) -> None:
+    """Replace every use of an argument of a function's block, a scalar integer, by a constant."""
+    ir = _jaxlib.import_mlir()
+
+    argument = block.arguments[place]
+    width = ir.IntegerType(ir.RankedTensorType(argument.type).element_type).width
+    with ir.InsertionPoint.at_block_begin(block), ir.Location.unknown():
+        value = ir.DenseElementsAttr.get(np.array(index, f"int{width}"))
+        constant = ir.Operation.create(
+            "stablehlo.constant", results=[argument.type], attributes={"value": value}
+        )
+    argument.replace_all_uses_with(constant.result)
+
+
+def _drop_other_platforms(module: Any) -> None:
+    """Replace every conditional over the platform index by its branch for this platform.
+
+    XLA drops the other branches only where it sees that the index is constant. Inside loops and other
+    conditionals it does not see that, and there it looks for the custom calls of all platforms.
+
+    jax passes the index from function to function as a marked argument
+    (jax/_src/interpreters/mlir.py, "_platform_index"). All calls of one function pass the same index.
+    """
+    functions = _functions(module)
+    bound = {"main"}
+
+    def settle(block: Any) -> None:
+        left = [op.operation for op in reversed(list(block.operations))]
+        while left:
+            op = left.pop()
+            if op.name == "stablehlo.case" and (index := _constant_of(op.operands[0])) is not None:
+                # An index out of range selects the last branch.
+                place = index if 0 <= index < len(op.regions) else len(op.regions) - 1
+                *inner, end = (each.operation for each in op.regions[place].blocks[0].operations)
+                for each in inner:
+                    each.move_before(op)
+                for result, value in zip(op.results, end.operands, strict=True):
+                    result.replace_all_uses_with(value)
+                op.erase()
+                left.extend(reversed(inner))
+            elif op.name in _CALLS:
+                called = op.attributes[_CALLS[op.name]].value
+                if called not in bound:
+                    bound.add(called)
+                    body = functions[called].regions[0].blocks[0]
+                    for place in _platform_arguments(functions[called]):
+                        if (index := _constant_of(op.operands[place])) is not None:
+                            _make_constant(body, place, index)
+                    settle(body)
+            else:
+                for region in op.regions:
+                    for inside in region.blocks:
+                        settle(inside)
+
+    settle(functions["main"].regions[0].blocks[0])
+
+
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""The operations that call a function with their own operands, and the attribute that names the function."""
+
+
+def _platform_arguments(function: Any) -> list[int]:
+    """Return the places of the arguments of a function that are the platform index."""
+    ir = _jaxlib.import_mlir()
+
+    if "arg_attrs" not in function.attributes:
+        return []
+    notes = [ir.DictAttr(note) for note in function.attributes["arg_attrs"]]
+    mark = "jax.global_constant"
+    return [
+        place
+        for place, note in enumerate(notes)
+        if mark in note and ir.StringAttr(note[mark]).value == "_platform_index"
+    ]
+
+
+def _constant_of(value: Any) -> int | None:
+    """Return the value of a scalar integer; None: it is not a constant."""
+    ir = _jaxlib.import_mlir()
+
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        return None
+    owner = owner.operation
+    if owner.name == "stablehlo.convert":
+        return _constant_of(owner.operands[0])
+    if owner.name != "stablehlo.constant":
+        return None
+    constant = owner.attributes["value"]
+    return int(constant[0]) if isinstance(constant, ir.DenseIntElementsAttr) else None

@@ -1,0 +1,363 @@
+"""What a plan looks at, and what is in the keys that it compares: all that decides a result, and no more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.decoders import LARGEST_CONTEXT, write_random
+
+from prejit.compiler.compile import jobs
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.native.library import KernelLibrary, build_kernels
+from prejit.compiler.pipeline import keys
+from prejit.compiler.pipeline.keys import compile_key
+from prejit.compiler.pipeline.lowering import lower, source_of
+from prejit.compiler.pipeline.model import ModelSource, read_model
+from prejit.compiler.pipeline.plan import (
+    CACHED,
+    COMPILE,
+    TRACED,
+    Kernels,
+    Native,
+    Plan,
+    choose_source,
+    find_toolchain,
+    kernels_of,
+    plan_build,
+    planned_executables,
+)
+from prejit.compiler.pipeline.run import build
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.key import Key
+from prejit.runtime.errors import CheckpointError, ManifestError
+
+from ..native.test_kernel_library import write_compiler  # noqa: TID252 (tests are no installed package)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random("gpt2", tmp_path_factory.mktemp("plan") / "gpt2")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its store."""
+
+    plan: Plan
+    store: DirectoryStore
+
+    @cached_property
+    def model(self) -> ModelSource:
+        assert self.plan.model is not None
+        return read_model(self.plan.manifest, self.plan.model)
+
+    def lower_all(self) -> None:
+        for program in self.plan.programs:
+            lower(self.plan, program, lambda: self.model, {}, self.store, Quiet())
+
+    def states(self) -> dict[str, str]:
+        return {each.spec.name: each.state for each in planned_executables(self.plan, self.store)}
+
+    def reasons(self) -> set[str]:
+        return {each.why for each in planned_executables(self.plan, self.store)}
+
+    def kernels(self) -> Kernels:
+        [target] = self.plan.targets
+        toolchain = find_toolchain(target, self.store)
+        assert toolchain is not None
+        library = build_kernels(toolchain, self.store)
+        assert isinstance(library, KernelLibrary)
+        return kernels_of(library, toolchain, self.plan.forms)
+
+
+def planned(
+    at: Path,
+    model: Path,
+    *targets: str,
+    context: int = 24,
+    only: tuple[str, ...] = (),
+    mesh: str = "",
+) -> Planned:
+    """The plan of a manifest in a directory, which has a build cache too."""
+    at.mkdir(exist_ok=True)
+    manifest = at / "m.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "m"\n[model]\nsource = {json.dumps(str(model))}\n{mesh}'
+        f"[generate]\nbatch = [1]\nprompt = [8]\ncontext = [{context}]\n"
+        + "".join(f"[[target]]\nname = {json.dumps(target)}\n" for target in targets)
+    )
+    store = DirectoryStore.open(at / "cache")
+    return Planned(plan_build(read_manifest(manifest), store, only=only), store)
+
+
+def build_quietly(plan: Plan, output: Path, store: DirectoryStore) -> None:
+    pool = WorkerPool(store, workers=2)
+    build(plan.manifest, output, store=store, executor=pool, progress=Quiet())
+
+
+def layout_and_keys(found: Planned) -> tuple[str, list[str]]:
+    assert found.plan.model is not None
+    digests = [each.key.digest for each in found.plan.programs if each.key is not None]
+    assert len(digests) == len(found.plan.programs)
+    return found.plan.model.matrices, digests
+
+
+def test_other_targets_and_compilers_change_neither_layout_nor_program(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
+) -> None:
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
+    targets = ("cuda-l4", "cpu-x86-64-v2", "cpu-host")
+    found = [
+        planned(tmp_path / "gpu", model, "cuda-l4"),
+        planned(tmp_path / "all", model, *targets),
+        planned(tmp_path / "only", model, *targets, only=("cuda-l4",)),
+    ]
+    monkeypatch.setenv("PATH", "/nonexistent")  # no compiler
+    found.append(planned(tmp_path / "bare", model, *targets))
+    first, *others = map(layout_and_keys, found)
+    assert others == [first] * 3
+
+
+def test_a_mesh_has_no_kernels_and_each_matrix_as_xla_wants_it(model: Path, tmp_path: Path) -> None:
+    split = planned(tmp_path / "a", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
+    assert layout_and_keys(split)[0] == "each as XLA wants it"
+    assert layout_and_keys(planned(tmp_path / "b", model, "cpu-host"))[0] == "out, in"
+
+
+def test_a_plan_compiles_no_kernels_and_traces_no_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
+) -> None:
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    compiled = write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
+    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    assert found.reasons() == {"first build of this program"}
+    assert not compiled.exists()
+
+    found.lower_all()
+    again = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    assert all(program.lowered is not None for program in again.plan.programs)
+    assert "its kernels have still to be compiled" in again.reasons()
+    assert not compiled.exists()
+
+    again.kernels()
+    assert compiled.exists()
+    compiled.unlink()
+    once_more = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    assert once_more.reasons() == {"first build of this program"}
+    assert not compiled.exists()
+    assert not list((tmp_path / "m" / "cache").rglob("actions/native/*"))
+
+
+def test_a_plan_imports_neither_jax_nor_what_reads_models(
+    model: Path, tmp_path: Path, run_python: Any
+) -> None:
+    """Nor does it run a line of the user's: a function is traced by a build alone."""
+    store = planned(tmp_path / "m", model, "cpu-host").store
+    manifest = tmp_path / "m" / "m.toml"
+    program = (
+        '[[program]]\nname = "p"\nfunction = "poison:f"\nargs = ["float32[3]"]\n'
+        'params = "poison.safetensors"\n'
+    )
+    manifest.write_text(manifest.read_text() + program)
+    (manifest.parent / "poison.py").write_text("raise SystemExit('imported')\n")
+    (manifest.parent / "poison.safetensors").write_bytes(b"no tensors")
+    run_python(
+        "import sys\n"
+        "from prejit.compiler.cli import run\n"
+        f"status = run(['plan', {str(manifest)!r}, '--cache', {str(store.root)!r}])\n"
+        "assert status == 8, status\n"
+        "heavy = {'jax', 'flax', 'transformers', 'poison'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+
+
+def test_a_function_is_traced_at_build_whatever_the_store_holds(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(x):\n    return x * 2\n")
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        '[bundle]\nname = "m"\n[[program]]\nname = "p"\nfunction = "mine:f"\n'
+        'args = ["float32[3]"]\n[[target]]\nname = "cpu-host"\n'
+    )
+    store = DirectoryStore.open(tmp_path / "cache")
+    for _ in range(2):
+        plan = plan_build(read_manifest(manifest), store)
+        [found] = planned_executables(plan, store)
+        assert (found.state, found.cached) == (TRACED, False)
+        assert found.why == "a build traces mine:f, and then looks for its executable"
+        build(
+            plan.manifest,
+            tmp_path / "out",
+            store=store,
+            executor=WorkerPool(store, workers=1),
+            progress=Quiet(),
+        )
+
+
+def test_what_a_build_compiled_is_cached_for_the_next_plan(model: Path, tmp_path: Path) -> None:
+    found = planned(tmp_path / "m", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
+    assert set(found.states().values()) == {COMPILE}
+    build(
+        found.plan.manifest,
+        tmp_path / "out",
+        store=found.store,
+        executor=WorkerPool(found.store, workers=2),
+        progress=Quiet(),
+    )
+    again = planned(tmp_path / "m", model, "cpu-host", mesh="[mesh]\ntensor = 3\n")
+    assert set(again.states().values()) == {CACHED}
+    assert again.reasons() == {""}
+    other = planned(tmp_path / "m", model, "cpu-host", context=16, mesh="[mesh]\ntensor = 3\n")
+    assert set(other.states().values()) == {COMPILE}
+
+
+def test_a_plan_names_what_a_build_compiles(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
+) -> None:
+    """With kernels and forms, a plan looks for the executables that a build makes."""
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
+    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    found.lower_all()
+    kernels = found.kernels()
+    fresh = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    [target] = found.plan.targets
+    toolchain = find_toolchain(target, found.store)
+    assert toolchain is not None
+    for program in fresh.plan.programs:
+        assert program.lowered is not None
+        made = source_of(
+            fresh.plan, program, program.lowered, kernels, lambda: found.model, found.store
+        )
+        key = compile_key(fresh.plan.manifest, program.spec, toolchain, made)
+        found.store.put(key, {"not": "an executable"})
+        found.store._action(key).unlink()  # only the name of the last key stays
+    assert fresh.reasons() == {"its last result is gone from the cache, or was damaged"}
+
+
+def test_a_model_that_was_not_fetched_is_planned_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def snapshot(repository: str, **options: Any) -> str:
+        assert options["local_files_only"], "it asked the Hub"
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    manifest = tmp_path / "m.toml"
+    manifest.write_text(
+        '[bundle]\nname = "m"\n[model]\nsource = "hf://org/name"\n[generate]\nbatch = [1]\n'
+        'prompt = [8]\ncontext = [16]\n[[target]]\nname = "cpu-host"\n'
+    )
+    store = DirectoryStore.open(tmp_path / "cache")
+    plan = plan_build(read_manifest(manifest), store)
+    assert plan.model is None
+    found = planned_executables(plan, store)
+    assert {(each.state, each.why) for each in found} == {
+        (COMPILE, "hf://org/name has still to be fetched")
+    }
+
+
+def test_a_program_without_products_is_compiled_from_its_portable_form(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
+) -> None:
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
+    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    program = found.plan.programs[0]
+    lowered = lower(found.plan, program, lambda: found.model, {}, found.store, Quiet())
+    portable = jobs.Source(lowered.portable.raw_digest, lowered.platforms)
+    empty = Native(f"sha256:{0:064x}", ())
+    assert choose_source(lowered, None, lambda forms: empty) == portable
+    assert choose_source(lowered, found.kernels(), lambda forms: empty) == portable
+
+
+@pytest.mark.parametrize("what", ["context", "weights", "config", "tensors"])
+def test_what_the_model_does_not_allow_is_refused_before_anything_compiles(
+    what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = write_compiler(tmp_path, monkeypatch, "exit 1")
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    context = LARGEST_CONTEXT + 1 if what == "context" else 24
+    if what == "weights":
+        (copy / "model.safetensors").unlink()
+    if what == "config":
+        (copy / "config.json").write_text('{"model_type": "no_such_family"}')
+    if what == "tensors":
+        config = json.loads((copy / "config.json").read_bytes())
+        (copy / "config.json").write_text(json.dumps({**config, "n_layer": config["n_layer"] + 1}))
+    found = planned(tmp_path / "m", copy, "cpu-x86-64-v2", context=context)
+    with pytest.raises((ManifestError, CheckpointError)) as caught:
+        build(
+            found.plan.manifest,
+            tmp_path / "out",
+            store=found.store,
+            executor=WorkerPool(found.store, workers=1),
+            progress=Quiet(),
+        )
+    assert not compiled.exists()
+    if what == "context":
+        assert f"expected at most {LARGEST_CONTEXT}" in str(caught.value)
+        assert f"found {context}" in str(caught.value)
+    if what == "tensors":
+        assert "the tensors do not fit config.json: missing " in str(caught.value)
+
+
+def test_code_configuration_and_config_json_are_in_the_key_of_a_lowering(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "jax", raising=False)  # else its configuration counts
+    for name in ("JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+    def key(at: Path = model) -> Key:
+        found = planned(tmp_path / "m", at, "cpu-host").plan.programs[0].key
+        assert found is not None
+        return found
+
+    def changed(new: Key) -> Sequence[str]:
+        old = dict(before.ingredients)
+        return [name for name, value in new.ingredients if value != old[name]]
+
+    before = key()
+    assert changed(key()) == []
+    assert changed(key(Path(shutil.copytree(model, tmp_path / "elsewhere")))) == []
+
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_bytes())
+    (other / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-3}))
+    assert changed(key(other)) == ["config.json"]
+
+    for name, value in (("JAX_ENABLE_X64", "1"), ("JAX_DEFAULT_MATMUL_PRECISION", "highest")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert changed(key()) == ["jax configuration"]
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "code_digest", lambda *modules: f"sha256:of changed {modules}")
+        assert changed(key()) == ["our code"]
+
+
+def test_the_platforms_of_a_program_are_in_the_key_of_its_executable(
+    model: Path, tmp_path: Path
+) -> None:
+    found = planned(tmp_path / "m", model, "cpu-x86-64-v3")
+    toolchain = find_toolchain(found.plan.targets[0], found.store)
+    assert toolchain is not None
+    source = jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
+    turned = replace(source, platforms=source.platforms[::-1])
+    spec = found.plan.specs[0]
+    digests = {
+        compile_key(found.plan.manifest, spec, toolchain, each).digest for each in (source, turned)
+    }
+    assert len(digests) == 2

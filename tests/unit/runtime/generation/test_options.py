@@ -1,0 +1,75 @@
+"""Each option of a generation is defined once: what spells it again must agree with the definition."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from prejit.runtime import Defaults, Options, Request, Sampling
+from prejit.runtime.cli.parser import parser
+from prejit.runtime.errors import UsageError
+from prejit.runtime.generation.decode import CALL_SECONDS, steps_per_call
+from prejit.runtime.generation.options import OPTIONS, SAMPLING_OPTIONS, resolve
+
+
+def test_the_typed_options_are_those_that_are_defined() -> None:
+    assert Options.__annotations__.keys() == OPTIONS.keys()
+    defined = {
+        field.name: str(field.type) for kind in (Sampling, Request) for field in fields(kind)
+    }
+    for name in OPTIONS.keys() - {"stop"}:  # text, which no request has
+        assert defined[name].startswith(Options.__annotations__[name].__forward_arg__), name
+
+
+def test_a_generation_config_may_set_what_the_options_say() -> None:
+    names = {field.name for field in fields(Defaults)} - {"do_sample"}
+    assert names == {option.name for option in OPTIONS.values() if option.published}
+
+
+def test_the_command_line_has_a_flag_for_each_option_that_text_can_spell() -> None:
+    given = ["generate", "bundle", "--prompt-ids", "1"]
+    plain = vars(parser().parse_args(given))
+    for option in OPTIONS.values():
+        flag = f"--{option.name.replace('_', '-')}"
+        if option.flag is None:
+            assert option.name not in plain
+            continue
+        value = [] if option.flag is bool else ["1"]
+        found = vars(parser().parse_args([*given, flag, *value]))[option.name]
+        assert found == {bool: True, list: ["1"], int: 1, float: 1.0}[option.flag], flag
+        resolve({option.name: found})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_has_a_check_that_takes_its_default_and_refuses_nonsense(name: str) -> None:
+    option = OPTIONS[name]
+    assert option.check(name, option.default) == option.default
+    with pytest.raises(UsageError, match=name):
+        option.check(name, object())
+
+
+def test_options_of_sampling_are_kept_apart_from_the_others() -> None:
+    resolved = resolve(
+        {"temperature": 2, "max_new_tokens": 3, "stop": "x"}, {"top_k": 4, "seed": 5}
+    )
+    assert resolved.sampling == Sampling(temperature=2, top_k=4, seed=5)
+    assert (resolved.common, resolved.stop) == ({"max_new_tokens": 3}, ("x",))
+    assert {"temperature", "logit_bias"} <= set(SAMPLING_OPTIONS)
+    assert not {"max_new_tokens", "stop"} & set(SAMPLING_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "most", "steps"),
+    [
+        (CALL_SECONDS / 4.5, 16, 4),
+        (CALL_SECONDS / 100, 16, 16),
+        (CALL_SECONDS * 3, 16, 1),
+        (0.0, 16, 16),
+        (CALL_SECONDS, 1, 1),
+    ],
+)
+def test_a_decode_call_takes_the_steps_that_fit_into_its_time(
+    step_seconds: float, most: int, steps: int
+) -> None:
+    assert steps_per_call(step_seconds, most) == steps
