@@ -38,12 +38,12 @@ def kernel_recipe(
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import kernels
     from prejit.runtime.format.arrays import Array
-    from prejit.runtime.format.kernels import kernel_target
     from prejit.runtime.format.names import (
         EXECUTABLES_MEDIA_TYPE,
         FORMAT_VERSION,
         KERNELS_MEDIA_TYPE,
         PORTABLE_MEDIA_TYPE,
+        kernel_target,
     )
     from prejit.runtime.format.schema import Config, Kernels, Program, Segment
     from prejit.runtime.machine.requirement import Requirement
@@ -114,7 +114,7 @@ def with_kernels(build_cache: Path) -> Any:
     from prejit.compiler.native.calls import KERNEL_CALLS
     from prejit.compiler.native.library import SOURCES
     from prejit.runtime.device import kernels
-    from prejit.runtime.format.kernels import kernel_target
+    from prejit.runtime.format.names import kernel_target
 
     library, content = built_kernels("cpu-host", SOURCES, build_cache)
     loaded = kernels.load(content)

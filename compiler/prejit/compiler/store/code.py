@@ -27,7 +27,11 @@ _ROOTS = {
 
 COMPILING = ("prejit.compiler.compile.compiling",)
 """The module that compiles a program."""
-LOWERING = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.encoder")
+LOWERING = (
+    "prejit.compiler.lowering.decoder",
+    "prejit.compiler.lowering.encoder",
+    "prejit.compiler.models.config_file",
+)
 """The modules that lower the programs of a model."""
 WEIGHTS = (
     "prejit.compiler.checkpoint.checkpoint",

@@ -78,14 +78,16 @@ def _measure(
     tokenizer = model.files.transformer / "tokenizer.json"
     if model.files.layout is None:
         exact = comparison.Model(
-            registry.decoder(model.config, out_in=out_in), values, registry.describe(model.config)
+            registry.make_decoder(model.config, out_in=out_in),
+            values,
+            registry.describe(model.config),
         )
         stored = comparison.Model(model.module, packed, model.shape)
         named = None if text is None else (text.name, *comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
         bos = bos if isinstance(bos, int) and 0 <= bos < model.shape.vocab_size else 0
         return comparison.of_decoder(dtype, exact, stored, named, bos)
-    exact = comparison.Model(registry.encoder(model.config, out_in=out_in), values)
+    exact = comparison.Model(registry.make_encoder(model.config, out_in=out_in), values)
     stored = comparison.Model(model.module, packed)
     vocab_size, max_tokens = model.shape.vocab_size, model.shape.max_tokens
     if text is None:

@@ -107,10 +107,11 @@ def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) ->
     """
     from flax import nnx
 
-    from prejit.compiler.models import precision, registry
+    from prejit.compiler.models import precision
+    from prejit.compiler.models.parameters import flat_parameters
 
     stored = precision.readers(model.module, read)
     return [
         Tensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
-        for name, leaf in registry.flat_parameters(nnx.state(model.module)).items()
+        for name, leaf in flat_parameters(nnx.state(model.module)).items()
     ]

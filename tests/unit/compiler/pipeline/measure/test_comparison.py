@@ -10,7 +10,7 @@ import pytest
 from tests import decoders
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.pipeline.measure import comparison
 from prejit.runtime.errors import CheckpointError
 
@@ -61,9 +61,9 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
     tmp_path: Path, begin: list[int], count: int
 ) -> None:
     source = decoders.write_random("gpt2", tmp_path / "gpt2")
-    checkpoint, config = open_checkpoint(source), registry.load_config(source)
+    checkpoint, config = open_checkpoint(source), config_file.load_config(source)
     values = {name: checkpoint.read(name) for name in checkpoint.names}
-    model = comparison.Model(registry.decoder(config), values, registry.describe(config))
+    model = comparison.Model(registry.make_decoder(config), values, registry.describe(config))
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
     logits_of = comparison._logits(model)
     losses = []

@@ -19,8 +19,8 @@ from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import limits
+from prejit.runtime.format.checks.safetensors import GAP_PREFIX, check_weights
 from prejit.runtime.format.names import TOKENIZER_MEDIA_TYPE
-from prejit.runtime.format.safetensors import GAP_PREFIX, check_weights
 from prejit.runtime.format.schema import Segment
 
 arrays = st_numpy.arrays(
