@@ -102,7 +102,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
     import numpy as np
     from safetensors.numpy import save_file
 
-    from prejit.compiler.models import config_file, config_file, registry
+    from prejit.compiler.models import config_file, registry
     from prejit.compiler.models.parameters import parameters_of
 
     source = tmp_path / "bert"

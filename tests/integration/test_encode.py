@@ -103,7 +103,7 @@ def module(model: Path) -> Any:
     from flax import nnx
 
     from prejit.compiler.checkpoint.checkpoint import open_encoder
-    from prejit.compiler.models import config_file, config_file, registry
+    from prejit.compiler.models import config_file, registry
     from prejit.compiler.models.parameters import with_parameters
 
     checkpoint = open_encoder(model)

@@ -90,7 +90,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
     """A checkpoint with random weights, the same for the same config."""
     from flax import nnx
 
-    from prejit.compiler.models import config_file, config_file, registry
+    from prejit.compiler.models import config_file, registry
     from prejit.compiler.models.parameters import flat_parameters, parameters_of
 
     directory.mkdir()

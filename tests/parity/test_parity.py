@@ -16,7 +16,7 @@ from flax import nnx
 from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import config_file, config_file, registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.parameters import with_parameters
 

@@ -135,7 +135,7 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, _Source]:
-        from prejit.compiler.models import config_file, config_file, registry
+        from prejit.compiler.models import config_file, registry
         from prejit.compiler.models.parameters import parameters_of
 
         if self._layout is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from prejit.compiler.base.stored_dtypes import STORED_DTYPES
-
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.manifest.toml_lines import KeyPath

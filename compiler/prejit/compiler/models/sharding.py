@@ -48,9 +48,7 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_mesh(
-    mesh: Mesh, module: nnx.Module, shape: DecoderConfig, at: str, config: Path
-) -> None:
+def check_mesh(mesh: Mesh, module: nnx.Module, shape: DecoderConfig, at: str, config: Path) -> None:
     """Check that a decoder can be split over a mesh.
 
     Args:

@@ -37,8 +37,8 @@ from prejit.runtime.format.arrays import DTYPES
 from prejit.runtime.format.schema import Segment
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.user.finding import UserFunction
     from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.user.finding import UserFunction
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""

@@ -116,7 +116,7 @@ def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) ->
     """
     from flax import nnx
 
-    from prejit.compiler.models import precision, registry
+    from prejit.compiler.models import precision
     from prejit.compiler.models.parameters import flat_parameters
 
     stored = precision.readers(model.module, read)
@@ -177,7 +177,6 @@ def _measure(
 ) -> Accuracy:
     """Compare the packed model with its float32 form, on a text or on what the model writes itself."""
     from prejit.compiler.models import registry
-    from prejit.compiler.models.parameters import flat_parameters
     from prejit.compiler.pipeline import accuracy
 
     assert isinstance(weights.content, Path)
@@ -186,7 +185,9 @@ def _measure(
     tokenizer = model.files.transformer / "tokenizer.json"
     if model.files.layout is None:
         exact = accuracy.Model(
-            registry.make_decoder(model.config, out_in=out_in), values, registry.describe(model.config)
+            registry.make_decoder(model.config, out_in=out_in),
+            values,
+            registry.describe(model.config),
         )
         stored = accuracy.Model(model.module, packed, model.shape)
         named = None if text is None else (text.name, *accuracy.read_text(text, tokenizer))

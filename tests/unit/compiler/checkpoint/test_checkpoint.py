@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.checkpoint.tensor_files import read_parameters
-from prejit.compiler.models import config_file, config_file, registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 

@@ -13,12 +13,11 @@ from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.lowering.program import LoweredProgram
-from prejit.compiler.models.sharding import check_mesh
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, registry
-from prejit.compiler.models.parameters import flat_parameters
-from prejit.compiler.models.sharding import shardings
 from prejit.compiler.models.layers import config
+from prejit.compiler.models.parameters import flat_parameters
+from prejit.compiler.models.sharding import check_mesh, shardings
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError

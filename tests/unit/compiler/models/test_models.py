@@ -22,7 +22,7 @@ from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
 from tests.quick_compiling import COMPILER_OPTIONS
 
-from prejit.compiler.models import config_file, config_file, registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens, attention
 from prejit.compiler.models.layers.config import DecoderConfig

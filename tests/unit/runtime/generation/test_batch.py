@@ -46,7 +46,7 @@ class Reference:
         from flax import nnx
 
         from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-        from prejit.compiler.models import config_file, config_file, registry
+        from prejit.compiler.models import config_file, registry
         from prejit.compiler.models.parameters import with_parameters
 
         config = config_file.load_config(source)

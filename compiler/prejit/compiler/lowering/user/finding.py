@@ -92,9 +92,7 @@ def find_function(
         values = values or {name: np.asarray(leaf) for name, leaf in sorted(own.items())}
 
         def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            return nnx.merge(graph, random, with_parameters(state, weights))(
-                *args, **kwargs
-            )
+            return nnx.merge(graph, random, with_parameters(state, weights))(*args, **kwargs)
 
     elif callable(found):
         called = found
@@ -114,5 +112,3 @@ def find_function(
 
 def _nested(weights: Mapping[str, Any]) -> Any:
     return traverse_util.unflatten_dict(dict(weights), sep=".")
-
-
