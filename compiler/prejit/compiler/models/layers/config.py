@@ -34,7 +34,7 @@ BRING_YOUR_OWN = (
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The sizes of a decoder, which lowering and generation need.
+    """Return the sizes of a decoder, which lowering and generation need.
 
     Attributes:
         family: model_type of config.json: `gpt2`, `llama`, `gemma3_text`.
