@@ -35,8 +35,8 @@ FUNCTIONS = {
     "prejit.runtime.format.blobs": {"check_blobs": "bundle", "Blobs.layers": "bundle"},
     "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
     "prejit.runtime.programs.weights": {"tensors": "weights"},
-    "prejit.runtime.format.config_checks": {"check_weight_sets": "weights"},
-    "prejit.runtime.format.layer_checks": {"unpack": "programs"},
+    "prejit.runtime.format.checks.config": {"check_weight_sets": "weights"},
+    "prejit.runtime.format.checks.layers": {"unpack": "programs"},
     "prejit.runtime.device.device": {
         "Device.__init__": "first array",
         "Device._begin": "first array",

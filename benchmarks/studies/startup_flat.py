@@ -23,11 +23,10 @@ from benchmarks.harness.measure import Row, interleave, progress
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import digest_file
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.format.index import encode_index
 from prejit.runtime.format.layout import Layout, write_layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import match, open_index, read_contents, read_manifest
-from prejit.runtime.format.schema import Config, Descriptor
+from prejit.runtime.format.schema import Config, Descriptor, encode_index
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 PROGRAMS = 400

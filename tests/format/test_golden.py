@@ -25,12 +25,12 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
-from prejit.runtime.format import checks
 from prejit.runtime.format.arrays import Mesh, parse_sharding
-from prejit.runtime.format.config_checks import check_config
+from prejit.runtime.format.checks import oci
+from prejit.runtime.format.checks.config import check_config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST
-from prejit.runtime.format.opening import Target, match, open_index
+from prejit.runtime.format.opening import OpenTarget, match, open_index
 from prejit.runtime.format.schema import (
     Accuracy,
     Chat,
@@ -98,7 +98,7 @@ def fallen_back(path: Path) -> Bundle:
     return loaded
 
 
-def matched(path: Path, machine: Fingerprint) -> list[Target]:
+def matched(path: Path, machine: Fingerprint) -> list[OpenTarget]:
     with Layout(path) as layout:
         return list(match(layout, open_index(layout)[0], machine))
 
@@ -228,8 +228,8 @@ def test_v4_programs_with_kernels_compile_from_their_portable_form() -> None:
 
 
 def test_a_reader_of_3_refuses_4_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "READABLE_FORMATS", (1, 2, 3))
-    monkeypatch.setattr(checks, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(oci, "READABLE_FORMATS", (1, 2, 3))
+    monkeypatch.setattr(oci, "FORMAT_VERSION", 3)
     with pytest.raises(RejectError, match="expected bundle format 1, 2 or 3, found '4'") as caught:
         load(HERE / "v4" / "kernels")
     assert "upgrade" in (caught.value.hint or "")

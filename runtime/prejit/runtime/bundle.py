@@ -13,7 +13,7 @@ from prejit.runtime.base.process import is_plain_start
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.config_checks import check_weight_sets
+from prejit.runtime.format.checks.config import check_weight_sets
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,

@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Target
+from prejit.runtime.format.opening import OpenTarget
 from prejit.runtime.format.schema import Portable
 from prejit.runtime.verdict import Axis, Verdict
 
@@ -63,12 +63,12 @@ def expiry_notice(portable: Portable | None, jaxlib: str, today: date) -> str | 
     )
 
 
-def closest_target(targets: Sequence[Target]) -> Target:
+def closest_target(targets: Sequence[OpenTarget]) -> OpenTarget:
     """Return the target with the fewest mismatches."""
     return min(targets, key=lambda target: target.verdict.distance)
 
 
-def mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:
+def mismatch(layout: Layout, targets: Sequence[OpenTarget]) -> MismatchError:
     """Return the error for a machine that matches no target."""
     reasons = "; or ".join(f"{target.name} ({target.verdict.reason()})" for target in targets)
     return MismatchError(
@@ -79,7 +79,7 @@ def mismatch(layout: Layout, targets: Sequence[Target]) -> MismatchError:
     )
 
 
-def fallback_warning(layout: Layout, closest: Target) -> str:
+def fallback_warning(layout: Layout, closest: OpenTarget) -> str:
     """Return the warning that programs are compiled on this machine, and why."""
     return (
         f"{layout.path}: this machine matches none of the bundle's targets, so programs are compiled here; "

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
@@ -29,10 +30,10 @@ from prejit.runtime.fallback import (
     mismatch,
 )
 from prejit.runtime.format.blobs import Blobs, check_blobs, read_whole
-from prejit.runtime.format.layer_checks import check_kernels
+from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
-from prejit.runtime.format.opening import Target, check_config_blob, match, read_manifests
+from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
 from prejit.runtime.format.schema import Config, Index, Manifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
@@ -90,10 +91,7 @@ def load(
         arguments.instance("fingerprint", fingerprint, Fingerprint)
     machine = Fingerprint.current()
     must_match = on_mismatch == "error"
-
-    def open_(layout: Layout, index: Index, digest: str) -> _Opened:
-        return _open(layout, index, digest, machine, fingerprint, must_match)
-
+    open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
     opened = read_whole(path, open_)
     choice = _choose(opened, must_match)
     if not choice.matched:
@@ -129,7 +127,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
 
     layout: Layout
     digest: str
-    targets: tuple[Target, ...]
+    targets: tuple[OpenTarget, ...]
     manifests: Mapping[str, Manifest]
     blobs: Blobs
 
@@ -138,6 +136,7 @@ def _open(
     layout: Layout,
     index: Index,
     digest: str,
+    *,
     machine: Fingerprint,
     declared: Fingerprint | None,
     must_match: bool,
@@ -173,11 +172,11 @@ class _Choice(NamedTuple):
         targets: all targets; the verdict of a target whose kernels do not load here is no match.
     """
 
-    target: Target
+    target: OpenTarget
     matched: bool
     config: Config
     kernels: Library | None
-    targets: tuple[Target, ...]
+    targets: tuple[OpenTarget, ...]
 
 
 def _choose(opened: _Opened, must_match: bool) -> _Choice:
@@ -197,12 +196,12 @@ def _choose(opened: _Opened, must_match: bool) -> _Choice:
     return _Choice(closest, False, _read_config(opened, closest), None, targets)
 
 
-def _read_config(opened: _Opened, target: Target) -> Config:
+def _read_config(opened: _Opened, target: OpenTarget) -> Config:
     manifest = opened.manifests[target.name]
     return check_config_blob(opened.layout, target, manifest, opened.blobs.read(manifest.config))
 
 
-def _load_kernels(opened: _Opened, target: Target, config: Config) -> Library | None:
+def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> Library | None:
     """Load the kernels of a target into this process; None: it has none.
 
     Raises:
@@ -220,8 +219,8 @@ def _load_kernels(opened: _Opened, target: Target, config: Config) -> Library | 
 
 
 def _without(
-    targets: Sequence[Target], refused: Target, config: Config, error: KernelError
-) -> tuple[Target, ...]:
+    targets: Sequence[OpenTarget], refused: OpenTarget, config: Config, error: KernelError
+) -> tuple[OpenTarget, ...]:
     """Return the targets after one of them turned out not to match: its kernels do not load here."""
     assert config.kernels is not None
     needed = f"a library for {config.kernels.level} by {config.kernels.compiler}"

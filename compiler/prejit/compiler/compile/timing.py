@@ -174,7 +174,7 @@ def _runner(
 ) -> Callable[[], float]:
     """Return a function that runs a program with each of its weight sets and returns the seconds it took."""
     from prejit.runtime.device.dtypes import dtype_of
-    from prejit.runtime.format.config_checks import check_array
+    from prejit.runtime.format.checks.config import check_array
 
     serialized = zstandard.ZstdDecompressor().decompress(require_blob(store, program["executable"]))
     loaded = device.load(serialized, program["executable"])

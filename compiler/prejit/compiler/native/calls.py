@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from prejit.runtime.format.kernels import kernel_target
+from prejit.runtime.format.names import kernel_target
 
 PLACEHOLDER = "sha256:" + "0" * 64
 KERNELS = ("linear", "attention", "encoder_attention", "norm")

@@ -23,8 +23,8 @@ from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.elf import read_shared_library
-from prejit.runtime.format.kernels import KERNEL_PREFIX
+from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.names import KERNEL_PREFIX
 from prejit.runtime.format.schema import Kernels
 from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint

@@ -13,8 +13,10 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from prejit.runtime.base.numbers import MAX_INTEGER
 from prejit.runtime.errors import RejectError
+
+MAX_INTEGER = (1 << 63) - 1
+"""The largest integer that a file may hold; the smallest is its negative."""
 
 MAX_JSON_ITEMS = 1 << 19
 """Keys, and lists and objects, of a config or a header of weights: 15,000 programs or 100,000 tensors."""

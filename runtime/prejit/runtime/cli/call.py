@@ -12,7 +12,7 @@ from prejit.runtime.cli.loading import load_bundle
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.config_checks import check_array
+from prejit.runtime.format.checks.config import check_array
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle

@@ -12,22 +12,16 @@ from prejit.runtime.base.tables import size, table
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.cli.tables import accuracy_table, forms_table
-from prejit.runtime.format.blobs import check_blobs, read_whole
-from prejit.runtime.format.checks import check_digest
-from prejit.runtime.format.config_checks import check_arrays, check_weight_sets
-from prejit.runtime.format.layer_checks import check_chat, unpack
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
-    CHAT_MEDIA_TYPE,
-    EXECUTABLES_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
-    PORTABLE_MEDIA_TYPE,
-    WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import Contents, Target, match, read_contents, read_kernels
-from prejit.runtime.format.safetensors import check_weights
-from prejit.runtime.format.schema import Config, Index, Segment
+from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
+from prejit.runtime.format.schema import Config, Index
 from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -40,7 +34,7 @@ def inspect(options: Namespace) -> int:
 
     def read(
         layout: Layout, index: Index, digest: str
-    ) -> tuple[str, tuple[Target, ...], list[Contents], Defaults | None]:
+    ) -> tuple[str, tuple[OpenTarget, ...], list[Contents], Defaults | None]:
         targets = match(layout, index, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
         return digest, targets, contents, _defaults(layout, contents[0])
@@ -80,7 +74,7 @@ def _print_bundle(digest: str, config: Config, defaults: Defaults | None) -> Non
         print_text(accuracy_table(config.accuracy))
 
 
-def _print_target(target: Target, content: Contents) -> None:
+def _print_target(target: OpenTarget, content: Contents) -> None:
     """Print whether a target fits this machine, its kernels and its programs."""
     fits = "fits this machine" if target.verdict.matches else target.verdict.reason()
     print_text(f"\n{target.name}: {fits}")
@@ -121,58 +115,18 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
 def verify(options: Namespace) -> int:
     """Check every byte: the digests of all blobs, every frame of every pack, each line of each table."""
     started = time.perf_counter()
-    digest, targets, programs, hashed = read_whole(options.bundle, _verify)
+    found = audit(options.bundle, check_generation)
     seconds = time.perf_counter() - started
     if options.json:
-        found = {"digest": digest, "targets": targets, "programs": programs, "bytes": hashed}
-        print_json({**found, "seconds": round(seconds, 3)})
+        counts = {"targets": found.target_count, "programs": found.program_count}
+        counts["bytes"] = found.hashed_bytes
+        print_json({"digest": found.digest, **counts, "seconds": round(seconds, 3)})
         return 0
     print_text(
-        f"{options.bundle}: ok: {targets} targets, {programs} programs, {size(hashed)} hashed "
-        f"in {seconds:.1f} s\n{digest}"
+        f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
+        f"{size(found.hashed_bytes)} hashed in {seconds:.1f} s\n{found.digest}"
     )
     return 0
-
-
-def _verify(layout: Layout, index: Index, digest: str) -> tuple[str, int, int, int]:
-    """Check a bundle. Return its digest and the numbers of targets, programs and hashed bytes."""
-    targets = match(layout, index, Fingerprint.current())
-    contents = [read_contents(layout, target) for target in targets]
-    blobs = check_blobs(layout, [content.manifest for content in contents], receipts=None)
-    unpacked = set[tuple[str, Segment]]()
-    for content in contents:
-        manifest, config = content.manifest, content.config
-        layers = {
-            at.mediaType: (layout.map_blob(at.digest, at.size), layout.blob_path(at.digest))
-            for at in manifest.layers
-        }
-        for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
-            pack, pack_path = layers[media_type]
-            for program in config.programs:
-                executables = media_type == EXECUTABLES_MEDIA_TYPE
-                segment = program.executable if executables else program.portable
-                if (pack_path, segment) not in unpacked:  # targets share portable programs
-                    frame = pack[segment.offset : segment.offset + segment.size]
-                    unpack(frame, segment, pack_path)
-                    unpacked.add((pack_path, segment))
-        for program in config.programs:
-            at = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
-            for texts in (program.arguments, program.results):
-                check_arrays(texts, program.kind, config.mesh, at)
-        read_kernels(layout, config, manifest)
-        shapes: dict[str, tuple[int, ...]] = {}
-        at_fault = layout.blob_path(manifest.config.digest)
-        if WEIGHTS_MEDIA_TYPE in layers:
-            weights, at_fault = layers[WEIGHTS_MEDIA_TYPE]
-            tensors = check_weights(memoryview(weights), at_fault)
-            shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        check_weight_sets(config, shapes, at_fault)
-        if CHAT_MEDIA_TYPE in layers:
-            templates, chat_path = layers[CHAT_MEDIA_TYPE]
-            check_chat(bytes(templates), chat_path)
-        _defaults(layout, content)
-    programs = sum(len(content.config.programs) for content in contents)
-    return digest, len(targets), programs, blobs.hashed_bytes
 
 
 def _layer_name(media_type: str) -> str:

@@ -12,7 +12,7 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.cli.loading import machine_of
 from prejit.runtime.cli.output import print_json, print_text, write_text
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format.checks import target_of
+from prejit.runtime.format.checks.oci import target_of
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME
 from prejit.runtime.format.opening import match, open_index

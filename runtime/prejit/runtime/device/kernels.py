@@ -22,8 +22,8 @@ from typing import Any
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.process import kernel_threads
 from prejit.runtime.errors import KernelError
-from prejit.runtime.format.elf import find_note, read_shared_library
-from prejit.runtime.format.kernels import KERNEL_PREFIX, kernel_target
+from prejit.runtime.format.checks.elf import find_note, read_shared_library
+from prejit.runtime.format.names import KERNEL_PREFIX, kernel_target
 
 _MFD_NOEXEC_SEAL = 8
 """MFD_NOEXEC_SEAL of linux/memfd.h, since Linux 6.3. If vm.memfd_noexec is 2, Linux makes no memory file

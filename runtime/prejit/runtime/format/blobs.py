@@ -11,15 +11,15 @@ from typing import TypeVar, final
 
 from prejit.runtime.base.files import Content, Identity, digest_file, map_file
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import layer_checks
+from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import open_index
 from prejit.runtime.format.schema import Descriptor, Index, Manifest, Segment
 from prejit.runtime.store.receipts import Receipts
 
 _ATTEMPTS = 20
-"""How often a bundle may be replaced while it is read. An attempt takes milliseconds until all files are
-open, a build seconds."""
+"""How often a bundle may be replaced while it is read. Opening all files takes milliseconds, a build takes
+seconds."""
 
 _T = TypeVar("_T")
 
@@ -28,11 +28,11 @@ _T = TypeVar("_T")
 class Blobs:
     """Verified blobs of a bundle.
 
-    Each file was opened once: what is read here is of the very file whose digest was right, whatever lies
-    under its name by now.
+    Each file is opened once. So the bytes come from the very file whose digest was right, even if another
+    file has its name by now.
 
     Attributes:
-        hashed_bytes: how many bytes were hashed; all others have a receipt.
+        hashed_bytes: the number of bytes that were hashed; all others have a receipt.
     """
 
     def __init__(self, layout: Layout, contents: dict[str, Content], hashed_bytes: int) -> None:
@@ -41,16 +41,15 @@ class Blobs:
         self.hashed_bytes = hashed_bytes
 
     def read(self, at: Descriptor) -> bytes:
-        """A copy of a blob, which nobody else can write to.
+        """Return a copy of a blob, to which nobody else can write.
 
-        Its digest is the caller's to check: somebody may have written to the file since it was hashed.
+        The caller must check its digest, because another process may have written to the file since it was
+        hashed.
         """
         return bytes(self._contents[at.digest])
 
     def layers(self, manifest: Manifest) -> dict[str, Layer]:
-        """Every layer of a target, by media type."""
-        from prejit.runtime.format.blobs import Layer
-
+        """Return every layer of a target, by media type."""
         return {
             at.mediaType: Layer(self._contents[at.digest], self._layout.blob_path(at.digest))
             for at in manifest.layers
@@ -64,13 +63,13 @@ def check_blobs(
     *,
     keep: Collection[Manifest] = (),
 ) -> Blobs:
-    """Hashes every layer and program table, but for those with a valid receipt.
+    """Hash every layer and program table that has no valid receipt: check 8.
 
     Args:
         layout: the bundle.
-        manifests: of all of its targets.
-        receipts: of earlier verifications; None: hash everything.
-        keep: those of them whose blobs are read afterwards. They are mapped, which takes a descriptor each.
+        manifests: the manifests of all its targets.
+        receipts: receipts of earlier verifications; None: hash everything.
+        keep: the manifests whose blobs are read afterwards. Their blobs are mapped.
 
     Returns:
         The blobs of `keep`.
@@ -90,8 +89,7 @@ def check_blobs(
         except OSError as error:
             raise StoreError(
                 f"{path}: cannot read: {error.strerror}",
-                hint="the disk or the network failed, which says nothing about the bundle: see the "
-                "system's log",
+                hint="the disk or the network failed, and the bundle may be sound: see the system's log",
             ) from error
         if found != digest:
             raise RejectError(path, f"expected {digest}, found {found}")
@@ -130,16 +128,17 @@ def check_blobs(
 
 
 def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Index, str], _T]) -> _T:
-    """Reads from one bundle, the old or the new, where builds replace it meanwhile.
+    """Read one bundle whole, the old one or the new one, even if a build replaces it meanwhile.
 
-    Readers take no lock: they begin again where the index has changed since they began.
+    Readers take no lock. They begin again if a check fails and the index has changed since they began.
 
     Args:
         path: directory of the bundle.
-        read: takes the layout, the index and the bundle's digest; may be called several times.
+        read: reads from the layout; also takes the index and the bundle's digest. It may be called several
+            times.
 
     Raises:
-        StoreError: the directory cannot be opened, or it is replaced again and again.
+        StoreError: the directory cannot be opened, or a build replaces it again and again.
         RejectError: the bundle is damaged.
     """
     for _ in range(_ATTEMPTS):
@@ -152,7 +151,7 @@ def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Index, str]
                     raise
     raise StoreError(
         f"{os.fspath(path)}: cannot read a bundle: it was replaced {_ATTEMPTS} times meanwhile",
-        hint="something builds into this directory all the time: load it when that is done",
+        hint="wait until the builds that write to this directory are done, then try again",
     )
 
 
@@ -169,7 +168,7 @@ class Layer:
     path: str
 
     def unpack(self, segment: Segment) -> bytes:
-        """A frame of a pack, decompressed: what is returned are the bytes that were verified."""
-        # A copy: nobody else's.
+        """Return a frame of a pack, decompressed: the very bytes that check 9 verified."""
+        # The slice is a copy, to which no other process can write.
         frame = self.content[segment.offset : segment.offset + segment.size]
         return layer_checks.unpack(frame, segment, self.path)

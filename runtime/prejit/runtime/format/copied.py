@@ -12,8 +12,7 @@ from typing import Any
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.checks import check_descriptor, check_digest, check_manifest
-from prejit.runtime.format.index import encode_index
+from prejit.runtime.format.checks.oci import check_descriptor, check_digest, check_manifest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
@@ -23,7 +22,7 @@ from prejit.runtime.format.names import (
     REF_NAME,
     REQUIREMENT,
 )
-from prejit.runtime.format.schema import Config, Descriptor
+from prejit.runtime.format.schema import Config, Descriptor, encode_index
 
 MAX_LAYOUT_BYTES = 4096
 """Maximum size of an `oci-layout` that another tool wrote."""

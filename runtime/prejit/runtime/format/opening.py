@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format import copied, limits
-from prejit.runtime.format.checks import (
+from prejit.runtime.format.checks.config import check_config, check_kernels_layer
+from prejit.runtime.format.checks.layers import check_kernels
+from prejit.runtime.format.checks.oci import (
     check_digest,
     check_index,
     check_layout_file,
     check_manifest,
     target_of,
 )
-from prejit.runtime.format.config_checks import check_config, check_kernels_layer
-from prejit.runtime.format.layer_checks import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_FORMAT, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.schema import Config, Descriptor, Index, Manifest
@@ -25,14 +25,14 @@ from prejit.runtime.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One target of an opened bundle.
+class OpenTarget:
+    """One target of an opened bundle, compared with a machine.
 
     Attributes:
-        name: of the target.
-        verdict: whether its executables run on the machine that was asked about.
-        descriptor: of its manifest.
-        format: of the bundle, as its index says.
+        name: the target's name.
+        verdict: the comparison of its requirement with the machine.
+        descriptor: the descriptor of its manifest.
+        format: the bundle's format, as its index has it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a target's manifest leads to.
+    """The manifest of a target, and its config.
 
     Attributes:
         manifest: the OCI manifest.
@@ -55,10 +55,11 @@ class Contents:
 
 
 def open_index(layout: Layout) -> tuple[Index, str]:
-    """Reads and checks `oci-layout` and `index.json`.
+    """Read and check `oci-layout` and `index.json`: checks 1 and 2.
 
     Returns:
-        The index and the bundle's digest; of a copy that another tool made, those of its targets alone.
+        The index and the bundle's digest. For a copy that another tool made of some targets, these are the
+        index and the digest that prejit would have written for those targets.
 
     Raises:
         RejectError: either is missing or damaged.
@@ -75,8 +76,8 @@ def open_index(layout: Layout) -> tuple[Index, str]:
     return index, digest_of(content)
 
 
-def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, ...]:
-    """Every target of a bundle with its verdict, in the order of `fingerprint.preference`.
+def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[OpenTarget, ...]:
+    """Return every target of a bundle with its verdict, in the order of `compare.preference`: check 3.
 
     Raises:
         RejectError: a requirement in the index is damaged.
@@ -85,14 +86,14 @@ def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[Target, .
     for descriptor in index.manifests:
         name, needs = target_of(descriptor, str(layout.path / "index.json"))
         written = index.annotations[BUNDLE_FORMAT]
-        target = Target(name, compare(name, needs, machine), descriptor, written)
+        target = OpenTarget(name, compare(name, needs, machine), descriptor, written)
         targets.append((preference(needs, machine), target))
     targets.sort(key=lambda item: item[0])
     return tuple(target for _, target in targets)
 
 
-def read_manifest(layout: Layout, target: Target) -> Manifest:
-    """Reads and checks a target's manifest.
+def read_manifest(layout: Layout, target: OpenTarget) -> Manifest:
+    """Read and check a target's manifest: checks 5 and 6.
 
     Raises:
         RejectError: it is missing or damaged.
@@ -103,8 +104,12 @@ def read_manifest(layout: Layout, target: Target) -> Manifest:
     return check_manifest(content, layout.blob_path(at.digest))
 
 
-def read_manifests(layout: Layout, targets: Sequence[Target]) -> dict[str, Manifest]:
-    """Reads and checks the manifests of targets, by name; each file once. Raises as that one."""
+def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, Manifest]:
+    """Read and check the manifests of targets, each file once. Return them by the target's name.
+
+    Raises:
+        RejectError: a manifest is missing or damaged.
+    """
     read: dict[str, Manifest] = {}
     for target in targets:
         if target.descriptor.digest not in read:
@@ -112,8 +117,8 @@ def read_manifests(layout: Layout, targets: Sequence[Target]) -> dict[str, Manif
     return {target.name: read[target.descriptor.digest] for target in targets}
 
 
-def read_contents(layout: Layout, target: Target) -> Contents:
-    """Reads and checks a target's manifest and config.
+def read_contents(layout: Layout, target: OpenTarget) -> Contents:
+    """Read and check a target's manifest and config: checks 5 to 7.
 
     Raises:
         RejectError: either is missing or damaged, or they disagree with the index.
@@ -124,8 +129,10 @@ def read_contents(layout: Layout, target: Target) -> Contents:
     return Contents(manifest, check_config_blob(layout, target, manifest, content))
 
 
-def check_config_blob(layout: Layout, target: Target, manifest: Manifest, content: bytes) -> Config:
-    """Return a checked config that agrees with its descriptor in the index."""
+def check_config_blob(
+    layout: Layout, target: OpenTarget, manifest: Manifest, content: bytes
+) -> Config:
+    """Check that a config is what its digest names and agrees with the index: checks 5 and 7."""
     name, needs = target_of(target.descriptor, str(layout.path / "index.json"))
     path = layout.blob_path(manifest.config.digest)
     check_digest(content, manifest.config.digest, path)
@@ -135,7 +142,7 @@ def check_config_blob(layout: Layout, target: Target, manifest: Manifest, conten
 
 
 def read_kernels(layout: Layout, config: Config, manifest: Manifest) -> bytes | None:
-    """Reads and checks the library of kernels of a target; None: it has none.
+    """Read and check a target's library of kernels, for check 9; None: the target has none.
 
     Raises:
         RejectError: it is missing or damaged.

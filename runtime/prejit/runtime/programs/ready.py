@@ -18,8 +18,8 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.config_checks import check_arrays
-from prejit.runtime.format.layer_checks import check_signature
+from prejit.runtime.format.checks.config import check_arrays
+from prejit.runtime.format.checks.layers import check_signature
 from prejit.runtime.format.schema import Config, Program
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.format.safetensors import check_weights
+from prejit.runtime.format.checks.safetensors import check_weights
 
 if TYPE_CHECKING:
     from prejit.runtime.format.blobs import Layer

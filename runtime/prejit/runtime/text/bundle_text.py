@@ -9,7 +9,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.layer_checks import check_chat
+from prejit.runtime.format.checks.layers import check_chat
 from prejit.runtime.format.names import CHAT_MEDIA_TYPE, TOKENIZER_MEDIA_TYPE
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, UsageError
-from prejit.runtime.format.elf import read_shared_library
-from prejit.runtime.format.kernels import kernel_target
+from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.names import kernel_target
 from prejit.runtime.machine import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
 

@@ -15,7 +15,7 @@ from prejit.compiler.native.library import SOURCES, KernelLibrary, build_kernels
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import host_toolchain
-from prejit.runtime.format.elf import find_note, read_shared_library
+from prejit.runtime.format.checks.elf import find_note, read_shared_library
 
 from .kernel_builds import TESTS
 

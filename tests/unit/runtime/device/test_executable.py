@@ -23,7 +23,7 @@ from prejit.runtime.device.transfer import aligned_zeros, to_jax, to_numpy
 from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.format.safetensors import SAFETENSORS_DTYPES
+from prejit.runtime.format.checks.safetensors import SAFETENSORS_DTYPES
 from prejit.runtime.machine.catalogue import PLATFORMS
 from prejit.runtime.machine.fingerprint import Fingerprint
 

@@ -18,10 +18,9 @@ from prejit.runtime.device import kernels
 from prejit.runtime.errors import FallbackWarning, KernelError, MismatchError, RejectError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.format import limits
-from prejit.runtime.format.config_checks import check_config
-from prejit.runtime.format.kernels import kernel_target
+from prejit.runtime.format.checks.config import check_config
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE, kernel_target
 from prejit.runtime.format.opening import match, open_index, read_contents, read_kernels
 from prejit.runtime.format.schema import Segment
 from prejit.runtime.loader import load

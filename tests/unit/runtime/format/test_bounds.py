@@ -26,20 +26,20 @@ from prejit.runtime.base.tables import size
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.cli.tables import accuracy_table, forms_table
 from prejit.runtime.errors import PrejitError, RejectError
-from prejit.runtime.format import layer_checks, limits
-from prejit.runtime.format.checks import check_index, check_manifest, target_of
-from prejit.runtime.format.config_checks import (
+from prejit.runtime.format import audit, limits
+from prejit.runtime.format.checks.config import (
     _check_decoder,
     _check_encoder,
     check_arrays,
     check_config,
     check_weight_sets,
 )
-from prejit.runtime.format.elf import read_shared_library
+from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
+from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import INDEX_DIGEST, OCI_LAYOUT
 from prejit.runtime.format.opening import Contents, match, open_index, read_contents
-from prejit.runtime.format.safetensors import check_weights
 from prejit.runtime.format.schema import Config, Index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
@@ -110,8 +110,8 @@ READ = """
 import sys
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.format import names, schema
-from prejit.runtime.format.checks import check_manifest
-from prejit.runtime.format.safetensors import check_weights
+from prejit.runtime.format.checks.oci import check_manifest
+from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.errors import RejectError
 
 kind, path = sys.argv[1:]
@@ -175,7 +175,7 @@ print(int(peak) >> 10)
 
 def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python: Any) -> None:
     """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
-    from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
+    from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
         index, _ = open_index(layout)
@@ -527,12 +527,12 @@ def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path
 def test_verify_unpacks_each_frame_once(bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for every target and program: a small bundle could name one frame a million times."""
     unpacked = []
-    unpack = layer_checks.unpack
+    unpack = audit.unpack
 
     def counting(frame: bytes, segment: Any, path: str) -> bytes:
         unpacked.append((path, segment.offset))
         return unpack(frame, segment, path)
 
-    monkeypatch.setattr(layer_checks, "unpack", counting)
+    monkeypatch.setattr(audit, "unpack", counting)
     assert __main__.main(["verify", str(bundle_dir)]) == 0
     assert len(unpacked) == len(set(unpacked)) == 3 * 4, "two targets with executables of their own"

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime.base.digests import digest_of, is_digest
-from prejit.runtime.base.numbers import MAX_INTEGER
-from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.format.checks import check_index
-from prejit.runtime.format.index import encode_index, index_digest
+from prejit.runtime.format.checks.oci import check_index
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     INDEX_DIGEST,
@@ -36,6 +34,8 @@ from prejit.runtime.format.schema import (
     Encoder,
     Index,
     Manifest,
+    encode_index,
+    index_digest,
 )
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement

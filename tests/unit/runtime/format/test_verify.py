@@ -27,19 +27,26 @@ from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.encoding.encoder import EncoderPrograms
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import checks, config_checks, limits
+from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.checks import NEWER_FORMAT_HINT, check_descriptor
-from prejit.runtime.format.config_checks import (
+from prejit.runtime.format.checks import config as config_checks
+from prejit.runtime.format.checks import oci
+from prejit.runtime.format.checks.config import (
     check_array,
     check_arrays,
     check_config,
     check_weight_sets,
 )
-from prejit.runtime.format.index import encode_index
-from prejit.runtime.format.kernels import KERNEL_LEVELS
-from prejit.runtime.format.layer_checks import check_chat, check_signature, unpack
+from prejit.runtime.format.checks.layers import check_chat, check_signature, unpack
+from prejit.runtime.format.checks.oci import NEWER_FORMAT_HINT, check_descriptor
+from prejit.runtime.format.checks.safetensors import (
+    MAX_WEIGHTS_HEADER_BYTES,
+    SAFETENSORS_DTYPES,
+    TensorSlice,
+    check_weights,
+)
+from prejit.runtime.format.checks.signatures import BUCKETS
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
@@ -49,6 +56,7 @@ from prejit.runtime.format.names import (
     GENERATION_MEDIA_TYPE,
     INDEX_DIGEST,
     INDEX_MEDIA_TYPE,
+    KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
     LAYER_MEDIA_TYPES,
     LICENSE_MEDIA_TYPE,
@@ -61,14 +69,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import match, open_index, read_contents
-from prejit.runtime.format.safetensors import (
-    MAX_WEIGHTS_HEADER_BYTES,
-    SAFETENSORS_DTYPES,
-    TensorSlice,
-    check_weights,
-)
-from prejit.runtime.format.schema import Config, Descriptor, Index, Portable, Segment
-from prejit.runtime.format.signatures import BUCKETS
+from prejit.runtime.format.schema import Config, Descriptor, Index, Portable, Segment, encode_index
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -314,7 +315,7 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
     config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
     parsed = []
     real = from_json
-    for module in (checks, config_checks):
+    for module in (oci, config_checks):
         monkeypatch.setattr(
             module,
             "from_json",
@@ -979,7 +980,7 @@ def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
 
 def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
     """With right digests everywhere, before anything is compiled."""
-    from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
+    from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
         index, _ = open_index(layout)

@@ -17,11 +17,10 @@ import pytest
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.format.index import encode_index
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REQUIREMENT
 from prejit.runtime.format.opening import match, open_index
-from prejit.runtime.format.schema import Index
+from prejit.runtime.format.schema import Index, encode_index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.environment import effective_xla_flags

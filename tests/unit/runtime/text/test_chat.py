@@ -19,8 +19,8 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format import limits
-from prejit.runtime.format.checks import check_manifest
-from prejit.runtime.format.layer_checks import check_chat
+from prejit.runtime.format.checks.layers import check_chat
+from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     CHAT_MEDIA_TYPE,
@@ -558,7 +558,7 @@ def test_a_chat_layer_is_read_as_strictly_as_all_others() -> None:
 
 def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
     """A bundle that holds a chat layer of these bytes, and the demo model's tokenizer."""
-    from prejit.compiler.pipeline.packaging import layer
+    from prejit.compiler.pipeline.pack.bundle_files import layer
 
     added = [layer(CHAT_MEDIA_TYPE, content, "chat.json")]
     if tokenizer:

@@ -13,9 +13,13 @@ import numpy as np
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
-from prejit.runtime.format.checks import check_index, check_manifest, target_of
-from prejit.runtime.format.config_checks import check_config, check_kernels_layer
-from prejit.runtime.format.index import encode_index
+from prejit.runtime.format.checks.config import check_config, check_kernels_layer
+from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
+from prejit.runtime.format.checks.safetensors import (
+    GAP_PREFIX,
+    SAFETENSORS_DTYPES,
+    WEIGHTS_ALIGNMENT_BYTES,
+)
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     BUNDLE_FORMAT,
@@ -27,12 +31,7 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     TITLE,
 )
-from prejit.runtime.format.safetensors import (
-    GAP_PREFIX,
-    SAFETENSORS_DTYPES,
-    WEIGHTS_ALIGNMENT_BYTES,
-)
-from prejit.runtime.format.schema import Config, Descriptor, Manifest, Segment
+from prejit.runtime.format.schema import Config, Descriptor, Manifest, Segment, encode_index
 
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary

@@ -13,7 +13,6 @@ from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
-from prejit.runtime.format.index import index_digest
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     BUNDLE_FORMAT,
@@ -34,7 +33,7 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     TOKENIZER_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Descriptor, Index, Manifest
+from prejit.runtime.format.schema import Descriptor, Index, Manifest, index_digest
 from prejit.runtime.machine.requirement import Requirement
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"

@@ -11,10 +11,7 @@ from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
-from prejit.runtime.format.kernels import KERNEL_LEVELS
-from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
-from prejit.runtime.format.schema import Config, Encoder, Manifest
-from prejit.runtime.format.signatures import (
+from prejit.runtime.format.checks.signatures import (
     BUCKETS,
     DECODER_KINDS,
     ENCODER_KINDS,
@@ -23,6 +20,8 @@ from prejit.runtime.format.signatures import (
     difference,
     kinds_of,
 )
+from prejit.runtime.format.names import KERNEL_LEVELS, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.schema import Config, Encoder, Manifest
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 MAX_PATH_KEYS = 256
