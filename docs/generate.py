@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import inspect
 import json
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.testing import CliRunner
 
 from prejit.compiler import cli
 from prejit.runtime import errors
@@ -68,8 +68,7 @@ def assemble(directory: Path) -> None:
     (reference / "command-line.md").write_text(command_line_page())
     (reference / "errors.md").write_text(errors_page())
     overview = directory / "architecture" / "index.md"
-    text = overview.read_text().replace("<!-- rooms -->", rooms())
-    overview.write_text(text.replace("<!-- import-graphs -->", import_graphs()))
+    overview.write_text(overview.read_text().replace("<!-- rooms -->", rooms()))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text().replace("](docs/", "](")
         (directory / name.lower()).write_text(text)
@@ -110,46 +109,14 @@ def rooms() -> str:
     return "\n".join(parts)
 
 
-def import_graphs() -> str:
-    """Return the pictures of the import graphs, for those that lie in docs/architecture."""
-    parts = []
-    for root in ("runtime", "compiler"):
-        for name, title in (("imports", "now"), ("imports-before", "before there were rooms")):
-            picture = DOCS / "architecture" / f"{name}-{root}.svg"
-            if picture.exists():
-                heading = f"Imports of prejit.{root}, {title}"
-                parts += [f"### {heading}", "", f"![{heading}]({picture.name})", ""]
-    return "\n".join(parts)
-
-
 # --- the manifest ------------------------------------------------------------------------------------------
 
 
 def manifest_schema() -> Schema:
     """Return the JSON Schema of a manifest, as `prejit schema` prints it."""
-    command = cli.commands.commands.get("schema")
-    if command is not None:
-        from click.testing import CliRunner
-
-        result = CliRunner().invoke(cli.commands, ["schema"], catch_exceptions=False)
-        schema: Schema = json.loads(result.stdout)
-        return schema
-    return _schema_of_models()
-
-
-def _schema_of_models() -> Schema:
-    """Return the schema that pydantic derives from the models of the sections."""
-    import pydantic
-
-    from prejit.compiler.manifest import manifest
-
-    definitions: dict[str, Any] = {}
-    properties: dict[str, Any] = {}
-    for name, (model, repeated) in manifest._SECTIONS.items():
-        schema = pydantic.TypeAdapter(model).json_schema()
-        definitions |= schema.pop("$defs", {})
-        properties[name] = {"type": "array", "items": schema} if repeated else schema
-    return {"properties": properties, "$defs": definitions, "required": ["bundle", "target"]}
+    result = CliRunner().invoke(cli.commands, ["schema"], catch_exceptions=False)
+    schema: Schema = json.loads(result.stdout)
+    return schema
 
 
 def manifest_page(schema: Schema) -> str:
@@ -163,12 +130,13 @@ def manifest_page(schema: Schema) -> str:
         table = _resolve(section["items"], schema) if repeated else section
         heading = f"`[[{name}]]`" if repeated else f"`[{name}]`"
         parts.append(f"## {heading}\n")
-        parts.append(_section_text(table, schema, (name, 0) if repeated else (name,)))
+        parts.append(_section_text(table, schema))
     return "\n".join(parts)
 
 
-def _section_text(table: Schema, schema: Schema, where: tuple[str | int, ...]) -> str:
-    summary, meanings = _described(str(table.get("description", "")))
+def _section_text(table: Schema, schema: Schema) -> str:
+    summary = re.sub(r"^\[+\w+\]+:\s*", "", str(table.get("description", "")))
+    summary = summary[:1].upper() + summary[1:]
     lines = [summary, ""] if summary else []
     lines += ["| key | must be | default | meaning |", "| --- | --- | --- | --- |"]
     nested: list[str] = []
@@ -177,44 +145,12 @@ def _section_text(table: Schema, schema: Schema, where: tuple[str | int, ...]) -
         found = _resolve(value, schema)
         inner = next((v for v in _alternatives(found, schema) if v.get("properties")), None)
         default = "**required**" if key in required else _default(found)
-        meaning = found.get("description") or meanings.get(key, "")
-        if inner is not None and inner.get("description") == meaning:
-            meaning = meanings.get(key, "")
-        kind = _expected((*where, key)) or _type_name(found, schema)
+        meaning = found.get("description", "")
+        kind = _must_be(found, schema)
         lines.append(f"| `{key}` | {_cell(kind)} | {default} | {_cell(meaning)} |")
         if inner is not None:
-            nested += ["", f"### `{key}`", "", _section_text(inner, schema, (*where, key))]
+            nested += ["", f"### `{key}`", "", _section_text(inner, schema)]
     return "\n".join([*lines, *nested, ""])
-
-
-def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the summary of a docstring and the text of each of its attributes."""
-    text, _, attributes = inspect.cleandoc(docstring).partition("Attributes:")
-    found: dict[str, str] = {}
-    pattern = r"^ {4}(\w[\w, \n]*):(.*(?:\n {8}.*|\n {4}(?=\s).*)*)"
-    for names, meaning in re.findall(pattern, attributes, re.MULTILINE):
-        for name in re.findall(r"\w+", names):
-            found[name] = " ".join(meaning.split())
-    summary = re.sub(r"^`\[+\w+\]+`[.:;]?\s*", "", " ".join(text.split()))
-    found |= {name: _of_class(meaning, name) for name, meaning in found.items()}
-    if "the attributes of `" in summary:
-        found |= _described(_docstring_of(summary))[1]
-        summary = ""
-    return summary[:1].upper() + summary[1:], found
-
-
-def _of_class(meaning: str, name: str) -> str:
-    """Return the meaning of an attribute, looked up where the docstring only names another class."""
-    if not meaning.startswith("as in `"):
-        return meaning
-    return _described(_docstring_of(meaning))[1].get(name, meaning)
-
-
-def _docstring_of(text: str) -> str:
-    """Return the docstring of the class that a text names by its full path in backquotes."""
-    named = re.search(r"`([\w.]+)\.(\w+)`", text)
-    assert named is not None, text
-    return getattr(importlib.import_module(named[1]), named[2]).__doc__ or ""
 
 
 def _resolve(value: Schema, schema: Schema) -> Schema:
@@ -235,24 +171,31 @@ def _default(value: Schema) -> str:
     return "" if default in (None, [], {}) else f"`{json.dumps(default)}`"
 
 
-def _expected(where: tuple[str | int, ...]) -> str:
-    """Return what the checks of a manifest demand at this place, in words; empty: they have no words."""
-    from prejit.compiler.manifest.checks import expected
-
-    try:
-        return expected(where)
-    except KeyError:
-        return ""
-
-
-def _type_name(value: Schema, schema: Schema) -> str:
+def _must_be(value: Schema, schema: Schema) -> str:
+    """Return in words which values a schema allows."""
     if "enum" in value:
         return " or ".join(f"`{json.dumps(each)}`" for each in value["enum"])
-    kinds = [str(each.get("type", "")) for each in _alternatives(value, schema)]
-    names = {"string": "a text", "integer": "an integer", "array": "a list", "object": "a table"}
-    return " or ".join(
-        dict.fromkeys(names.get(kind, kind) for kind in kinds if kind != "null" and kind)
-    )
+    alternatives = [_resolve(each, schema) for each in value.get("anyOf", ())]
+    if alternatives:
+        words = (_must_be(each, schema) for each in alternatives)
+        return " or ".join(dict.fromkeys(word for word in words if word))
+    kind = value.get("type", "")
+    if kind == "integer":
+        least, most = value.get("minimum"), value.get("maximum")
+        if least is None:
+            return "an integer"
+        return f"an integer from {least}" + ("" if most is None else f" to {most:,}")
+    if kind == "array":
+        several = " of different items" if value.get("uniqueItems") else ""
+        if "$ref" in value.get("items", {}):  # it nests without end
+            return f"a list{several}"
+        items = _must_be(value.get("items", {}), schema)
+        return f"a list{several}" + (f", each {items}" if items else "")
+    if kind == "string":
+        pattern = f" of the form `{value['pattern']}`" if "pattern" in value else ""
+        examples = ", ".join(f"`{json.dumps(each)}`" for each in value.get("examples", ()))
+        return f"a text{pattern}" + (f", such as {examples}" if examples else "")
+    return {"object": "a table", "boolean": "true or false", "number": "a number"}.get(kind, "")
 
 
 def _cell(text: str) -> str:

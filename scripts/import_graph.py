@@ -566,6 +566,7 @@ _INTRODUCTION = """\
 `make graphs` writes this page and its pictures; `make lint` fails when they are not current. Before is the
 state with one folder for each side. Every import counts, also inside functions and for types only. A level
 is a place in the longest chain of imports. A circle is a set of files, or of packages, that reach each other.
+A file directly in the root counts as a package of its own.
 """
 
 
@@ -583,6 +584,7 @@ def page(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         row("files", *(state[root]["modules"] for state, root in sides)),
         row("packages", *(state[root]["packages"] for state, root in sides)),
         row("levels of files", *(state[root]["levels"] for state, root in sides)),
+        row("levels of packages", *(state[root]["levels_of_packages"] for state, root in sides)),
         row("circles of files", *(len(state[root]["circles_of_files"]) for state, root in sides)),
         row(
             "circles of packages",
@@ -604,6 +606,7 @@ def page(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
             row("places", *(_sum(state, "places") for state in (before, after))),
             row("calls", *(_sum(state, "calls") for state in (before, after))),
             row("most places of the build side", *(_most(state) for state in (before, after))),
+            row("places of the plan", *(_plan(state) for state in (before, after))),
             *(
                 row(title, *(state["first_token"][key] for state in (before, after)))
                 for title, key in (
@@ -633,6 +636,10 @@ def _most(state: Mapping[str, Any]) -> str:
     own = {name: at["places"] for name, at in state["way"].items() if name.startswith("compiler.")}
     name = max(sorted(own), key=own.__getitem__)
     return f"{name.removeprefix('compiler.')}, {own[name]}"
+
+
+def _plan(state: Mapping[str, Any]) -> int:
+    return sum(at["places"] for name, at in state["way"].items() if name.endswith(".plan"))
 
 
 # The command line.

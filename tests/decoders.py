@@ -87,10 +87,11 @@ def build(
     draft_tokens: int = 3,
     dtype: str = "float32",
     forms: Path | None = None,
+    quick: bool = True,
 ) -> Path:
     """A bundle for this machine in a directory, compiled as far as a build cache does not have it.
 
-    `forms` is a table of measured forms, for `--forms`.
+    `forms` is a table of measured forms, for `--forms`. A `quick` build is one of quick_compiling.py.
     """
     manifest = directory / "decoder.toml"
     manifest.write_text(
@@ -102,7 +103,7 @@ def build(
     command: tuple[str, ...] = ("build", str(manifest), "-o", str(directory), "--cache", str(cache))
     if forms is not None:
         command += ("--no-measure", "--forms", str(forms))
-    done = warm.prejit(*command)
+    done = warm.prejit(*command, quick=quick)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return directory / "decoder"
 

@@ -31,9 +31,9 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.pipeline import packaging
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import kernels

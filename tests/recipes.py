@@ -53,7 +53,7 @@ class Recipe:
     weights: Mapping[str, Any]
 
     def assemble(self) -> tuple[bytes, dict[str, Any]]:
-        from prejit.compiler.build.packaging import assemble
+        from prejit.compiler.pipeline.packaging import assemble
 
         return assemble(self.name, self.targets)
 
@@ -95,7 +95,7 @@ class Recipe:
 
     def with_content(self, media_type: str, content: bytes) -> Recipe:
         """With other bytes in one layer, its digest set right."""
-        from prejit.compiler.build.packaging import layer
+        from prejit.compiler.pipeline.packaging import layer
 
         return self.layered(
             lambda layers: tuple(
@@ -157,9 +157,9 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
     import numpy as np
 
-    from prejit.compiler.build import packaging
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.pipeline import packaging
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.format.names import (

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from . import quick_compiling
+
 
 class WarmPython:
     """A process that has imported the build side and forks for each command."""
@@ -29,9 +31,20 @@ class WarmPython:
         self._process: subprocess.Popen[str] | None = None
 
     def prejit(
-        self, *arguments: str | Path, env: Mapping[str, str] | None = None, timeout: float = 600
+        self,
+        *arguments: str | Path,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600,
+        quick: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `prejit ARGUMENTS` in a process of its own, in which these variables are set as well."""
+        """Run `prejit ARGUMENTS` in a process of its own.
+
+        Args:
+            arguments: of the command.
+            env: variables that are set beside those of this process.
+            timeout: seconds after which it is killed.
+            quick: compile with the flags of quick_compiling.py, without a word of them in the bundle.
+        """
         command = [*map(str, arguments)]
         files = [self._directory / name for name in ("stdout", "stderr")]
         wanted = {
@@ -39,6 +52,7 @@ class WarmPython:
             "env": {**os.environ, **(env or {})},
             "cwd": os.getcwd(),
             "files": [*map(str, files)],
+            "flags": quick_compiling.XLA_FLAGS if quick else None,
         }
         process = self._started()
         assert process.stdin is not None
@@ -64,7 +78,8 @@ class WarmPython:
         if self._process is None:
             # Threads of OpenBLAS would not be there after a fork.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__],
+                [sys.executable, "-m", "tests.warm"],
+                cwd=Path(__file__).parents[1],
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -104,6 +119,7 @@ def _run(wanted: dict[str, Any]) -> None:
     import traceback
 
     from prejit.runtime.__main__ import main
+    from prejit.runtime.machine import environment
 
     status = 1
     try:
@@ -113,8 +129,14 @@ def _run(wanted: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(wanted["env"])
         os.chdir(wanted["cwd"])
-        sys.path.insert(0, wanted["cwd"])  # as `python -m` does
+        sys.path[0] = wanted["cwd"]  # as `python -m` has it
         sys.argv[1:] = wanted["argv"]
+        if wanted["flags"] is not None:
+            os.environ["XLA_FLAGS"] = wanted["flags"]
+            names = (flag.partition("=")[0] for flag in wanted["flags"].split())
+            environment._FLAGS_WITHOUT_EFFECT += tuple(
+                names
+            )  # a loading process does not have them
         status = main(wanted["argv"])
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -16,11 +16,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from prejit.compiler.build.keys import versions
-from prejit.compiler.build.lowering import products_of
-from prejit.compiler.build.measuring import measure_products, runs_here
-from prejit.compiler.build.model import read_model
-from prejit.compiler.build.plan import plan_build
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.form_table import (
@@ -33,6 +28,11 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.lowering import products_of
+from prejit.compiler.pipeline.measuring import measure_products, runs_here
+from prejit.compiler.pipeline.model import read_model
+from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.progress import Progress, open_progress
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.target_table import target

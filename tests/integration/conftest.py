@@ -22,7 +22,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs `prejit ARGUMENTS` in a process of its own with the caches of the tests.
 
-    A build's process is forked from a warm one, all others are new.
+    A build's process is forked from a warm one, all others are new. A `quick` build is one of
+    quick_compiling.py.
     """
     base = {
         "PREJIT_CACHE": str(build_cache),
@@ -30,10 +31,10 @@ def run(build_cache: Path, warm: WarmPython, tmp_path_factory: pytest.TempPathFa
     }
 
     def run(
-        *arguments: str | Path, status: int = 0, **env: str
+        *arguments: str | Path, status: int = 0, quick: bool = False, **env: str
     ) -> subprocess.CompletedProcess[str]:
         if arguments[0] in ("build", "plan"):
-            done = warm.prejit(*arguments, env={**base, **env})
+            done = warm.prejit(*arguments, env={**base, **env}, quick=quick)
         else:
             command = [sys.executable, "-m", "prejit.runtime", *map(str, arguments)]
             environment = {**os.environ, **base, **env}

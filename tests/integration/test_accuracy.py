@@ -65,7 +65,7 @@ def rise(run: Run, at: Path, source: Path, text: str, dtype: str, cache_dtype: s
         f'dtype = "{dtype}"\nevaluation = "held.txt"\n[generate]\ncache_dtype = "{cache_dtype}"\n',
     )
     manifest.write_text(settings)
-    (told,) = json.loads(run("build", manifest, "-o", at, "--json").stdout)
+    (told,) = json.loads(run("build", manifest, "-o", at, "--json", quick=True).stdout)
     accuracy = told["accuracy"]
     assert accuracy["weights"] == dtype
     assert accuracy["text"] == "held.txt"
@@ -133,7 +133,7 @@ def test_an_encoder_in_int8_gives_other_embeddings(run: Run, tmp_path: Path) -> 
         '[bundle]\nname = "bert"\n[model]\nsource = "bert"\ndtype = "int8"\n'
         '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
-    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json").stdout)
+    (told,) = json.loads(run("build", manifest, "-o", tmp_path, "--json", quick=True).stdout)
     assert told["accuracy"]["weights"] == "int8"
     assert told["accuracy"]["text"] == "random"
     assert 990_000 < told["accuracy"]["cosine_millionths"] < 1_000_000

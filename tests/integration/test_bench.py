@@ -23,7 +23,7 @@ def bundles(
     for name, batch in (("one", (1, 2)), ("two", (1,))):
         sizes: dict[str, Any] = {"batch": batch, "prompt": (4,), "context": (32, 64)}
         manifest = write_manifest(directory / f"{name}.toml", stories[0], name=name, **sizes)
-        run("build", manifest, "-o", directory)
+        run("build", manifest, "-o", directory, quick=True)
     return directory / "one", directory / "two"
 
 
@@ -126,7 +126,7 @@ def test_an_encoder_is_measured_by_shape_and_with_mixed_sentences(run: Run, tmp_
         '[bundle]\nname = "encoder"\n[model]\nsource = "model"\n'
         '[encode]\nshapes = [[1, 8], [2, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
-    run("build", manifest, "-o", tmp_path)
+    run("build", manifest, "-o", tmp_path, quick=True)
     plain = json.loads(run("bench", tmp_path / "encoder", *QUICK, "--json").stdout)
     rows = {row["name"]: row for row in plain["rows"] if row["group"] == "encode"}
     assert list(rows) == [

@@ -82,19 +82,40 @@ def test_a_build_that_changes_nothing_compiles_and_writes_nothing(run: Run, proj
     assert (first["compiled"], first["written"]) == (12, True)
     assert (second["compiled"], second["cached"], second["written"]) == (0, 12, False)
     assert first["digest"] == second["digest"]
-    plan = run("plan", project / "tiny.toml", "--cache", project / "cache", "--json")
-    assert json.loads(plan.stdout)["to_compile"] == 0
+    plan = run("plan", project / "tiny.toml", "--cache", project / "cache", "--json", status=8)
+    planned = json.loads(plan.stdout)
+    # Only a build traces functions, so only a build finds their executables in the cache.
+    assert (planned["to_compile"], planned["traced_at_build"]) == (0, 12)
 
 
-def test_a_change_compiles_what_it_touches_and_the_plan_says_why(run: Run, project: Path) -> None:
+def test_a_change_compiles_what_it_touches(run: Run, project: Path) -> None:
     build(run, project)
-    (project / "tiny_model.py").write_text("def f(x):\n    return x * 3 + 1\n")
-    plan = run("plan", project / "tiny.toml", "--cache", project / "cache", status=8)
-    assert "stablehlo: sha256:" in plan.stdout
     wider = MANIFEST.replace("5, 6]", "5, 6, 7]")
     (project / "tiny.toml").write_text(wider)
-    (project / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
     assert build(run, project)["compiled"] == 2
+
+
+def test_a_plan_of_a_model_knows_what_a_build_does_and_why(run: Run, tmp_path: Path) -> None:
+    model = write_random("gpt2", tmp_path / "checkpoint")
+    manifest = write_manifest(tmp_path / "m.toml", model, context=(32,))
+    options = ("--cache", tmp_path / "cache")
+    first = run("plan", manifest, *options, status=8)
+    assert "first build of this program" in first.stdout
+    build = ("build", manifest, *options, "-o", tmp_path / "out", "--no-measure", "--json")
+    [built] = json.loads(run(*build).stdout)
+    planned = json.loads(run("plan", manifest, *options, "--json").stdout)
+    assert (planned["to_compile"], planned["traced_at_build"]) == (0, 0)
+    assert {row["state"] for row in planned["programs"]} == {"cached"}
+    assert len(planned["programs"]) == built["compiled"]
+
+    config = json.loads((model / "config.json").read_bytes())
+    (model / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-3}))
+    changed = run("plan", manifest, *options, status=8)
+    assert "config.json: sha256:" in changed.stdout
+    [built] = json.loads(run(*build).stdout)
+    planned = json.loads(run("plan", manifest, *options, "--json").stdout)
+    assert built["compiled"] > 0
+    assert planned["to_compile"] == 0
 
 
 def test_keys_do_not_depend_on_the_directory(run: Run, project: Path, tmp_path: Path) -> None:

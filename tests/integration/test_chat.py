@@ -30,7 +30,7 @@ def chatting(run: Run, stories: tuple[Path, Any], tmp_path_factory: pytest.TempP
     manifest = write_manifest(
         directory / "m.toml", source, name="stories", prompt=(16,), context=(128,)
     )
-    run("build", manifest, "-o", directory)
+    run("build", manifest, "-o", directory, quick=True)
     return directory / "stories"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.parity.encoder_cases import Case
+from tests.quick_compiling import COMPILER_OPTIONS
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
@@ -85,7 +86,7 @@ def manifest(model: Path) -> Path:
 @pytest.fixture(scope="session")
 def built(run: Run, manifest: Path) -> Path:
     """The bundle's directory."""
-    run("build", manifest, "-o", manifest.parent / "out")
+    run("build", manifest, "-o", manifest.parent / "out", quick=True)
     return manifest.parent / "out" / "encoder"
 
 
@@ -108,8 +109,7 @@ def module(model: Path) -> Any:
     graph, state = nnx.split(registry.encoder(registry.load_encoder(model)))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
-    # Unoptimized code compiles in half the time, and the values must not depend on it.
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def run(weights: Any, tokens: jax.Array) -> jax.Array:
         length = jax.numpy.full(1, tokens.shape[1])
         return nnx.merge(graph, registry.with_parameters(state, weights))(tokens, length)
@@ -191,7 +191,7 @@ def test_costs_are_measured_and_a_rebuild_changes_nothing(
     assert all(cost > 0 for cost in costs.values())
     assert costs["64x128"] > costs["1x16"]
     before = (built / "index.json").read_bytes()
-    done = run("build", manifest, "-o", built.parent, "--json")
+    done = run("build", manifest, "-o", built.parent, "--json", quick=True)
     (again,) = json.loads(done.stdout)
     assert (again["compiled"], again["written"]) == (0, False)
     assert (built / "index.json").read_bytes() == before
@@ -263,7 +263,7 @@ def test_a_sentence_transformers_directory_builds_in_every_dtype(
         f'[bundle]\nname = "m"\n[model]\nsource = "{model}"\ndtype = "{dtype}"\n'
         '[encode]\nshapes = [[1, 16]]\n[[target]]\nname = "cpu-host"\n'
     )
-    run("build", manifest, "-o", tmp_path)
+    run("build", manifest, "-o", tmp_path, quick=True)
     loaded = load(tmp_path / "m", on_mismatch="error")
     assert np.isfinite(loaded.encode([[CLS, 7, SEP]])).all()
 

@@ -19,7 +19,8 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
-from prejit.compiler.targets.environments import Wanted
+from prejit.compiler.targets.environments import EnvironmentSpec
+from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.listing import EXACT_JAX
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import toolchain_of
@@ -68,8 +69,8 @@ def offline(pip: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return tmp_path / "environments" / "v1"
 
 
-def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> Wanted:
-    found = environments.wanted(
+def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> EnvironmentSpec:
+    found = environments.spec_for(
         Target("cuda-x", "cuda", jax=jax, constraints=constraints), "0.10.2"
     )
     assert found is not None
@@ -79,12 +80,13 @@ def wanted(jax: str = JAX, constraints: tuple[str, ...] = ("numpy<9",)) -> Wante
 MAKE = """
 import sys
 from prejit.compiler.targets import environments
+from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.progress import Plain
 from prejit.runtime.machine.target import Target
 target = Target("cuda-x", "cuda", jax=sys.argv[1], constraints=("numpy<9",))
-wanted = environments.wanted(target, "0.10.2")
+wanted = environments.spec_for(target, "0.10.2")
 with Plain(sys.stderr) as progress:
-    print(environments.make(wanted, progress).versions["jaxlib"])
+    print(make_environment(wanted, progress).versions["jaxlib"])
 """
 
 
@@ -131,7 +133,7 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
         pass
     assert environments.find(wanted()) is None
     (path / "left by the dead").touch()
-    made = environments.make(wanted())
+    made = make_environment(wanted())
     assert made.versions["jaxlib"] == JAX
     assert not (path / "left by the dead").exists()
 
@@ -171,7 +173,7 @@ def test_what_cannot_be_installed_is_told_and_leaves_nothing(
     with pytest.raises(
         kind, match=f"target cuda-x: cannot make its environment, .*{says}"
     ) as caught:
-        environments.make(asked)
+        make_environment(asked)
     assert type(caught.value) is kind
     assert "\n    | ERROR: " in str(caught.value), "pip's own words"
     assert hints in str(caught.value.hint)
@@ -193,7 +195,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(offline: Path) -> None:
     )
     assert done.stdout.startswith(
         f"{StoreError.__name__} error[store]: target cuda-x: cannot make its environment, "
-        f"the disk of {offline / wanted().key} is full\n"
+        f"the disk that holds {offline / wanted().key} is full\n"
     ), done
     assert "hint: free some space (`prejit gc` does)" in done.stdout
     assert not (offline / wanted().key).exists()
@@ -207,10 +209,10 @@ def test_a_worker_compiles_in_an_environment_with_another_jax(
     from jax import export
 
     pinned = Target("cpu-x86-64-v2", "cpu", jax=EXACT_JAX)
-    if (wanted := environments.wanted(pinned, version("jax"))) is None:
+    if (wanted := environments.spec_for(pinned, version("jax"))) is None:
         pytest.skip(f"this is jax {EXACT_JAX}: no other is wanted")
     try:
-        made = environments.make(wanted)
+        made = make_environment(wanted)
     except NetworkError as error:
         pytest.skip(error.describe())
     assert made.path.is_relative_to(environment_cache)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from prejit.compiler.targets import environments
+from prejit.compiler.targets.installing import make_environment
+from prejit.compiler.targets.interpreters import find_interpreter
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError
@@ -63,10 +65,10 @@ def manifest(path: Path, name: str, tables: str) -> Path:
 @pytest.fixture(scope="session")
 def environment(environment_cache: Path) -> dict[str, str]:
     """What a build of the fleet needs."""
-    wanted = environments.wanted(Target("cpu-host", "cpu", jax=NEW), version("jax"))
+    wanted = environments.spec_for(Target("cpu-host", "cpu", jax=NEW), version("jax"))
     if wanted is not None:
         try:
-            environments.interpreter(wanted)
+            find_interpreter(wanted.jax, wanted.target)
         except BuildError as error:
             pytest.skip(f"{error}; {error.hint}")
     return {"PREJIT_ENVIRONMENTS": str(environment_cache)}
@@ -98,9 +100,9 @@ def python_with(jax: str, environment_cache: Path) -> list[str]:
     """An interpreter that has that version of jax and nothing of the build side's packages."""
     if version("jax") == jax:
         return [sys.executable]
-    wanted = environments.wanted(Target("cpu-host", "cpu", jax=jax), version("jax"))
+    wanted = environments.spec_for(Target("cpu-host", "cpu", jax=jax), version("jax"))
     assert wanted is not None
-    return [str(environments.make(wanted).python)]
+    return [str(make_environment(wanted).python)]
 
 
 def generate(python: list[str], path: Path, *options: str | Path) -> dict[str, Any]:

@@ -108,16 +108,9 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 
 @pytest.fixture(scope="module")
-def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Build:
-    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`. In this process."""
-    from prejit.compiler.build.run import build
-    from prejit.compiler.compile.pool import WorkerPool
-    from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.progress import Quiet
-    from prejit.compiler.store.directory import DirectoryStore
-
+def build_one(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`."""
     directory = tmp_path_factory.mktemp("mesh")
-    cache = DirectoryStore.open(build_cache)
 
     def build_one(
         source: Path,
@@ -137,9 +130,8 @@ def build_one(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Bu
             context=[context],
         )
         add_mesh(path, mesh)
-        manifest = read_manifest(path)
-        executor = WorkerPool(cache, workers=2)
-        return build(manifest, directory, store=cache, executor=executor, progress=Quiet()).path
+        run("build", path, "-o", directory, quick=True)
+        return directory / name
 
     return build_one
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
 from prejit.compiler.models import registry
@@ -46,9 +47,7 @@ def ours(case: Case, directory: Path, padding: int = 0, forms: Forms | None = No
             result: jax.Array = (module if case.pooling else module.hidden)(tokens, length)
         return result
 
-    # Unoptimized code compiles in half the time, and the values must not depend on it.
-    options = {"xla_backend_optimization_level": 0}
-    result = np.asarray(jax.jit(run, compiler_options=options)(weights, tokens, length))
+    result = np.asarray(jax.jit(run, compiler_options=COMPILER_OPTIONS)(weights, tokens, length))
     assert np.isfinite(result).all(), "a row of padding alone must not be NaN"
     result = result[:-1]
     if case.pooling:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import registry
@@ -39,9 +40,7 @@ class Model:
         self.forms = forms
         self.weights = {name: checkpoint.read(name) for name in checkpoint.names}
         self.context = context
-        # Unoptimized code compiles in half the time, and the values must not depend on it.
-        options = {"xla_backend_optimization_level": 0}
-        self.step = jax.jit(self._step, donate_argnums=4, compiler_options=options)
+        self.step = jax.jit(self._step, donate_argnums=4, compiler_options=COMPILER_OPTIONS)
 
     def _step(self, weights: Any, *arguments: Any) -> Any:
         with using(self.forms):

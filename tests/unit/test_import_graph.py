@@ -125,12 +125,13 @@ def test_check_fails_where_a_picture_is_not_current(
 def test_the_page_compares_two_states(tmp_path: Path) -> None:
     tree = read(tmp_path, one__a="from root.two import b", two__b="from root.one import a")
     side = graph.figures(tree)
-    way = {"compiler.a": {"places": 3, "calls": 9}, "runtime.b": {"places": 4, "calls": 5}}
+    way = {"compiler.plan": {"places": 3, "calls": 9}, "runtime.b": {"places": 4, "calls": 5}}
     first = {"modules_of_prejit": 30, "modules": 300}
     state = {"runtime": side, "compiler": side, "way": way, "first_token": first}
     better = {**state, "way": {"compiler.c": {"places": 1, "calls": 1}}}
     text = graph.page(state, better)
     assert "| circles of packages | 1 | 1 | 1 | 1 |" in text
-    assert "| most places of the build side | a, 3 | c, 1 |" in text
+    assert "| most places of the build side | plan, 3 | c, 1 |" in text
+    assert "| places of the plan | 3 | 0 |" in text
     assert "| places | 7 | 1 |" in text
     assert "first token" not in graph.page({"runtime": side, "compiler": side}, better)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from prejit.compiler.build.garbage import Found
-    from prejit.compiler.build.plan import PlannedExecutable
-    from prejit.compiler.build.run import Built
     from prejit.compiler.manifest.manifest import Manifest
+    from prejit.compiler.pipeline.garbage import Found
+    from prejit.compiler.pipeline.plan import PlannedExecutable
+    from prejit.compiler.pipeline.run import Built
     from prejit.compiler.targets.listing import Listed
 
 PLAN_HAS_CHANGES = 8
@@ -69,13 +69,10 @@ def plan(
     as_json: bool,
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
-    from prejit.compiler.build.plan import CACHED, COMPILE, TRACED, plan_build, planned_executables
-    from prejit.compiler.manifest.reading import read_manifest
-    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.compiler.api import plan as plan_manifest
+    from prejit.compiler.pipeline.plan import CACHED, COMPILE, TRACED
 
-    store = DirectoryStore.open(cache)
-    found = plan_build(read_manifest(manifest), store, only=targets, forms=forms)
-    executables = planned_executables(found, store)
+    executables = plan_manifest(manifest, targets=targets, cache=cache, forms=forms)
     counts = {
         state: sum(each.state == state for each in executables)
         for state in (CACHED, COMPILE, TRACED)
@@ -107,7 +104,7 @@ def plan(
 
 def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
-    from prejit.compiler.build.plan import reasons
+    from prejit.compiler.pipeline.plan import reasons
 
     targets = list(dict.fromkeys(each.target.name for each in executables))
     states: dict[str, dict[str, str]] = {}
@@ -184,10 +181,7 @@ def build(
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
-    from prejit.compiler.build.run import build as build_bundle
-    from prejit.compiler.compile.pool import WorkerPool
-    from prejit.compiler.progress import open_progress
-    from prejit.compiler.store.directory import DirectoryStore
+    from prejit.compiler.api import build as build_bundle
 
     built = []
     for manifest in _read_all(manifests):
@@ -195,21 +189,16 @@ def build(
         only = _buildable(manifest, targets) if skip_unbuildable else targets
         if skip_unbuildable and not only:
             continue
-        with open_progress() as progress:
-            store = DirectoryStore.open(cache)
-            result = build_bundle(
-                manifest,
-                output,
-                store=store,
-                executor=WorkerPool(
-                    store, workers=jobs, progress=progress, timeout_seconds=timeout
-                ),
-                progress=progress,
-                only=only,
-                forms=forms,
-                measure=measure,
-                timeout_seconds=timeout,
-            )
+        result = build_bundle(
+            manifest,
+            output,
+            targets=only,
+            cache=cache,
+            forms=forms,
+            measure=measure,
+            workers=jobs,
+            timeout_seconds=timeout,
+        )
         seconds = time.perf_counter() - started
         built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})
         if not as_json:
@@ -259,7 +248,7 @@ def _print_built(result: Built, seconds: float) -> None:
 
 def _buildable(manifest: Manifest, only: tuple[str, ...]) -> tuple[str, ...]:
     """Return the targets that this machine can compile for, and print the others."""
-    from prejit.compiler.build.plan import why_not
+    from prejit.compiler.pipeline.plan import why_not
     from prejit.compiler.progress import tell
     from prejit.compiler.targets.target_table import chosen
 
@@ -368,7 +357,7 @@ def schema() -> int:
 @_json
 def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
     """Remove cache entries and environments that were not used for some days, and leftovers."""
-    from prejit.compiler.build.garbage import collect
+    from prejit.compiler.pipeline.garbage import collect
 
     result = collect(cache, days=days, dry_run=dry_run)
     gone = [found for found in result.found if found.reason]

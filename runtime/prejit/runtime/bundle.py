@@ -40,7 +40,7 @@ from prejit.runtime.generation.rows import admit
 from prejit.runtime.programs.ready import ProgramReport, Programs
 from prejit.runtime.programs.weights import tensors
 from prejit.runtime.store.first_programs import first_programs, remember_first_programs
-from prejit.runtime.text.prompts import Prompts
+from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Bundle:
         self.verdicts = verdicts
         self.config = config
         self._layers = layers
-        self._prompts = Prompts(config.bundle, layers)
+        self._text = BundleText(config.bundle, layers)
         self._device = Device(platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
             from prejit.runtime.device.kernels import register
@@ -113,7 +113,7 @@ class Bundle:
                 lambda names: remember_first_programs(digest, names),
             )
         if config.encoder is not None and matched:
-            self.encoder.start_loading(lambda: self._prompts.tokenizer)
+            self.encoder.start_loading(lambda: self._text.tokenizer)
         self.load_seconds = time.perf_counter() - started
 
     # ------------------------------------------------------------------ generation
@@ -166,9 +166,11 @@ class Bundle:
         resolved = self._resolve(options)
         if sampling is None:
             return self._generate(listed, [resolved] * len(listed))
-        each = arguments.items("sampling", sampling, "a list of Sampling, one a prompt")
+        each = arguments.items("sampling", sampling, "a list of Sampling, one for each prompt")
         if len(each) != len(listed):
-            raise UsageError(f"sampling: expected {len(listed)}, one a prompt; found {len(each)}")
+            raise UsageError(
+                f"sampling: expected {len(listed)}, one for each prompt; found {len(each)}"
+            )
         if beside := [name for name in SAMPLING_OPTIONS if options.get(name) is not None]:
             raise UsageError(
                 f"sampling: expected it without other options of sampling, found {beside[0]}",
@@ -276,7 +278,7 @@ class Bundle:
             yield piece
 
     def _begin(self, prompt: Prompt, resolved: Resolved) -> Generation:
-        tokenizer = self._prompts.tokenizer
+        tokenizer = self._text.tokenizer
         if resolved.stop and tokenizer is None:
             raise UsageError(
                 f"{self.name}: this bundle has no tokenizer, so nothing can stop at a string",
@@ -292,7 +294,7 @@ class Bundle:
 
     def _tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         room = None if self.config.decoder is None else self.decoder.contexts[-1]
-        return self._prompts.need_tokenizer().encode(
+        return self._text.need_tokenizer().encode(
             text, add_special_tokens=add_special_tokens, max_tokens=room
         )
 
@@ -301,12 +303,12 @@ class Bundle:
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts may be text."""
-        return self._prompts.has_tokenizer
+        return self._text.has_tokenizer
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the bundle has a template for `apply_chat_template`."""
-        return self._prompts.has_chat_template
+        return self._text.has_chat_template
 
     def apply_chat_template(
         self,
@@ -366,7 +368,7 @@ class Bundle:
 
         Arguments and errors as `apply_chat_template`.
         """
-        return self._prompts.render(
+        return self._text.render(
             messages,
             template=template,
             add_generation_prompt=add_generation_prompt,
@@ -396,7 +398,7 @@ class Bundle:
         """
         from prejit.runtime.encoding.sentences import encode
 
-        return encode(self.encoder, self._prompts, sentences, on_too_long).embeddings
+        return encode(self.encoder, self._text, sentences, on_too_long).embeddings
 
     def encode_batch(
         self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
@@ -404,7 +406,7 @@ class Bundle:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
         from prejit.runtime.encoding.sentences import encode
 
-        return encode(self.encoder, self._prompts, sentences, on_too_long)
+        return encode(self.encoder, self._text, sentences, on_too_long)
 
     @once
     def encoder(self) -> EncoderPrograms:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import cli
-from prejit.compiler.build import plan
 from prejit.compiler.manifest.schema import manifest_schema
+from prejit.compiler.pipeline import plan
 from prejit.runtime.errors import ManifestError, UsageError
 from prejit.runtime.machine.target import Target
 

@@ -160,9 +160,11 @@ class Broken(Terminal):
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
+        self.has_failed = False
 
     def write(self, text: str) -> int:
         if self.tell():
+            self.has_failed = True
             raise self.error
         return super().write(text)
 
@@ -178,6 +180,7 @@ def test_a_stream_that_cannot_be_written_breaks_no_build(
         build(progress)
         build(progress)
         progress.note("a note")
+    assert stream.has_failed, "nothing was written: the test shows nothing"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -7,7 +7,6 @@ submitted while others are compiled. One that fails takes no other with it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,21 +32,6 @@ class Source:
     program: str
     platforms: tuple[str, ...]
     kernels: KernelLibrary | None = None
-
-
-def compile_ingredients(toolchain: Toolchain, source: Source) -> tuple[tuple[str, str], ...]:
-    """The ingredients of an executable's key: everything that decides it.
-
-    Raises:
-        StoreError: XLA_FLAGS names a file, and it cannot be read.
-    """
-    kernels = () if source.kernels is None else (("kernels", source.kernels.digest),)
-    return (
-        ("stablehlo", source.program),
-        ("platforms", " ".join(source.platforms)),  # which of them is the target, is compiled in
-        *kernels,
-        *toolchain.ingredients(os.environ),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class CompileFor:
         device_count: number of devices in the mesh.
         cpu: LLVM's name of the CPU to tune for; None: this machine's.
         cpu_features: LLVM's names of the extensions that may be used; None: all of this machine's.
-            Ignored where `cross_compiles()` is false.
+            Ignored by jaxlib before 0.11.
         gpu: XLA's description of a GPU: a GpuTargetConfigProto as text.
         described: XLA's description of one GPU from `Device.describe`, base64; replaces `gpu`.
         topology: libtpu's name of a slice of TPUs: `v5e:2x2`.
@@ -53,14 +53,6 @@ class CompileFor:
     gpu: str | None = None
     described: str | None = None
     topology: str | None = None
-
-
-def cross_compiles() -> bool:
-    """Return whether this jaxlib compiles for a CPU that is described in data (0.11 and later).
-
-    Older ones compile for the build host's own features, capped by `--xla_cpu_max_isa` in XLA_FLAGS.
-    """
-    return _jaxlib.compiles_for_topology()
 
 
 def import_compiler(platform: str) -> None:
@@ -84,9 +76,9 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
     try:
         if machine.platform == "cpu":
             devices = _jaxlib.new_cpu_client(machine.device_count).devices()
-            if machine.cpu is not None and machine.cpu_features is not None and cross_compiles():
-                host = _jaxlib.topology_of(devices)
-                topology = _with_cpu(host, machine.cpu, machine.cpu_features)
+            cpu, features = machine.cpu, machine.cpu_features
+            if cpu and features is not None and _jaxlib.compiles_for_topology():
+                topology = _with_cpu(_jaxlib.topology_of(devices), cpu, features)
         else:
             devices = _described_devices(machine)
         serialized, memory = compile_ahead(

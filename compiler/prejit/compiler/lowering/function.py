@@ -49,6 +49,7 @@ def find_function(
     at: str,
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
+    nested: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> UserFunction:
     """Imports what `function` of a [[program]] names.
 
@@ -61,6 +62,8 @@ def find_function(
         at: the manifest, for errors.
         parameters: flat, names joined by dots; None where the manifest gives none.
         modules: those beside the manifest.
+        nested: returns the first argument of the function from its flat weights; None: nested dicts, by the
+            dots in names.
 
     Raises:
         ManifestError: the module or the attribute is not there, raises, or is nothing that can be called.
@@ -70,9 +73,7 @@ def find_function(
         found = modules.find(found, f"{at}: program {program.name!r}: function")
     values = dict(sorted((parameters or {}).items()))
 
-    def nested(weights: Mapping[str, Any]) -> Any:
-        return traverse_util.unflatten_dict(dict(weights), sep=".")
-
+    nested = nested or _nested
     if isinstance(found, type) and issubclass(found, nnx.Module | linen.Module):
         raise ManifestError(
             f"{at}: program {program.name!r}: function: expected a module, found the class "
@@ -117,6 +118,10 @@ def find_function(
         )
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
     return UserFunction(function, shapes, values, modules)
+
+
+def _nested(weights: Mapping[str, Any]) -> Any:
+    return traverse_util.unflatten_dict(dict(weights), sep=".")
 
 
 def lower_function(

@@ -32,13 +32,15 @@ _INSTALLED = {"site-packages", "dist-packages"}
 class UserModules:
     """The modules beside one manifest. Not for several threads at once: Python has one table of modules."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | None) -> None:
         """Imports nothing yet.
 
         Args:
-            directory: of the manifest.
+            directory: of the manifest; None: the manifest was made in Python, and its functions run among
+                the modules of this process.
         """
-        self._directory = str(directory.absolute())
+        self._apart = directory is not None
+        self._directory = str((directory or Path()).absolute())
         self._roots = {self._directory}  # where modules of the user's are looked for
         self._path: list[str] = []  # sys.path, as the user's code left it
         self._path_before: list[str] = []
@@ -118,7 +120,7 @@ class UserModules:
         """Makes the modules the ones that are imported, and sends what they print to stderr. It nests."""
         self._depth += 1
         try:
-            if self._depth > 1:
+            if self._depth > 1 or not self._apart:
                 yield
             else:
                 with self._alone():

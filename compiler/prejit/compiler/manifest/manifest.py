@@ -111,7 +111,8 @@ class Program:
             positional ones, nested as the pytrees that the function takes.
         buckets: the sizes that each variable of args takes.
         params: the first argument of the function: a pytree of arrays, or the path of a .safetensors file
-            or orbax directory, relative to the manifest. None: the function takes `args` alone.
+            or orbax directory, relative to the manifest. None: the function takes `args` alone, or is a
+            flax.nnx module with parameters of its own.
     """
 
     name: str

@@ -109,7 +109,11 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+        found = _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+        _, attributes = _described(found["description"])
+        for key, value in found["properties"].items():
+            value["description"] = attributes[key]
+        return found
     return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
@@ -132,7 +136,11 @@ def _tidy(schema: Any) -> Any:
 
 def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a class's docstring, and the description of each attribute."""
-    text = inspect.getdoc(kind) or ""
+    return _described(inspect.getdoc(kind) or "")
+
+
+def _described(text: str) -> tuple[str, dict[str, str]]:
+    """Return the first paragraph of a docstring, and the description of each attribute."""
     summary, _, rest = text.partition("\n\nAttributes:\n")
     described: dict[str, str] = {}
     names: list[str] = []

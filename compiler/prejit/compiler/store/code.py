@@ -31,11 +31,11 @@ LOWERING = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.encode
 """The modules that lower the programs of a model."""
 WEIGHTS = (
     "prejit.compiler.checkpoint.checkpoint",
-    "prejit.compiler.build.packaging",
+    "prejit.compiler.pipeline.packaging",
     "prejit.compiler.models.registry",
 )
 """The modules that make the weights layer of a checkpoint."""
-ACCURACY = ("prejit.compiler.build.accuracy", "prejit.compiler.checkpoint.checkpoint")
+ACCURACY = ("prejit.compiler.pipeline.accuracy", "prejit.compiler.checkpoint.checkpoint")
 """The modules that measure what stored dtypes cost in accuracy."""
 
 _TOKEN = re.compile(
@@ -171,16 +171,15 @@ def _statements(source: str) -> Iterator[tuple[int, list[str], bool]]:
 
 
 def _imports(statement: str) -> Iterator[_Import]:
-    """Yield the names that an import statement of prejit imports."""
+    """Yield the names that a statement imports from modules of prejit."""
     words = statement.replace("(", " ").replace(")", " ").split(None, 1)[1]
     package, _, names = words.partition(" import ")
     for each in filter(None, (name.strip() for name in (names or words).split(","))):
         name, _, local = each.partition(" as ")
-        if not names:
-            yield _Import(name, "", local or name)
-        elif _is_module(inner := f"{package}.{name}"):
-            yield _Import(inner, "", local or name)
-        else:
+        module = f"{package}.{name}" if names else name
+        if _is_module(module):
+            yield _Import(module, "", local or name)
+        elif _is_module(package):
             yield _Import(package, name, local or name)
 
 

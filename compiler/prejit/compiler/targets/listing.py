@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from prejit.compiler.targets import environments
-from prejit.compiler.targets.environments import Wanted
-from prejit.compiler.targets.target_table import can_build, cross_compiles, names, target
+from prejit.compiler.targets.build_host import can_build, cross_compiles
+from prejit.compiler.targets.environments import EnvironmentSpec
+from prejit.compiler.targets.installing import obstacle
+from prejit.compiler.targets.target_table import names, target
 from prejit.runtime.machine.target import Target
 
 EXACT_JAX = "0.12.0.1"
@@ -59,16 +61,16 @@ def _listed(found: Target, host_jax: str) -> Listed:
 
 
 def _by_environment(found: Target, host_jax: str) -> Listed:
-    wanted = environments.wanted(found, host_jax)
-    if wanted is None or environments.read(environments.root() / wanted.key) is not None:
+    spec = environments.spec_for(found, host_jax)
+    if spec is None or environments.read(environments.root() / spec.key) is not None:
         return Listed(found, YES)
-    if (error := environments.obstacle(wanted)) is not None:
+    if (error := obstacle(spec)) is not None:
         return Listed(found, NO, note=f"{str(error).partition(': ')[2]}: {error.hint}")
-    return Listed(found, DOWNLOAD, _packages(wanted))
+    return Listed(found, DOWNLOAD, _packages(spec))
 
 
-def _packages(wanted: Wanted) -> tuple[str, ...]:
-    return tuple(text for text in wanted.requirements if "==" in text)
+def _packages(spec: EnvironmentSpec) -> tuple[str, ...]:
+    return tuple(text for text in spec.requirements if "==" in text)
 
 
 def _more(way: Listed) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prejit.compiler.base.wording import did_you_mean, nearest, shown
-from prejit.runtime.errors import BuildError, PrejitError, UsageError
+from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.catalogue import PLATFORMS, capabilities, catalogue, chips
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -264,53 +264,6 @@ def _on_mesh(found: Target, mesh: Mesh | None) -> Target:
             "make them equal (`prejit targets` lists other topologies)",
         )
     return replace(found, device_count=size)
-
-
-def can_build(found: Target) -> str | None:
-    """Why this machine cannot compile for a target, told from its name alone; None where it can.
-
-    What its environment lacks is told when that is made.
-    """
-    if found.architecture != platform.machine():
-        return f"it needs a build host with {found.architecture}, this is {platform.machine()}"
-    if found.platform != "cpu" or found.cpu_features is None:
-        return None
-    version = found.jax or jaxlib_version()
-    if cross_compiles(version):
-        return None
-    missing = sorted(set(found.cpu_features) - set(Fingerprint.current().cpu_features))
-    if missing:
-        # --xla_cpu_max_isa only takes features away: a lower level would get this one's name.
-        return (
-            f"it needs jaxlib 0.11 or later on this machine: {version} compiles only for"
-            f" what the build host has, and that lacks {' '.join(missing)}"
-        )
-    return None
-
-
-def cross_compiles(jaxlib: str) -> bool:
-    """Whether a jaxlib compiles for a CPU that is described in data (0.11 and later).
-
-    Told from the version: to ask `prejit.compiler.compile.xla.cross_compiles` imports all of jaxlib,
-    which costs more than the rest of a plan.
-    """
-    major, minor = jaxlib.split(".")[:2]
-    return (int(major), int(minor)) >= (0, 11)
-
-
-def jaxlib_version() -> str:
-    """The version of the jaxlib that is installed here.
-
-    Raises:
-        BuildError: none is installed.
-    """
-    try:
-        from jaxlib import version
-    except ImportError as error:
-        raise BuildError(
-            "expected jaxlib to compile with, found none", hint="pip install 'prejit[compiler]'"
-        ) from error
-    return str(version.__version__)
 
 
 def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[Target, ...]:

@@ -10,21 +10,18 @@ import base64
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.store.code import COMPILING, code_digest
 from prejit.compiler.store.interface import Store
-from prejit.compiler.targets import cpu_count
+from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
-from prejit.compiler.targets.target_table import cross_compiles
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.catalogue import capabilities
-from prejit.runtime.machine.environment import effective_environment, read_xla_flags
-from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.environment import read_xla_flags
 from prejit.runtime.machine.target import PLUGINS, Target
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
@@ -125,42 +122,6 @@ class Toolchain:
             flags.append(f"--xla_gpu_load_autotune_results_from={_quoted(self.tuned.results)}")
         return " ".join(flags)
 
-    def ingredients(self, inherited: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-        """The ingredients that our code, a target and its environment add to the key of an executable.
-
-        The rest is in `compile_ingredients` of compilation.py. A target's name is none of them: what is
-        compiled for the same machine is the same.
-
-        Args:
-            inherited: this process's environment variables.
-
-        Raises:
-            StoreError: XLA_FLAGS names a file, and it cannot be read.
-        """
-        target = self.target
-        machine = self.machine(())
-        if target.platform == "cpu" and not self.is_exact:
-            # What the host has goes into the code; --xla_cpu_max_isa only leaves out some of it.
-            host = Fingerprint.current()
-            machine |= {"cpu": host.cpu_model, "cpu_features": host.cpu_features}
-        if target.platform == "cpu":
-            machine["cpus"] = cpu_count.seen_by_xla()
-        # The digest of the tuning is below; which platforms a program is for, in `compile_ingredients`.
-        for name in ("described", "platforms"):
-            del machine[name]
-        listed = [
-            ("our code", code_digest(*COMPILING)),
-            *self.versions,
-            ("architecture", target.architecture),
-            *((name, _text(value)) for name, value in machine.items() if value is not None),
-            # What was measured counts by what it says, not by where it lies.
-            ("xla_flags", replace(self, tuned=None).xla_flags(inherited)),
-            ("environment", " ".join(effective_environment(target.platform, inherited))),
-        ]
-        if self.tuned is not None:
-            listed.append(("tuning", self.tuned.digest))
-        return tuple(listed)
-
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
         """The fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
 
@@ -178,10 +139,6 @@ class Toolchain:
             "described": self.tuned.topology if self.tuned is not None else None,
             "topology": f"{target.generation}:{target.topology}" if target.topology else None,
         }
-
-
-def _text(value: object) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _quoted(path: str) -> str:

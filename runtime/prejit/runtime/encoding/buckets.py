@@ -8,16 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LOAD_MICROSECONDS = 15_000
-"""Rough cost of loading a bucket: three programs are deserialized, and XLA finishes them at their first run.
-Measured with MiniLM on two cores."""
-WARM_MICROSECONDS = 30_000
-"""Buckets whose run costs less than this are run once in advance. A first run takes a few milliseconds more
-than the next, which matters little for a run that takes longer than this."""
 _MAX_COST = 1 << 60
 """Maximum cost in microseconds. Larger costs are cut to it, because a program table may hold any integer."""
-PATIENCE_SECONDS = 0.1
-"""Maximum time that the loading thread waits for calls to finish before it loads the next bucket."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,18 @@ import numpy as np
 
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
-from prejit.runtime.encoding.buckets import (
-    LOAD_MICROSECONDS,
-    PATIENCE_SECONDS,
-    WARM_MICROSECONDS,
-    Bucket,
-    loading_order,
-    partition,
-)
+from prejit.runtime.encoding.buckets import Bucket, loading_order, partition
 from prejit.runtime.format.schema import Encoder
 from prejit.runtime.programs.ready import ProgramReport, Programs
+
+_LOAD_MICROSECONDS = 15_000
+"""Rough cost of loading a bucket: three programs are deserialized, and XLA finishes them at their first run.
+Measured with MiniLM on two cores."""
+_WARM_MICROSECONDS = 30_000
+"""Buckets whose run costs less than this are run once in advance. A first run takes a few milliseconds more
+than the next, which matters little for a run that takes longer than this."""
+_PATIENCE_SECONDS = 0.1
+"""Maximum time that the loading thread waits for calls to finish before it loads the next bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class EncoderPrograms:
             before()
         for bucket in buckets:
             with self._changed:
-                self._changed.wait_for(lambda: not self._calls, PATIENCE_SECONDS)
+                self._changed.wait_for(lambda: not self._calls, _PATIENCE_SECONDS)
             if not threading.main_thread().is_alive():  # at exit it waits for this thread
                 return
             with contextlib.suppress(Exception):  # the caller who needs the bucket gets it again
@@ -139,7 +141,7 @@ class EncoderPrograms:
         """Load the programs of a bucket; run them for some layers if a first run would be noticeably slow."""
         for name in bucket.programs:
             self._programs[name]
-        if bucket.cost < WARM_MICROSECONDS:
+        if bucket.cost < _WARM_MICROSECONDS:
             tokens = aligned_zeros((bucket.batch, bucket.length), np.dtype(np.int32))
             self._run(bucket, tokens, np.ones(bucket.batch, np.int32), layers)
         self._warm.add(bucket)
@@ -217,7 +219,7 @@ class EncoderPrograms:
         if len(self._warm) == len(self.buckets) or not self._programs.are_loaded:
             return partition(lengths, self.buckets)
         later = {
-            b: b if b in self._warm else Bucket(b.batch, b.length, b.cost + LOAD_MICROSECONDS)
+            b: b if b in self._warm else Bucket(b.batch, b.length, b.cost + _LOAD_MICROSECONDS)
             for b in self.buckets
         }
         own = {charged: bucket for bucket, charged in later.items()}

@@ -13,7 +13,7 @@ from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
 from prejit.runtime.errors import ContextError, TruncationWarning, UsageError
 
 if TYPE_CHECKING:
-    from prejit.runtime.text.prompts import Prompts
+    from prejit.runtime.text.bundle_text import BundleText
     from prejit.runtime.text.tokenizer import Tokenizer
 
 OnTooLong = Literal["truncate", "error"]
@@ -25,7 +25,7 @@ _CALLER = 4
 
 def encode(
     encoder: EncoderPrograms,
-    prompts: Prompts,
+    text: BundleText,
     sentences: Sequence[str | Sequence[int]],
     on_too_long: OnTooLong,
 ) -> Encoded:
@@ -33,7 +33,7 @@ def encode(
 
     Args:
         encoder: the programs.
-        prompts: the tokenizer of the bundle.
+        text: the tokenizer of the bundle.
         sentences: as of `Bundle.encode`.
         on_too_long: as of `Bundle.encode`.
 
@@ -44,7 +44,7 @@ def encode(
     arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
     started = time.perf_counter()
     texts = [sentence for sentence in listed if isinstance(sentence, str)]
-    encoded = iter(prompts.need_tokenizer().encode_batch(texts) if texts else ())
+    encoded = iter(text.need_tokenizer().encode_batch(texts) if texts else ())
     ids = [
         next(encoded)
         if isinstance(sentence, str)
@@ -56,7 +56,7 @@ def encode(
     limit = encoder.max_tokens
     of_model = limit == encoder.encoder.max_tokens
     why = "the limit of the model" if of_model else "the longest shape of the manifest"
-    truncated = shorten(ids, limit, lambda: prompts.tokenizer, on_too_long, why)
+    truncated = shorten(ids, limit, lambda: text.tokenizer, on_too_long, why)
     embeddings, stats = encoder.encode(ids)
     return Encoded(embeddings, replace(stats, truncated=truncated, tokenize_seconds=seconds))
 

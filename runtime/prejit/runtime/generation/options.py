@@ -202,11 +202,13 @@ class Request:
         max_new_tokens: stop after this many tokens; None: at a stop token or when the longest context is
             full.
         stop_token_ids: stop at any of these; None: at those of the model's generation config.
-        logprobs: return the log-probability of each new token and of this many alternatives; None: of none.
-        token_mask: called before every token; decides which tokens may come.
-        prompt_lookup: draft tokens by prompt lookup and verify several in one pass. The tokens are the same;
-            they only come faster.
-        prefix: a computed beginning of the prompt, from the same bundle.
+        logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
+            to 20; None: none at all.
+        token_mask: called before every token with the token ids generated so far. Returns bool [V], true for
+            each token that may come next, or None for all. Decoding then takes one step per call.
+        prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
+            `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
+        prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -279,17 +281,8 @@ class Options(TypedDict, total=False):
     Attributes:
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
-        max_new_tokens: stop after this many tokens; if missing, at a stop token or when the longest context
-            is full.
-        stop_token_ids: stop at any of these; if missing, at those of the model's generation config.
+        max_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see `Request`.
         stop: stop before any of these strings.
-        logprobs: return the log-probability of each new token and of this many of the most likely tokens, 0
-            to 20.
-        token_mask: called with the token ids generated so far before every token. Returns bool [V], which
-            tokens may come next, or None for all. Decoding then takes one step per call.
-        prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
-            `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
-        prefix: a result of `Bundle.prefix`.
     """
 
     temperature: float

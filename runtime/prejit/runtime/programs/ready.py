@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -146,23 +146,25 @@ class Programs:
             compiled.arguments,
             compiled.results,
             compiled.donated,
-            takes=[*self._of_weights(program.weights), *self.arguments(program.name)],
+            takes=[*self._weight_arguments(program.weights), *self.arguments(program.name)],
             gives=self.results(program.name),
             mesh=self._config.mesh,
             path=f"{path}: {program.name}",
         )
 
-    def _of_weights(self, name: str | None) -> list[Array]:
+    def _weight_arguments(self, name: str | None) -> list[Array]:
         """Return the tensors of a weight set as arguments of a program."""
-        if name is None:
-            return []
-        shardings = self._config.weight_shardings or {}
         return [
             Array((tensor,), str(value.dtype), value.shape, False, split)
-            for tensor in self._config.weight_sets[name]
-            for value in (self._weights[tensor],)
-            for split in (parse_sharding(shardings.get(tensor, ""), value.ndim),)
+            for tensor, value, split in self._weight_set(name)
         ]
+
+    def _weight_set(self, name: str | None) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        """Yield name, values and sharding of the tensors of a weight set; nothing for None."""
+        shardings = self._config.weight_shardings or {}
+        for tensor in () if name is None else self._config.weight_sets[name]:
+            value = self._weights[tensor]
+            yield tensor, value, parse_sharding(shardings.get(tensor, ""), value.ndim)
 
     @property
     def are_loaded(self) -> bool:
@@ -247,11 +249,8 @@ class Programs:
             return []
         with self._lock:
             if name not in self._weights_on_device:
-                shardings = self._config.weight_shardings or {}
                 self._weights_on_device[name] = [
-                    self._device.put(value, parse_sharding(shardings.get(tensor, ""), value.ndim))
-                    for tensor in self._config.weight_sets[name]
-                    for value in (self._weights[tensor],)
+                    self._device.put(value, split) for _, value, split in self._weight_set(name)
                 ]
             return self._weights_on_device[name]
 

@@ -29,7 +29,8 @@ from prejit.compiler.progress import Plain
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import cpu_count
-from prejit.compiler.targets.target_table import jaxlib_version, target
+from prejit.compiler.targets.build_host import jaxlib_version
+from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.machine.target import Target
@@ -425,7 +426,8 @@ from prejit.compiler.store.key import Key
 from prejit.compiler.compile.executor import collect
 from prejit.compiler.compile.jobs import CompileJob, Source
 from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.targets.target_table import jaxlib_version, target
+from prejit.compiler.targets.build_host import jaxlib_version
+from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it

@@ -13,10 +13,10 @@ from typing import NoReturn
 
 import pytest
 
-from prejit.compiler.build import lowering
-from prejit.compiler.build.lowering import Functions, find_functions
-from prejit.compiler.build.plan import Lowered, Plan, plan_build
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline import lowering
+from prejit.compiler.pipeline.lowering import Functions, find_functions
+from prejit.compiler.pipeline.plan import Lowered, Plan, plan_build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.errors import BuildError, ManifestError

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.campaigns.junk import mutated, to_json
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
+from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.models import registry
 from prejit.compiler.models.layers import rope
@@ -32,8 +33,6 @@ Arrays = np.ndarray[Any, Any]
 CONTEXT = 20
 BLOCK = 7
 CLOSE = 1e-5
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
-"""Options of a compilation that takes half the time; neither values nor buffers may depend on it."""
 
 GPT2 = {
     "model_type": "gpt2",
@@ -98,7 +97,7 @@ class Model:
             name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
             for name, leaf in registry.flat_parameters(self.state).items()
         }
-        self._call = jax.jit(self.call, compiler_options=UNOPTIMIZED)
+        self._call = jax.jit(self.call, compiler_options=COMPILER_OPTIONS)
 
     def call(self, weights: Any, *arguments: Any) -> Any:
         return nnx.merge(self.graph, registry.with_parameters(self.state, weights))(*arguments)
@@ -241,7 +240,7 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: 
         (small.call, (small.weights, tokens, row, row, cache)),
     ):
         lowered = jax.jit(function, donate_argnums=len(arguments) - 1).lower(*arguments)
-        compiled = lowered.compile(UNOPTIMIZED)  # buffers are assigned before
+        compiled = lowered.compile(COMPILER_OPTIONS)  # buffers are assigned before
         whole = rf"f32\[(\d+,)*{slots},{small.shape.head_size}\]\S* (copy|transpose)\("
         assert not re.findall(whole, compiled.as_text())
         memory, cache_bytes = compiled.memory_analysis(), 4 * layer.size * 2 * len(cache)

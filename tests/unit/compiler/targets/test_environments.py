@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.targets import environments
-from prejit.compiler.targets.environments import MARKER, Environment, Wanted
-from prejit.runtime.errors import BuildError, StoreError
+from prejit.compiler.targets import environments, installing
+from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec
+from prejit.compiler.targets.installing import make_environment
+from prejit.runtime.errors import StoreError
 from prejit.runtime.machine.target import Target
 
 HOST = Target("cpu-host", "cpu")
 GPU = Target("cuda-h200", "cuda")
 TPU = Target("tpu-v5e", "tpu")
-WANTED = Wanted("cpu-host", "0.12.0.1", ("jax==0.12.0.1", "jaxlib==0.12.0.1"), ("numpy<2.4",))
+WANTED = EnvironmentSpec(
+    "cpu-host", "0.12.0.1", ("jax==0.12.0.1", "jaxlib==0.12.0.1"), ("numpy<2.4",)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "environments" / "v1"
 
 
-def fake(wanted: Wanted, python: str = sys.executable) -> Path:
+def fake(wanted: EnvironmentSpec, python: str = sys.executable) -> Path:
     """The files that `find` looks at."""
     path = environments.root() / wanted.key
     (path / "bin").mkdir(parents=True)
@@ -41,8 +44,8 @@ def fake(wanted: Wanted, python: str = sys.executable) -> Path:
 
 
 def test_a_target_that_the_build_host_can_compile_for_gets_no_environment() -> None:
-    assert environments.wanted(HOST, "0.10.2") is None
-    assert environments.wanted(replace(HOST, jax="0.10.2"), "0.10.2") is None
+    assert environments.spec_for(HOST, "0.10.2") is None
+    assert environments.spec_for(replace(HOST, jax="0.10.2"), "0.10.2") is None
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ def test_a_target_that_the_build_host_can_compile_for_gets_no_environment() -> N
 def test_a_pin_a_constraint_or_an_accelerator_gets_one_of_its_own(
     target: Target, pinned: list[str]
 ) -> None:
-    wanted = environments.wanted(target, "0.10.2")
+    wanted = environments.spec_for(target, "0.10.2")
     assert wanted is not None
     assert [text for text in wanted.requirements if "==" in text] == pinned
     assert wanted.constraints == target.constraints
@@ -94,7 +97,7 @@ def test_an_environment_that_is_there_is_used_without_a_process_or_a_network(
     monkeypatch.setattr(subprocess, "Popen", start)
     path = fake(WANTED)
     expected = Environment(path, path / "bin" / "python", {"jax": "0.12.0.1"})
-    assert environments.find(WANTED) == environments.make(WANTED) == expected
+    assert environments.find(WANTED) == make_environment(WANTED) == expected
     assert environments.find(replace(WANTED, constraints=())) is None
 
 
@@ -130,9 +133,9 @@ def test_a_directory_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "file"))
-    monkeypatch.setattr(environments, "interpreter", lambda wanted: sys.executable)
+    monkeypatch.setattr(installing, "find_interpreter", lambda *_: sys.executable)
     with pytest.raises(StoreError, match="cannot write an environment") as caught:
-        environments.make(WANTED)
+        make_environment(WANTED)
     assert "PREJIT_ENVIRONMENTS" in str(caught.value.hint)
 
 
@@ -168,90 +171,6 @@ def test_environments_are_in_the_build_cache_unless_said(monkeypatch: pytest.Mon
     monkeypatch.delenv("PREJIT_ENVIRONMENTS")
     monkeypatch.setenv("PREJIT_CACHE", "/mine")
     assert environments.root() == Path("/mine/environments/v1")
-
-
-@pytest.mark.parametrize(
-    ("jax", "lowest", "known"),
-    [
-        *(("0.10.2", (3, 11), True), ("0.12.0.1", (3, 12), True)),
-        *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
-    ],
-)
-def test_a_jax_that_we_do_not_know_wants_what_its_neighbour_wants(
-    jax: str, lowest: tuple[int, int], known: bool
-) -> None:
-    found = environments.pythons(jax)
-    assert found[0] == lowest
-    assert (found[1] < (4, 0)) == known
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with nothing but this interpreter, which no jax runs on: 3.97 to 3.99 are wanted."""
-    monkeypatch.setattr(environments, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
-    return tmp_path
-
-
-def script(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_where_no_interpreter_fits_the_error_says_what_there_is_and_how_to_get_one(
-    machine: Path,
-) -> None:
-    here = "{}.{}".format(*sys.version_info)
-    with pytest.raises(BuildError) as caught:
-        environments.interpreter(WANTED)
-    assert str(caught.value) == (
-        f"target cpu-host: jax 0.12.0.1 needs Python 3.97 or newer, found only {here} "
-        f"({os.path.realpath(sys.executable)})"
-    )
-    assert str(caught.value.hint).startswith("`uv python install 3.97`")
-
-
-def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
-    bare = script(machine / "bin" / "python3.98", "exit 3")
-    with pytest.raises(BuildError) as caught:
-        environments.interpreter(WANTED)
-    assert f"3.98 without venv ({bare})" in str(caught.value)
-    assert "`apt install python3.98-venv`" in str(caught.value.hint)
-    script(machine / "pyenv" / "versions" / "3.97.1" / "bin" / "python", f"echo 3 97 {bare}x")
-    assert environments.interpreter(WANTED) == f"{bare}x"
-
-
-def test_one_that_is_too_new_is_told_from_one_that_is_too_old(machine: Path) -> None:
-    script(machine / "bin" / "python3.100", "exit 9")
-    with pytest.raises(BuildError, match=r"needs Python 3\.97 to 3\.99, found only 3\.100 \("):
-        environments.interpreter(WANTED)
-
-
-def test_the_newest_on_path_comes_first_and_shims_and_broken_ones_do_not(machine: Path) -> None:
-    for version in ("3.97", "3.98"):
-        script(machine / "bin" / f"python{version}", f"echo {version.replace('.', ' ')} $0")
-    script(machine / "bin" / "python3.99", "exit 1")
-    script(machine / "shims" / "python3.99", "echo 3 99 $0")
-    os.environ["PATH"] = f"{machine / 'shims'}:{machine / 'bin'}"  # as `machine` set it
-    script(machine / "pyenv" / "versions" / "3.99.0" / "bin" / "python", "echo 3 99 $0")
-    assert environments.interpreter(WANTED) == str(machine / "bin" / "python3.98")
-    for version in ("3.97", "3.98"):
-        (machine / "bin" / f"python{version}").unlink()
-    found = environments.interpreter(WANTED)
-    assert found == str(machine / "pyenv" / "versions" / "3.99.0" / "bin" / "python")
-
-
-def test_uv_is_asked_last_and_may_download_nothing(machine: Path) -> None:
-    python = script(machine / "uv-python", 'test "$1" = -V && echo Python 3.98.1 || echo 3 98 $0')
-    script(
-        machine / "bin" / "uv",
-        f'test "$UV_PYTHON_DOWNLOADS" = never && test "$4" = ">=3.97,<3.100" && echo {python}',
-    )
-    assert environments.interpreter(WANTED) == str(python)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import cli
-from prejit.compiler.targets import environments
+from prejit.compiler.targets import environments, interpreters
 from prejit.compiler.targets.listing import DOWNLOAD, EXACT_JAX, NO, YES, Listed, list_targets
 from prejit.compiler.targets.target_table import names
 
@@ -26,7 +26,7 @@ def no_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on this machine runs a jax that it has not installed."""
-    monkeypatch.setattr(environments, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
+    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
 
@@ -34,7 +34,7 @@ def no_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def every_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one runs any jax."""
-    monkeypatch.setattr(environments, "_PYTHONS", {(0, 12): ((3, 0), (3, 99))})
+    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 0), (3, 99))})
 
 
 def listed(host_jax: str) -> dict[str, Listed]:
@@ -67,7 +67,7 @@ def test_a_download_names_its_packages_until_it_is_there(every_interpreter: None
         *("jax==0.10.2", "jaxlib==0.10.2"),
         *("jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2"),
     )
-    wanted = environments.wanted(found.target, "0.10.2")
+    wanted = environments.spec_for(found.target, "0.10.2")
     assert wanted is not None
     path = environments.root() / wanted.key
     (path / "bin").mkdir(parents=True)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from prejit.compiler.targets import target_table as target_module
+from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.target_table import (
     GpuTable,
     TableError,
     TargetTable,
-    can_build,
     chosen,
     names,
     resolve,

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.store.directory import DirectoryStore
-from prejit.compiler.targets import toolchain
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
     Toolchain,
@@ -57,12 +56,6 @@ def test_an_old_jaxlib_gets_the_limit_as_its_last_flag() -> None:
 
 def test_a_new_jaxlib_gets_no_limit() -> None:
     assert new(V3).xla_flags({}) == OURS
-    assert dict(new(V3).ingredients({}))["cpu"] == "x86-64-v3"
-
-
-def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> None:
-    found = dict(old(V3).ingredients({}))["cpu_features"]
-    assert found == dict(old(HOST).ingredients({}))["cpu_features"]
 
 
 def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
@@ -72,67 +65,6 @@ def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
     assert found == f"{OURS} --xla_a=1 --xla_b=2"
     with pytest.raises(StoreError, match="cannot read the file that XLA_FLAGS names"):
         new(V3).xla_flags({"XLA_FLAGS": str(tmp_path / "none")})
-
-
-def test_users_flags_change_the_key_and_their_path_does_not(tmp_path: Path) -> None:
-    flags = tmp_path / "flags"
-    flags.write_text("--xla_a=1")
-    given = new(V3).ingredients({"XLA_FLAGS": "--xla_a=1", "HOME": "/a"})
-    assert given == new(V3).ingredients({"XLA_FLAGS": str(flags), "HOME": "/b"})
-    assert given != new(V3).ingredients({})
-
-
-def test_each_target_has_ingredients_of_its_own() -> None:
-    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
-    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
-    assert len({one.ingredients({}) for one in found}) == len(found)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        replace(L4, memory_bytes=1),
-        replace(L4, xla_flags=("--xla_gpu_autotune_level=0",)),
-        replace(L4, device_count=2),
-        replace(L4, compute_capability="9.0"),
-    ],
-)
-def test_whatever_describes_a_gpu_is_in_the_key(changed: Target) -> None:
-    assert for_gpu(changed).ingredients({}) != for_gpu().ingredients({})
-
-
-def test_how_a_gpu_is_described_to_xla_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that all GPUs share is no field of a target."""
-    before = for_gpu().ingredients({})
-    monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
-    assert for_gpu().ingredients({}) != before
-
-
-def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = new(V3).ingredients({})
-    monkeypatch.setattr(toolchain, "code_digest", lambda *modules: f"sha256:of mended {modules}")
-    after = new(V3).ingredients({})
-    assert after != before
-    assert "prejit.compiler.compile.compiling" in dict(after)["our code"]
-
-
-def test_flags_of_libtpu_are_in_the_key() -> None:
-    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
-    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
-    assert tpu.ingredients({"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != tpu.ingredients({})
-    assert new(V3).ingredients({"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == new(V3).ingredients({})
-
-
-def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
-    renamed = replace(V3, name="web-servers")
-    assert new(renamed).ingredients({}) == new(V3).ingredients({})
-    host = os.sched_getaffinity(0)
-    before = new(V3).ingredients({})
-    os.sched_setaffinity(0, {min(host)})
-    try:
-        assert new(V3).ingredients({}) == before
-    finally:
-        os.sched_setaffinity(0, host)
 
 
 def test_a_path_with_spaces_stays_one_flag() -> None:
@@ -148,24 +80,6 @@ def test_a_path_with_spaces_stays_one_flag() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_not() -> None:
-    one = for_gpu()
-    assert replace(one, command=("other",)).ingredients({}) == one.ingredients({})
-    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
-    assert replace(one, versions=versions).ingredients({}) != one.ingredients({})
-
-
-def test_what_was_measured_counts_by_what_it_says() -> None:
-    plain = for_gpu()
-    a, b, c = (
-        replace(plain, tuned=Tuned(path, "", digest))
-        for path, digest in (("/x/a", "one"), ("/y/b", "one"), ("/x/a", "two"))
-    )
-    assert a.ingredients({}) == b.ingredients({})
-    assert len({x.ingredients({}) for x in (plain, a, c)}) == 3
-    assert a.xla_flags({}).endswith("--xla_gpu_load_autotune_results_from=/x/a")
 
 
 def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -> None:

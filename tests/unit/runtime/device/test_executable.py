@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from prejit.compiler.compile.disassembly import declared_features, used_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable, cross_compiles
+from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_jax, to_numpy
@@ -501,7 +503,7 @@ LEVELS = {
 def test_a_target_uses_no_more_than_it_says(name: str) -> None:
     from prejit.compiler.targets.target_table import target
 
-    if not cross_compiles():
+    if not cross_compiles(jaxlib_version()):
         pytest.skip("this jaxlib (before 0.11) compiles for the build host's features")
     wanted = target(name)
     assert wanted.cpu_features is not None
@@ -529,6 +531,10 @@ def test_what_is_compiled_for_a_level_computes_the_same(name: str, device: Devic
     [ours] = device.load(compiled.serialized, "somewhere").run([device.put(x)])
     [expected] = device.compile(portable).run([device.put(x)])
     np.testing.assert_allclose(to_numpy(ours), to_numpy(expected), rtol=1e-3)
+
+
+def test_the_version_of_jaxlib_decides_whether_it_compiles_for_a_described_cpu() -> None:
+    assert _jaxlib.compiles_for_topology() == cross_compiles(jaxlib_version())
 
 
 def test_a_host_executable_asks_for_what_this_machine_has() -> None:
@@ -562,6 +568,7 @@ START = """
 import sys
 import numpy as np
 import ml_dtypes
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 there_before = "jax" in sys.modules
@@ -635,6 +642,7 @@ def test_a_host_may_begin_to_use_jax_in_another_thread(run_python: Any, tmp_path
 import sys, threading
 import numpy as np, ml_dtypes
 from pathlib import Path
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 
@@ -719,6 +727,7 @@ import importlib.abc, itertools, sys, threading, time
 import ml_dtypes
 import numpy as np
 from pathlib import Path
+from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 

@@ -175,7 +175,7 @@ print(int(peak) >> 10)
 
 def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python: Any) -> None:
     """Of a context of 2**26: its cache would have 4.3 GB, before XLA says that the program takes another."""
-    from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+    from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
         index, _ = open_index(layout)

@@ -323,8 +323,12 @@ def test_blobs_that_are_there_already_are_not_written_again(recipe: Any, tmp_pat
 def test_writing_again_mends_what_is_no_blob(
     replace: Callable[[Path, Path], None], recipe: Any, bundle_dir: Path, tmp_path: Path
 ) -> None:
+    before = digest_of_bundle(bundle_dir)
     replace(blob_of(bundle_dir)[0], tmp_path / "aside")
+    with pytest.raises(RejectError):
+        digest_of_bundle(bundle_dir)
     write_layout(bundle_dir, *recipe.assemble())
+    assert digest_of_bundle(bundle_dir) == before
     load(bundle_dir)
 
 
@@ -336,7 +340,8 @@ def test_writing_again_mends_a_damaged_blob_of_the_right_size(
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    assert digest_of_bundle(bundle_dir) is None
+    with pytest.raises(RejectError):
+        digest_of_bundle(bundle_dir)
     write_layout(bundle_dir, *recipe.assemble())
     assert digest_of_bundle(bundle_dir) == before
 
@@ -390,16 +395,19 @@ def old_and_new(
 
 
 def digest_of_bundle(path: Path) -> str | None:
-    """The digest of a bundle all of whose blobs are right; None where it does not open."""
-    try:
-        with Layout(path) as layout:
-            index, digest = open_index(layout)
-            targets = match(layout, index, machine())
-            manifests = [read_manifest(layout, target) for target in targets]
-            check_blobs(layout, manifests, None)
-        return digest
-    except (RejectError, StoreError):
+    """Return the digest of a bundle, or None where there is none yet: a writer adds its index last.
+
+    Raises:
+        RejectError: there is an index, and what it names is missing or wrong.
+    """
+    if not (path / "index.json").exists():
         return None
+    with Layout(path) as layout:
+        index, digest = open_index(layout)
+        targets = match(layout, index, machine())
+        manifests = [read_manifest(layout, target) for target in targets]
+        check_blobs(layout, manifests, None)
+    return digest
 
 
 def machine() -> Any:

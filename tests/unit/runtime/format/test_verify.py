@@ -980,7 +980,7 @@ def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
 
 def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
     """With right digests everywhere, before anything is compiled."""
-    from prejit.compiler.build.packaging import PackedTarget, assemble, layer
+    from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
         index, _ = open_index(layout)

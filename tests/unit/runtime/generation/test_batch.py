@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.errors import ContextError, PrejitWarning, UsageError
@@ -59,8 +60,7 @@ class Reference:
             cache = tuple((empty, empty) for _ in range(shape.num_layers))
             return model(tokens, np.zeros(1, np.int32), length, cache)[0][0]
 
-        options = {"xla_backend_optimization_level": 0}
-        self._forward = jax.jit(forward, compiler_options=options)
+        self._forward = jax.jit(forward, compiler_options=COMPILER_OPTIONS)
 
     def logits(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Of the next token, float32 [V]."""
@@ -612,7 +612,7 @@ def test_more_requests_than_slots_wait_for_one(bundle: Bundle) -> None:
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == greedy(bundle, prompt, 9).token_ids
     assert results[-1].stats.queue_seconds > results[0].stats.queue_seconds
-    with pytest.raises(UsageError, match="sampling: expected 2, one a prompt; found 1"):
+    with pytest.raises(UsageError, match="sampling: expected 2, one for each prompt; found 1"):
         bundle.generate_batch([[1], [2]], sampling=[Sampling()])
 
 

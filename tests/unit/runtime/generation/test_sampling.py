@@ -39,9 +39,15 @@ def test_a_value_out_of_range_is_refused_by_its_name_with_both_sides(name: str, 
 
 
 def test_the_ends_of_every_range_are_taken() -> None:
-    Sampling(temperature=3e38, top_k=2**31 - 1, top_p=1e-9, seed=2**64 - 1, min_p=1)
-    Sampling(repetition_penalty=1e-38, presence_penalty=-2, frequency_penalty=2)
-    Sampling(top_k=np.int64(3), temperature=np.float32(0.5), logit_bias={np.int64(0): -np.inf})
+    for options in (
+        {"temperature": 3e38, "top_k": 2**31 - 1, "top_p": 1e-9, "seed": 2**64 - 1, "min_p": 1},
+        {"repetition_penalty": 1e-38, "presence_penalty": -2, "frequency_penalty": 2},
+        {"top_k": np.int64(3), "temperature": np.float32(0.5)},
+    ):
+        sampling = Sampling(**options)
+        assert {name: getattr(sampling, name) for name in options} == options
+    biased = Sampling(logit_bias={np.int64(0): -np.inf})
+    assert bias_row(biased, 2).tolist() == [-np.inf, 0]
 
 
 def test_equal_requests_are_equal_and_hash_alike_however_their_bias_is_written() -> None:

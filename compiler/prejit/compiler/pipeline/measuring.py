@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from prejit.compiler.build.keys import measuring_key
 from prejit.compiler.compile.executor import Executor, collect
-from prejit.compiler.compile.jobs import Compiled, CompileJob, Source, compile_ingredients
+from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
+from prejit.compiler.compile.keys import executable_key
 from prejit.compiler.compile.worker_process import JOB_SECONDS, WorkerProcess
 from prejit.compiler.native.form_table import (
     FormTable,
@@ -28,9 +28,9 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.native.products import KERNEL, Product
+from prejit.compiler.pipeline.keys import measuring_key
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -157,7 +157,7 @@ def _compile(
             program = store.put_blob(lower_product(product, form))
             source = Source(program, ("cpu",), library if form == KERNEL else None)
             name = f"{product} by {form}"
-            key = Key("compile", f"forms/{target}/{name}", compile_ingredients(toolchain, source))
+            key = executable_key(f"forms/{target}/{name}", toolchain, source)
             futures[name, target] = executor.submit(CompileJob(name, toolchain, source, key))
     results = collect(futures)
     return {

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prejit.compiler.build import accuracy
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import registry
+from prejit.compiler.pipeline import accuracy
 from prejit.runtime.errors import CheckpointError
 
 from .... import decoders  # noqa: TID252 (tests are no installed package)

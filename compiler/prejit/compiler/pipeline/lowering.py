@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from prejit.compiler.build.keys import UserWeights, native_key
-from prejit.compiler.build.model import ReadModel
-from prejit.compiler.build.plan import (
+from prejit.compiler.checkpoint.tensor_files import read_parameters
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.native.calls import called
+from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import UserWeights, native_key
+from prejit.compiler.pipeline.model import ReadModel
+from prejit.compiler.pipeline.plan import (
     Kernels,
     Lowered,
     Native,
@@ -23,15 +30,10 @@ from prejit.compiler.build.plan import (
     find_lowered,
     find_native,
 )
-from prejit.compiler.checkpoint.tensor_files import read_parameters
-from prejit.compiler.compile.jobs import Source
-from prejit.compiler.lowering.user_code import UserModules
-from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.native.calls import called
-from prejit.compiler.native.products import Product
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.runtime.errors import BuildError
+from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.format.arrays import DTYPES
 from prejit.runtime.format.schema import Segment
 
 if TYPE_CHECKING:
@@ -56,15 +58,62 @@ def find_functions(manifest: Manifest) -> Functions:
         return {}  # and jax is not imported
     from prejit.compiler.lowering.function import find_function
 
-    modules = UserModules(manifest.directory)
+    modules = UserModules(None if manifest.path is None else manifest.directory)
     found = {}
     for program in manifest.programs:
-        parameters = program.params
-        if isinstance(parameters, str):
-            parameters = read_parameters(manifest.resolve(parameters))
+        parameters, nested = _parameters(manifest, program)
         with modules.in_use():
-            found[program.name] = find_function(program, manifest.where, parameters, modules)
+            found[program.name] = find_function(
+                program, manifest.where, parameters, modules, nested
+            )
     return found
+
+
+def _parameters(
+    manifest: Manifest, program: Program
+) -> tuple[dict[str, Any] | None, Callable[[Mapping[str, Any]], Any] | None]:
+    """Return a function's parameters by flat name, and what makes its first argument of them.
+
+    Raises:
+        ManifestError: two leaves of a pytree have the same name, or one is no array.
+        CheckpointError: a file cannot be read.
+    """
+    if program.params is None:
+        return None, None
+    if isinstance(program.params, str | Path):
+        return read_parameters(manifest.resolve(str(program.params))), None
+    import jax
+    import numpy as np
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(program.params)
+    names = [".".join(map(_step, path)) or "params" for path, _ in leaves]
+    where = f"{manifest.where}: program {program.name!r}: params"
+    for name in names:
+        if names.count(name) > 1:
+            raise ManifestError(
+                f"{where}: expected different names of leaves, found {name!r} twice",
+                hint="names are joined by dots: a key must not contain one",
+            )
+    values = {}
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        value = np.asarray(leaf)
+        if str(value.dtype) not in DTYPES:
+            raise ManifestError(
+                f"{where}: {name}: expected an array of one of {', '.join(DTYPES)}, found {value.dtype}",
+                hint="give a pytree of JAX or NumPy arrays",
+            )
+        # As jax.jit takes it: 64 bits become 32 unless jax_enable_x64 is set.
+        values[name] = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+
+    def nested(weights: Mapping[str, Any]) -> Any:
+        return jax.tree_util.tree_unflatten(structure, [weights[name] for name in names])
+
+    return values, nested
+
+
+def _step(key: Any) -> str:
+    """Return one step of the path to a leaf of a pytree: a key, an index or the name of a field."""
+    return next(str(getattr(key, at)) for at in ("key", "idx", "name") if hasattr(key, at))
 
 
 def weights_of(functions: Functions) -> UserWeights:

@@ -18,8 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.build.keys import compile_key, lower_key, native_key, versions
-from prejit.compiler.build.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.checkpoint.source import find_source
 from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Source
@@ -37,10 +35,14 @@ from prejit.compiler.native.form_table import (
 )
 from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.keys import compile_key, lower_key, native_key, versions
+from prejit.compiler.pipeline.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, why
 from prejit.compiler.targets import environments
-from prejit.compiler.targets.target_table import can_build, chosen
+from prejit.compiler.targets.build_host import can_build
+from prejit.compiler.targets.installing import obstacle
+from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.schema import Segment
@@ -268,10 +270,10 @@ def find_toolchain(target: Target, store: Store) -> Toolchain | None:
     Raises:
         BuildError, RejectError, StoreError: the target's tuning does not fit it, or cannot be read.
     """
-    wanted = environments.wanted(target, versions("jax")["jax"])
-    if wanted is None:
+    spec = environments.spec_for(target, versions("jax")["jax"])
+    if spec is None:
         found = host_toolchain(target, versions("jax", "jaxlib"))
-    elif (environment := environments.find(wanted)) is not None:
+    elif (environment := environments.find(spec)) is not None:
         found = toolchain_of(target, environment)
     else:
         return None
@@ -282,8 +284,8 @@ def why_not(target: Target) -> str | None:
     """Return why this machine cannot compile for a target; None: it can, once packages are fetched."""
     if reason := can_build(target):
         return reason
-    wanted = environments.wanted(target, versions("jax")["jax"])
-    error = None if wanted is None else environments.obstacle(wanted)
+    spec = environments.spec_for(target, versions("jax")["jax"])
+    error = None if spec is None else obstacle(spec)
     return None if error is None else f"{error} ({error.hint})"
 
 

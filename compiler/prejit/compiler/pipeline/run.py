@@ -3,7 +3,7 @@
     fetch         find or download the model directory           checkpoint.source
     plan          programs x targets, and what the store has     plan
     check         model, files, functions: mistakes come first   model, model_layers, lowering
-    environments  make the environments of pinned versions       targets.environments
+    environments  make the environments of pinned versions       targets.installing
     kernels       compile the C++ kernels of each CPU level      native.library
     forms         measure how products are computed fastest      measuring
     lower         trace programs to StableHLO                    lowering
@@ -23,42 +23,43 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from prejit.compiler.build.contents import PackedBundle, pack_bundle
-from prejit.compiler.build.costs import measure_costs
-from prejit.compiler.build.executables import TargetTools, compiled_targets, submit
-from prejit.compiler.build.keys import versions
-from prejit.compiler.build.lowering import (
-    find_functions,
-    lower,
-    products_of,
-    source_of,
-    weights_of,
-)
-from prejit.compiler.build.measuring import measure_missing, runs_here
-from prejit.compiler.build.model import (
-    ModelSource,
-    ReadModel,
-    check_model,
-    read_model,
-    uses_kernels,
-)
-from prejit.compiler.build.model_layers import read_layers
-from prejit.compiler.build.plan import Plan, find_toolchain, kernels_of, plan_build
-from prejit.compiler.build.weights import (
-    Published,
-    find_published,
-    measure_accuracy,
-    pack_weights,
-)
 from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_table import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.contents import PackedBundle, pack_bundle
+from prejit.compiler.pipeline.costs import measure_costs
+from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.lowering import (
+    find_functions,
+    lower,
+    products_of,
+    source_of,
+    weights_of,
+)
+from prejit.compiler.pipeline.measuring import measure_missing, runs_here
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    ReadModel,
+    check_model,
+    read_model,
+    uses_kernels,
+)
+from prejit.compiler.pipeline.model_layers import read_layers
+from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
+from prejit.compiler.pipeline.weights import (
+    Published,
+    find_published,
+    measure_accuracy,
+    pack_weights,
+)
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
-from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import spec_for
+from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import RejectError, StoreError
@@ -191,9 +192,9 @@ def _check(plan: Plan, model: ReadModel, published: Published | None) -> None:
 def _make_toolchain(target: Target, store: Store, progress: Progress) -> Toolchain:
     """Return what compiles for a target; its environment is made first if it is not there."""
     if (found := find_toolchain(target, store)) is None:
-        wanted = environments.wanted(target, versions("jax")["jax"])
-        assert wanted is not None
-        environments.make(wanted, progress)
+        spec = spec_for(target, versions("jax")["jax"])
+        assert spec is not None
+        make_environment(spec, progress)
         found = find_toolchain(target, store)
         assert found is not None
     return found

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Prompts:
+class BundleText:
     """The tokenizer and the chat templates of a bundle, each read when it is first used. Thread-safe."""
 
     def __init__(self, bundle: str, layers: Mapping[str, Layer]) -> None:

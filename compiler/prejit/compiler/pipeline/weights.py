@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler.build import packaging
-from prejit.compiler.build.keys import (
+from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline import packaging
+from prejit.compiler.pipeline.keys import (
     UserWeights,
     accuracy_key,
     measuring_key,
     weights_key,
 )
-from prejit.compiler.build.model import (
+from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
     cache_dtype,
@@ -25,9 +26,8 @@ from prejit.compiler.build.model import (
     file_digests,
     open_weights,
 )
-from prejit.compiler.build.packaging import Layer, Tensor
-from prejit.compiler.build.plan import Plan
-from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.packaging import Layer, Tensor
+from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import BuildError
@@ -175,8 +175,8 @@ def _measure(
     model: ModelSource, published: Checkpoint, weights: Layer, dtype: str, text: Path | None
 ) -> Accuracy:
     """Compare the packed model with its float32 form, on a text or on what the model writes itself."""
-    from prejit.compiler.build import accuracy
     from prejit.compiler.models import registry
+    from prejit.compiler.pipeline import accuracy
 
     assert isinstance(weights.content, Path)
     values = {name: published.read(name) for name in published.names}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import cli
-from prejit.compiler.build.garbage import DAY_SECONDS, Collection, collect
+from prejit.compiler.pipeline.garbage import DAY_SECONDS, Collection, collect
 from prejit.compiler.store.directory import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prejit.compiler.build import packaging
-from prejit.compiler.build.compatibility import readable_until
-from prejit.compiler.build.executables import CompiledTarget, Executable
-from prejit.compiler.build.keys import versions
-from prejit.compiler.build.model_layers import special_ids
-from prejit.compiler.build.packaging import Layer, PackedTarget
-from prejit.compiler.build.plan import Kernels, Lowered, Plan
-from prejit.compiler.build.requirement import requirement_of
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline import packaging
+from prejit.compiler.pipeline.compatibility import readable_until
+from prejit.compiler.pipeline.executables import CompiledTarget, Executable
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.model_layers import special_ids
+from prejit.compiler.pipeline.packaging import Layer, PackedTarget
+from prejit.compiler.pipeline.plan import Kernels, Lowered, Plan
+from prejit.compiler.pipeline.requirement import requirement_of
 from prejit.compiler.store.interface import Store
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,

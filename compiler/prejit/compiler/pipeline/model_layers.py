@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prejit.compiler.base.json_file import read_object
-from prejit.compiler.build import packaging
-from prejit.compiler.build.keys import tokenizer_key
-from prejit.compiler.build.model import ReadModel, file_digest
-from prejit.compiler.build.packaging import Layer
-from prejit.compiler.build.plan import Plan
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.pipeline import packaging
+from prejit.compiler.pipeline.keys import tokenizer_key
+from prejit.compiler.pipeline.model import ReadModel, file_digest
+from prejit.compiler.pipeline.packaging import Layer
+from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.base.typed_json import to_json

@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 from tests.decoders import LARGEST_CONTEXT, write_random
 
-from prejit.compiler.build import keys
-from prejit.compiler.build.keys import compile_key
-from prejit.compiler.build.lowering import lower, source_of
-from prejit.compiler.build.model import ModelSource, read_model
-from prejit.compiler.build.plan import (
+from prejit.compiler.compile import jobs
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.native.library import KernelLibrary, build_kernels
+from prejit.compiler.pipeline import keys
+from prejit.compiler.pipeline.keys import compile_key
+from prejit.compiler.pipeline.lowering import lower, source_of
+from prejit.compiler.pipeline.model import ModelSource, read_model
+from prejit.compiler.pipeline.plan import (
     CACHED,
     COMPILE,
     TRACED,
@@ -31,11 +35,7 @@ from prejit.compiler.build.plan import (
     plan_build,
     planned_executables,
 )
-from prejit.compiler.build.run import build
-from prejit.compiler.compile import jobs
-from prejit.compiler.compile.pool import WorkerPool
-from prejit.compiler.manifest.reading import read_manifest
-from prejit.compiler.native.library import KernelLibrary, build_kernels
+from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file
 
-from prejit.compiler.build import packaging
-from prejit.compiler.build.packaging import Tensor, pack, write_weights
+from prejit.compiler.pipeline import packaging
+from prejit.compiler.pipeline.packaging import Tensor, pack, write_weights
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError

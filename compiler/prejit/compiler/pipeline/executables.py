@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from prejit.compiler.build.keys import compile_key
-from prejit.compiler.build.plan import Kernels, Lowered
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.pipeline.keys import compile_key
+from prejit.compiler.pipeline.plan import Kernels, Lowered
 from prejit.compiler.targets.toolchain import Toolchain
 
 

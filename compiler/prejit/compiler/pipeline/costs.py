@@ -11,14 +11,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prejit.compiler.build.executables import CompiledTarget, Executable
-from prejit.compiler.build.keys import cost_key
-from prejit.compiler.build.measuring import measuring_alone
-from prejit.compiler.build.packaging import Layer
-from prejit.compiler.build.requirement import requirement_of
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
+from prejit.compiler.pipeline.executables import CompiledTarget, Executable
+from prejit.compiler.pipeline.keys import cost_key
+from prejit.compiler.pipeline.measuring import measuring_alone
+from prejit.compiler.pipeline.packaging import Layer
+from prejit.compiler.pipeline.requirement import requirement_of
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from prejit.compiler.build.model import ModelFiles, cache_dtype, longest_context
-from prejit.compiler.compile.jobs import Source, compile_ingredients
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.keys import executable_key
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
+from prejit.compiler.pipeline.model import ModelFiles, cache_dtype, longest_context
 from prejit.compiler.store.code import (
     ACCURACY,
     LOWERING,
@@ -83,7 +84,7 @@ def native_key(lowered: Key, forms: Mapping[Product, str]) -> Key:
 def compile_key(manifest: Manifest, spec: ProgramSpec, toolchain: Toolchain, source: Source) -> Key:
     """Return the key of an executable."""
     name = f"{manifest.bundle.name}/{toolchain.target.name}/{spec.name}"
-    return Key("compile", name, compile_ingredients(toolchain, source))
+    return executable_key(name, toolchain, source)
 
 
 def weights_key(

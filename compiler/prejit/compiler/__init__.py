@@ -1,0 +1,76 @@
+"""The build side of prejit: compile JAX programs ahead of time and package them.
+
+    from prejit.compiler import Manifest, Program, build
+
+    args = {"x": "float32[{batch}, 128]"}
+    program = Program("score", fn=score, args=args, buckets={"batch": [1, 8]}, params=tree)
+    build(Manifest("score", programs=[program], targets=["cpu-host"]), output="artifacts")
+
+`read_manifest` reads the same from TOML, and `plan` returns what a build would do. The names in `__all__` are
+the public ones; they are imported when they are first used (PEP 562).
+
+The packages, from the lowest layer up: `base`, `progress`, `store`; `targets`; `manifest`, `native`;
+`models`; `checkpoint`, `lowering`, `compile`; `pipeline`; `api`; `cli`. Begin with
+`pipeline.run`, which lists all steps of a build.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prejit.compiler.api import build, plan
+    from prejit.compiler.manifest.manifest import (
+        Bundle,
+        Encode,
+        Generate,
+        Manifest,
+        Model,
+        Program,
+    )
+    from prejit.compiler.manifest.reading import read_manifest
+    from prejit.compiler.pipeline.plan import PlannedExecutable
+    from prejit.compiler.pipeline.run import Built
+    from prejit.compiler.targets.target_table import GpuTable, TargetTable
+    from prejit.runtime.errors import BuildError, CheckpointError, ManifestError, NetworkError
+    from prejit.runtime.format.arrays import Mesh
+
+_HOMES = {
+    "prejit.compiler.api": ("build", "plan"),
+    "prejit.compiler.manifest.manifest": (
+        *("Bundle", "Encode", "Generate", "Manifest", "Model", "Program"),
+    ),
+    "prejit.compiler.manifest.reading": ("read_manifest",),
+    "prejit.compiler.pipeline.plan": ("PlannedExecutable",),
+    "prejit.compiler.pipeline.run": ("Built",),
+    "prejit.compiler.targets.target_table": ("GpuTable", "TargetTable"),
+    "prejit.runtime.errors": ("BuildError", "CheckpointError", "ManifestError", "NetworkError"),
+    "prejit.runtime.format.arrays": ("Mesh",),
+}
+
+__all__ = [
+    "BuildError",
+    "Built",
+    "Bundle",
+    "CheckpointError",
+    "Encode",
+    "Generate",
+    "GpuTable",
+    "Manifest",
+    "ManifestError",
+    "Mesh",
+    "Model",
+    "NetworkError",
+    "PlannedExecutable",
+    "Program",
+    "TargetTable",
+    "build",
+    "plan",
+    "read_manifest",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,183 @@
+"""Make an environment with the standard library's venv and with pip.
+
+The user's own configuration of pip decides where packages come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from prejit.compiler.progress import Progress, Quiet
+from prejit.compiler.targets import environments
+from prejit.compiler.targets.environments import MARKER, Environment, EnvironmentSpec, write_error
+from prejit.compiler.targets.interpreters import find_interpreter
+from prejit.runtime.base.files import write_file
+from prejit.runtime.errors import BuildError, NetworkError, PrejitError, StoreError
+
+_DEVIATING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON")
+"""Settings that would install somewhere else."""
+_LIST = """
+import json, re
+from importlib.metadata import distributions
+print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in distributions()}))
+"""
+_LAST_LINES = 6
+"""Maximum lines of pip's output in an error."""
+
+
+def make_environment(spec: EnvironmentSpec, progress: Progress | None = None) -> Environment:
+    """Return an environment, and make it where it does not exist. Several processes make it once.
+
+    Args:
+        spec: the packages that it needs.
+        progress: shows the installation.
+
+    Raises:
+        BuildError: this machine has no fitting interpreter, or pip finds no such packages.
+        NetworkError: packages cannot be fetched.
+        StoreError: the disk is full, or writing is not permitted.
+    """
+    progress = progress or Quiet()
+    if (found := environments.find(spec)) is not None:
+        return found
+    python = find_interpreter(spec.jax, spec.target)
+    path = environments.root() / spec.key
+    with ExitStack() as held:
+        with progress.phase(
+            f"waiting for another process, which makes the environment of {spec.target}"
+        ):
+            lock = held.enter_context(environments.locked(path))
+        if (found := environments.find(spec)) is not None:
+            return found
+        packages = ", ".join(name for name in spec.requirements if "==" in name)
+        progress.note(f"making an environment for {spec.target}, once: {packages}")
+        with progress.phase(f"installing {packages}"):
+            try:
+                _install(spec, path, python, lock)
+            except BaseException:
+                environments.remove(path)
+                raise
+        made = environments.read(path)
+        assert made is not None
+        return made
+
+
+def obstacle(spec: EnvironmentSpec) -> BuildError | None:
+    """Return why an environment cannot be made here; None: it exists, or only its packages are missing."""
+    if environments.read(environments.root() / spec.key) is None:
+        try:
+            find_interpreter(spec.jax, spec.target)
+        except BuildError as error:
+            return error
+    return None
+
+
+def _install(spec: EnvironmentSpec, path: Path, python: str, lock: int) -> None:
+    """Make an environment. The caller holds its lock, and pip inherits it: pip outlives a killed build."""
+    environments.remove(path)
+    environ = {name: value for name, value in os.environ.items() if name not in _DEVIATING}
+
+    def run(command: Sequence[str]) -> str:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            pass_fds=(lock,),
+            start_new_session=True,  # Ctrl-C is ours to handle; and a group can be killed whole
+            encoding="utf-8",
+            errors="replace",
+        )
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        if process.returncode:
+            raise _pip_error(spec, path, output, process.returncode)
+        return output
+
+    try:
+        run([python, "-I", "-m", "venv", "--without-pip", str(path)])
+        constraints = path / "constraints.txt"
+        constraints.write_text("".join(f"{line}\n" for line in spec.constraints))
+        inside = str(path / "bin" / "python")
+        run([inside, "-I", "-m", "ensurepip"])  # venv would do it, and hide why it failed
+        options = ["--no-user", "--no-input", "--only-binary=:all:", "--progress-bar=off"]
+        options += ["--disable-pip-version-check", f"--constraint={constraints}"]
+        run([inside, "-I", "-m", "pip", "install", *options, *spec.requirements])
+        versions = json.loads(run([inside, "-I", "-c", _LIST]))
+        _sync(path)
+    except OSError as error:
+        raise write_error(path, error.errno, error.strerror) from error
+    marker = {
+        "constraints": spec.constraints,
+        "python": os.path.realpath(python),
+        "requirements": spec.requirements,
+        "versions": versions,
+    }
+    write_file(path / MARKER, json.dumps(marker, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def _pip_error(spec: EnvironmentSpec, path: Path, output: str, code: int) -> PrejitError:
+    """Return the error for what venv or pip printed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    shown = [
+        line
+        for line in lines
+        if not line.startswith(
+            ("Looking in", "Collecting", "Downloading", "Using cached", "[notice]")
+        )
+    ]
+    printed = "\n".join(f"    | {line}" for line in shown[-_LAST_LINES:])
+    head = f"target {spec.target}: cannot make its environment, "
+    packages = ", ".join(spec.requirements)
+    full = re.search(r"\[Errno (28|122|27)\]|No space left|Disk quota exceeded", output)
+    if full:
+        return StoreError(
+            f"{head}the disk that holds {path} is full\n{printed}",
+            hint="free some space (`prejit gc` does), or give --cache DIR, PREJIT_CACHE or "
+            "PREJIT_ENVIRONMENTS a directory on another disk",
+        )
+    unreachable = (
+        r"NewConnectionError|ConnectTimeoutError|ReadTimeoutError|ProxyError|SSLError|Max retries"
+        r"|Temporary failure in name resolution|Network is unreachable|Connection (refused|reset)"
+    )
+    if re.search(unreachable, output):
+        return NetworkError(
+            f"{head}pip cannot fetch {packages}\n{printed}",
+            hint="pip's own settings decide where packages come from: check `pip config list` and "
+            "the proxy; without a network, point PIP_FIND_LINKS to a directory of wheels",
+        )
+    if missing := re.search(r"No matching distribution found for (.+)", output):
+        return BuildError(
+            f"{head}pip finds no {missing[1]} for this machine and Python\n{printed}",
+            hint="set the target's jax to a version that `pip index versions jax` lists; if it lists none, "
+            "check `pip config list` and the network",
+        )
+    if re.search(r"ResolutionImpossible|conflicting dependencies", output):
+        return BuildError(
+            f"{head}{packages} and the target's constraints exclude each other\n{printed}",
+            hint="change the target's constraints, or its jax",
+        )
+    return BuildError(f"{head}exit status {code} of venv or pip\n{printed}")
+
+
+def _sync(path: Path) -> None:
+    """Write all files of pip to the disk, so that a power cut cannot leave a marker without them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        ctypes.CDLL(None).syncfs(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Compile keys: everything that decides an executable is in them, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.compile import keys
+from prejit.compiler.compile.jobs import Source
+from prejit.compiler.compile.keys import executable_key
+from prejit.compiler.targets import toolchain
+from prejit.compiler.targets.target_table import target
+from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config, host_toolchain
+from prejit.runtime.machine.catalogue import catalogue
+from prejit.runtime.machine.target import Target
+
+V3 = target("cpu-x86-64-v3")
+HOST = target("cpu-host")
+L4 = target("cuda-l4")
+SOURCE = Source("sha256:0", ("cpu",))
+
+
+def old(on: Target) -> Toolchain:
+    """With a jaxlib that compiles for no described CPU."""
+    return host_toolchain(on, {"jax": "0.10.2", "jaxlib": "0.10.2"})
+
+
+def new(on: Target) -> Toolchain:
+    return host_toolchain(on, {"jax": "0.12.0", "jaxlib": "0.12.0"})
+
+
+def for_gpu(on: Target = L4) -> Toolchain:
+    versions = (("jax", "0.12.0"), ("jax-cuda13-pjrt", "0.12.0"), ("jaxlib", "0.12.0"))
+    return Toolchain(on, ("python",), versions, isolated=True)
+
+
+def ingredients(
+    toolchain: Toolchain, environ: Mapping[str, str], source: Source = SOURCE
+) -> tuple[tuple[str, str], ...]:
+    return executable_key("name", toolchain, source, environ).ingredients
+
+
+def test_the_program_and_its_platforms_are_in_the_key() -> None:
+    sources = [
+        SOURCE,
+        replace(SOURCE, program="sha256:1"),
+        replace(SOURCE, platforms=("cpu", "tpu")),
+    ]
+    assert len({ingredients(new(V3), {}, source) for source in sources}) == len(sources)
+
+
+def test_the_cpu_of_a_target_is_in_the_key() -> None:
+    assert dict(ingredients(new(V3), {}))["cpu"] == "x86-64-v3"
+
+
+def test_the_hosts_features_are_in_the_key_where_they_get_into_the_code() -> None:
+    found = dict(ingredients(old(V3), {}))["cpu_features"]
+    assert found == dict(ingredients(old(HOST), {}))["cpu_features"]
+
+
+def test_users_flags_change_the_key_and_their_path_does_not(tmp_path: Path) -> None:
+    flags = tmp_path / "flags"
+    flags.write_text("--xla_a=1")
+    given = ingredients(new(V3), {"XLA_FLAGS": "--xla_a=1", "HOME": "/a"})
+    assert given == ingredients(new(V3), {"XLA_FLAGS": str(flags), "HOME": "/b"})
+    assert given != ingredients(new(V3), {})
+
+
+def test_each_target_has_ingredients_of_its_own() -> None:
+    found = [new(HOST), *(new(on) for on in catalogue().values() if on.platform == "cpu")]
+    found += [for_gpu(on) for on in catalogue().values() if on.platform == "cuda"]
+    assert len({ingredients(one, {}) for one in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(L4, memory_bytes=1),
+        replace(L4, xla_flags=("--xla_gpu_autotune_level=0",)),
+        replace(L4, device_count=2),
+        replace(L4, compute_capability="9.0"),
+    ],
+)
+def test_whatever_describes_a_gpu_is_in_the_key(changed: Target) -> None:
+    assert ingredients(for_gpu(changed), {}) != ingredients(for_gpu(), {})
+
+
+def test_how_a_gpu_is_described_to_xla_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that all GPUs share is no field of a target."""
+    before = ingredients(for_gpu(), {})
+    monkeypatch.setattr(toolchain, "gpu_config", lambda on: f"{gpu_config(on)}\nmended: 1")
+    assert ingredients(for_gpu(), {}) != before
+
+
+def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ingredients(new(V3), {})
+    monkeypatch.setattr(keys, "code_digest", lambda *modules: f"sha256:of mended {modules}")
+    after = ingredients(new(V3), {})
+    assert after != before
+    assert "prejit.compiler.compile.compiling" in dict(after)["our code"]
+
+
+def test_flags_of_libtpu_are_in_the_key() -> None:
+    versions = (("jax", "0.12.0"), ("jaxlib", "0.12.0"), ("libtpu", "0.0.51"))
+    tpu = Toolchain(target("tpu-v5e"), ("python",), versions, isolated=True)
+    assert ingredients(tpu, {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) != ingredients(tpu, {})
+    assert ingredients(new(V3), {"LIBTPU_INIT_ARGS": "--xla_tpu_a=1"}) == ingredients(new(V3), {})
+
+
+def test_names_of_targets_and_cores_of_the_build_host_are_in_no_key() -> None:
+    renamed = replace(V3, name="web-servers")
+    assert ingredients(new(renamed), {}) == ingredients(new(V3), {})
+    host = os.sched_getaffinity(0)
+    before = ingredients(new(V3), {})
+    os.sched_setaffinity(0, {min(host)})
+    try:
+        assert ingredients(new(V3), {}) == before
+    finally:
+        os.sched_setaffinity(0, host)
+
+
+def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_not() -> None:
+    one = for_gpu()
+    assert ingredients(replace(one, command=("other",)), {}) == ingredients(one, {})
+    versions = (*one.versions[:2], ("jaxlib", "0.12.0.1"))
+    assert ingredients(replace(one, versions=versions), {}) != ingredients(one, {})
+
+
+def test_what_was_measured_counts_by_what_it_says() -> None:
+    plain = for_gpu()
+    a, b, c = (
+        replace(plain, tuned=Tuned(path, "", digest))
+        for path, digest in (("/x/a", "one"), ("/y/b", "one"), ("/x/a", "two"))
+    )
+    assert ingredients(a, {}) == ingredients(b, {})
+    assert len({ingredients(x, {}) for x in (plain, a, c)}) == 3
+    assert a.xla_flags({}).endswith("--xla_gpu_load_autotune_results_from=/x/a")

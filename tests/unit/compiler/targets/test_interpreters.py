@@ -1,0 +1,97 @@
+"""The interpreters of a machine: which of them a version of jax runs on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.targets import interpreters
+from prejit.compiler.targets.interpreters import find_interpreter
+from prejit.runtime.errors import BuildError
+
+
+@pytest.mark.parametrize(
+    ("jax", "lowest", "known"),
+    [
+        *(("0.10.2", (3, 11), True), ("0.12.0.1", (3, 12), True)),
+        *(("0.9.1", (3, 11), True), ("0.99.0", (3, 12), False), ("1.0", (3, 12), False)),
+    ],
+)
+def test_a_jax_that_we_do_not_know_wants_what_its_neighbour_wants(
+    jax: str, lowest: tuple[int, int], known: bool
+) -> None:
+    found = interpreters.pythons(jax)
+    assert found[0] == lowest
+    assert (found[1] < (4, 0)) == known
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing but this interpreter, which no jax runs on: 3.97 to 3.99 are wanted."""
+    monkeypatch.setattr(interpreters, "_PYTHONS", {(0, 12): ((3, 97), (3, 99))})
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    return tmp_path
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_where_no_interpreter_fits_the_error_says_what_there_is_and_how_to_get_one(
+    machine: Path,
+) -> None:
+    here = "{}.{}".format(*sys.version_info)
+    with pytest.raises(BuildError) as caught:
+        find_interpreter("0.12.0.1", "cpu-host")
+    assert str(caught.value) == (
+        f"target cpu-host: jax 0.12.0.1 needs Python 3.97 or newer, found only {here} "
+        f"({os.path.realpath(sys.executable)})"
+    )
+    assert str(caught.value.hint).startswith("`uv python install 3.97`")
+
+
+def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
+    bare = script(machine / "bin" / "python3.98", "exit 3")
+    with pytest.raises(BuildError) as caught:
+        find_interpreter("0.12.0.1", "cpu-host")
+    assert f"3.98 without venv ({bare})" in str(caught.value)
+    assert "`apt install python3.98-venv`" in str(caught.value.hint)
+    script(machine / "pyenv" / "versions" / "3.97.1" / "bin" / "python", f"echo 3 97 {bare}x")
+    assert find_interpreter("0.12.0.1", "cpu-host") == f"{bare}x"
+
+
+def test_one_that_is_too_new_is_told_from_one_that_is_too_old(machine: Path) -> None:
+    script(machine / "bin" / "python3.100", "exit 9")
+    with pytest.raises(BuildError, match=r"needs Python 3\.97 to 3\.99, found only 3\.100 \("):
+        find_interpreter("0.12.0.1", "cpu-host")
+
+
+def test_the_newest_on_path_comes_first_and_shims_and_broken_ones_do_not(machine: Path) -> None:
+    for version in ("3.97", "3.98"):
+        script(machine / "bin" / f"python{version}", f"echo {version.replace('.', ' ')} $0")
+    script(machine / "bin" / "python3.99", "exit 1")
+    script(machine / "shims" / "python3.99", "echo 3 99 $0")
+    os.environ["PATH"] = f"{machine / 'shims'}:{machine / 'bin'}"  # as `machine` set it
+    script(machine / "pyenv" / "versions" / "3.99.0" / "bin" / "python", "echo 3 99 $0")
+    assert find_interpreter("0.12.0.1", "cpu-host") == str(machine / "bin" / "python3.98")
+    for version in ("3.97", "3.98"):
+        (machine / "bin" / f"python{version}").unlink()
+    found = find_interpreter("0.12.0.1", "cpu-host")
+    assert found == str(machine / "pyenv" / "versions" / "3.99.0" / "bin" / "python")
+
+
+def test_uv_is_asked_last_and_may_download_nothing(machine: Path) -> None:
+    python = script(machine / "uv-python", 'test "$1" = -V && echo Python 3.98.1 || echo 3 98 $0')
+    script(
+        machine / "bin" / "uv",
+        f'test "$UV_PYTHON_DOWNLOADS" = never && test "$4" = ">=3.97,<3.100" && echo {python}',
+    )
+    assert find_interpreter("0.12.0.1", "cpu-host") == str(python)

@@ -1,0 +1,219 @@
+"""The Python API: manifests made in Python build, and have the mistakes of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from tests.decoders import write_random
+
+import prejit.compiler
+from prejit.compiler import Generate, Manifest, Mesh, Model, Program, TargetTable
+from prejit.runtime import load
+from prejit.runtime.errors import ManifestError, StoreError, UsageError
+
+
+def score(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["layer"]["weight"]) + params["bias"]
+
+
+def tree() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((4, 3), dtype=np.float32)
+    return {"layer": {"weight": weight}, "bias": jnp.ones(3, jnp.float32)}
+
+
+def scoring(params: Any = None, **changes: Any) -> Program:
+    given = {
+        "fn": score,
+        "args": {"x": "float32[{batch}, 4]"},
+        "buckets": {"batch": [2, 1]},
+        "params": tree() if params is None else params,
+    }
+    return Program("score", **{**given, **changes})
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    """Where a build of one test goes."""
+    return {"cache": tmp_path / "cache", "workers": 2, "quiet": True}
+
+
+def test_a_function_with_a_pytree_builds_and_runs(tmp_path: Path, options: dict[str, Any]) -> None:
+    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
+    planned = prejit.compiler.plan(manifest, cache=options["cache"])
+    assert [(each.spec.name, each.state) for each in planned] == [
+        ("score/batch1", "traced at build"),
+        ("score/batch2", "traced at build"),
+    ]
+    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    assert (built.path, built.compiled, built.cached) == (tmp_path / "out" / "score", 2, 0)
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    found = load(built.path, on_mismatch="error").call("score", x=x)
+    np.testing.assert_allclose(found, score(tree(), x), rtol=1e-5)
+    again = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    assert (again.compiled, again.written, again.digest) == (0, False, built.digest)
+
+
+def test_python_and_toml_give_the_same_bundle(tmp_path: Path, options: dict[str, Any]) -> None:
+    params = tree()
+    flat = {"layer.weight": params["layer"]["weight"], "bias": np.asarray(params["bias"])}
+    save_file(flat, tmp_path / "params.safetensors")
+    (tmp_path / "model.py").write_text(
+        "import jax.numpy as jnp\n\ndef score(params, x):\n"
+        '    return jnp.tanh(x @ params["layer"]["weight"]) + params["bias"]\n'
+    )
+    (tmp_path / "m.toml").write_text(
+        '[bundle]\nname = "score"\n[[program]]\nname = "score"\nfunction = "model:score"\n'
+        'args = { x = "float32[{batch}, 4]" }\nbuckets = { batch = [1, 2] }\n'
+        'params = "params.safetensors"\n[[target]]\nname = "cpu-host"\n'
+    )
+    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
+    ours = prejit.compiler.build(manifest, tmp_path / "python", **options)
+    theirs = prejit.compiler.build(tmp_path / "m.toml", tmp_path / "toml", **options)
+    assert ours.digest == theirs.digest
+    assert theirs.compiled == 0
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_a_function_gets_the_pytree_that_was_given(tmp_path: Path, options: dict[str, Any]) -> None:
+    def add(params: Any, x: Any) -> Any:
+        assert isinstance(params, Pair)
+        assert isinstance(params.right, list)
+        return x * params.left + params.right[0] - params.right[1]
+
+    given = Pair(np.float32(3), [np.ones(2, np.float64), jnp.zeros(2, jnp.bfloat16)])
+    program = Program("add", fn=add, args={"x": "float32[2]"}, params=given)
+    manifest = Manifest("pair", programs=[program], targets=["cpu-host"])
+    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    called = load(built.path).call("add", x=np.full(2, 2, np.float32))
+    assert np.asarray(called).tolist() == [7, 7]
+
+
+def test_a_module_with_its_own_parameters_builds(tmp_path: Path, options: dict[str, Any]) -> None:
+    module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    program = Program("linear", fn=module, args=["float32[1, 4]"])
+    manifest = Manifest("module", programs=[program], targets=["cpu-host"])
+    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    x = np.ones((1, 4), np.float32)
+    found = load(built.path).call("linear", x)
+    np.testing.assert_allclose(found, module(x), rtol=1e-5)
+
+
+def test_a_model_builds_from_values(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = write_random("gpt2", tmp_path / "gpt2")
+    manifest = Manifest(
+        "model",
+        model=Model(str(source)),
+        generate=Generate(batch=(1,), prompt=(8,), context=(16,)),
+        targets=[TargetTable("cpu-host")],
+        mesh=Mesh(1, 1),
+    )
+    assert manifest.mesh is None, "a mesh of one device is none"
+    built = prejit.compiler.build(manifest, tmp_path / "out", measure=False, **options)
+    assert len(load(built.path).generate([1, 2, 3], max_new_tokens=4).token_ids) == 4
+    planned = prejit.compiler.plan(manifest, cache=options["cache"])
+    assert {each.state for each in planned} == {"cached"}
+
+
+def dotted() -> Program:
+    return scoring({"a.b": np.ones(1, np.float32), "a": {"b": np.ones(1, np.float32)}})
+
+
+@pytest.mark.parametrize(
+    ("manifest", "problems"),
+    [
+        (
+            lambda: Manifest("Score", programs=[scoring()], targets=["cpu-host"]),
+            ["bundle.name: expected lowercase letters"],
+        ),
+        (
+            lambda: Manifest("s", programs=[scoring(buckets={"batch": [0]})], targets=["cpu-host"]),
+            ["program[0].buckets.batch[0]: expected an integer from 1 to"],
+        ),
+        (
+            lambda: Manifest("s", programs=[scoring(args={"x": "float33[4]"})], targets=[]),
+            [
+                "target: missing; expected at least one",
+                "program[0].args.x: expected a dtype (did you mean",
+            ],
+        ),
+        (
+            lambda: Manifest("s", programs=[scoring(fn=3)], targets=["cpu-host"]),
+            ['program[0].function: expected "package.module:attribute"; found "3"'],
+        ),
+        (
+            lambda: Manifest("s", programs=[scoring(), scoring()], targets=["cpu-host"]),
+            ["program[1].name: expected each name once"],
+        ),
+        (
+            lambda: Manifest("s", programs=[scoring()], targets=["cpu-host", "cpu-host"]),
+            ["target[1].name: expected each target once"],
+        ),
+        (
+            lambda: Manifest("s", targets=["cpu-host"]),
+            ["nothing to build; expected a [model]"],
+        ),
+        (
+            lambda: Manifest("s", targets=["cpu-host"], model=Model("no-such-directory")),
+            ["generate: missing", "model.source: expected a directory"],
+        ),
+        (lambda: Manifest("s", programs=[scoring()], targets=["cpu-hots"]), ["target[0].name: "]),
+        (
+            lambda: Manifest("s", programs=[dotted()], targets=["cpu-host"]),
+            ["params: expected different names of leaves, found 'a.b' twice"],
+        ),
+        (
+            lambda: Manifest("s", programs=[scoring({"a": object()})], targets=["cpu-host"]),
+            ["params: a: expected an array of one of"],
+        ),
+    ],
+)
+def test_a_mistake_in_python_is_reported_as_one_in_a_file(
+    manifest: Any, problems: list[str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ManifestError) as caught:
+        prejit.compiler.build(manifest(), tmp_path / "out", **options)
+    text = str(caught.value)
+    for problem in problems:
+        assert problem in text
+    assert len(text.splitlines()) == len(problems)
+    assert text.startswith("manifest '")
+    assert caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_missing_and_a_target_that_is_none_are_errors(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(StoreError, match=r"missing\.toml: cannot read the manifest"):
+        prejit.compiler.plan(tmp_path / "missing.toml", cache=options["cache"])
+    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
+    with pytest.raises(UsageError, match="expected one of manifest 'score', cpu-host"):
+        prejit.compiler.build(manifest, tmp_path, targets=("cpu-hots",), **options)
+
+
+def test_a_build_shows_its_progress_unless_it_is_quiet(
+    tmp_path: Path, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest = Manifest("score", programs=[scoring()], targets=["cpu-host"])
+    prejit.compiler.build(manifest, tmp_path / "out", **options)
+    assert capfd.readouterr() == ("", "")
+    prejit.compiler.build(
+        manifest, tmp_path / "out", **{**options, "quiet": False, "cache": tmp_path / "other"}
+    )
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "compiled score/batch1 for cpu-host" in captured.err
+    index = json.loads((tmp_path / "out" / "score" / "index.json").read_bytes())
+    assert len(index["manifests"]) == 1

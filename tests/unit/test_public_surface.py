@@ -1,0 +1,55 @@
+"""The public names of both doors. A name that is added or removed here is a promise that changes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+RUNTIME = """
+Axis Batch Bundle ContextError Defaults EncodeStats Encoded FallbackWarning Fingerprint Logprob
+MismatchError Options Piece Prefix PrejitError PrejitWarning RejectError Request Result Sampling Session
+Stats StoreError Token TruncationWarning UsageError Usage fallback_counts load
+"""
+COMPILER = """
+BuildError Built Bundle CheckpointError Encode Generate GpuTable Manifest ManifestError Mesh Model
+NetworkError PlannedExecutable Program TargetTable build plan read_manifest
+"""
+DOORS = {"prejit.runtime": RUNTIME.split(), "prejit.compiler": COMPILER.split()}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_has_these_names_and_no_others(door: str) -> None:
+    module = importlib.import_module(door)
+    assert sorted(module.__all__) == sorted(DOORS[door])
+    for name in module.__all__:
+        public = getattr(module, name)
+        assert public.__name__ == name
+        assert inspect.getdoc(public), f"{name} has no docstring"
+    with pytest.raises(AttributeError, match=rf"{door}.*no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
+def test_no_package_takes_the_place_of_a_public_name(run_python: Any) -> None:
+    """Importing `prejit.compiler.build` would replace the function of that name by a module."""
+    run_python(
+        "import importlib, pkgutil, prejit.compiler, prejit.runtime\n"
+        "for door in (prejit.compiler, prejit.runtime):\n"
+        "    modules = {found.name for found in pkgutil.iter_modules(door.__path__)}\n"
+        "    assert not modules & set(door.__all__), modules & set(door.__all__)\n"
+    )
+
+
+def test_importing_the_build_side_imports_nothing_else(run_python: Any) -> None:
+    run_python(
+        "import sys, prejit.compiler\n"
+        "found = [m for m in sys.modules if m.startswith('prejit')]\n"
+        "assert found == ['prejit', 'prejit.compiler'], found\n"
+        "heavy = {'numpy', 'jax', 'click', 'pydantic', 'flax'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "from prejit.compiler import Manifest, Program, TargetTable, read_manifest\n"
+        "heavy = {'jax', 'flax', 'transformers', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
