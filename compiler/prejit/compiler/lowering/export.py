@@ -20,7 +20,7 @@ from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.native.calls import KERNEL_CALLS
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
-from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.machine.requirement import PLATFORMS
 
 
 def export_program(

@@ -20,7 +20,7 @@ from prejit.compiler.lowering.program import LoweredProgram, Shapes, results_of
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import registry
 from prejit.runtime.errors import BuildError, ManifestError
-from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.machine.requirement import PLATFORMS
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.user_code import UserModules

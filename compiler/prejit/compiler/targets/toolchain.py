@@ -20,9 +20,8 @@ from prejit.compiler.targets.environments import Environment, worker_command
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
-from prejit.runtime.machine.catalogue import capabilities
 from prejit.runtime.machine.environment import read_xla_flags
-from prejit.runtime.machine.target import PLUGINS, Target
+from prejit.runtime.machine.targets import PLUGINS, Target, capabilities
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
 """Kernels come out in the same objects on every build host, whose order `disassembly.in_order` sets. Costs

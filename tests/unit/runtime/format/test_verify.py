@@ -958,7 +958,7 @@ def test_7_kernels_need_every_feature_of_their_level(level: str) -> None:
 
 
 def test_7_levels_have_the_features_of_the_catalogue() -> None:
-    from prejit.runtime.machine.catalogue import catalogue
+    from prejit.runtime.machine.targets import catalogue
 
     for level, features in KERNEL_LEVELS.items():
         assert tuple(sorted(features)) in ((), catalogue()[f"cpu-{level}"].cpu_features)
