@@ -33,7 +33,7 @@ def kernel_recipe(
 
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
-    from prejit.compiler.pipeline import packaging
+    from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.device import kernels
@@ -65,8 +65,8 @@ def kernel_recipe(
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
         return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
-    executables, placed = packaging.pack({"scale": frame(compiled.serialized)}, cache)
-    portables, portable_placed = packaging.pack({"scale": frame(portable)}, cache)
+    executables, placed = bundle_files.pack({"scale": frame(compiled.serialized)}, cache)
+    portables, portable_placed = bundle_files.pack({"scale": frame(portable)}, cache)
     features = {*declared_features(compiled.serialized), *library.cpu_features}
     config = Config(
         format=FORMAT_VERSION,
@@ -98,11 +98,11 @@ def kernel_recipe(
         kernels=Kernels(library.digest, library.level, library.compiler, library.handlers),
     )
     layers = (
-        packaging.layer(EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
-        packaging.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
-        packaging.layer(PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
+        bundle_files.layer(EXECUTABLES_MEDIA_TYPE, executables, "programs.xla"),
+        bundle_files.layer(KERNELS_MEDIA_TYPE, content, "kernels.so"),
+        bundle_files.layer(PORTABLE_MEDIA_TYPE, portables, "programs.stablehlo"),
     )
-    return Recipe((packaging.PackedTarget(config, layers),), "kernels", {})
+    return Recipe((bundle_files.PackedTarget(config, layers),), "kernels", {})
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ class Recipe:
     weights: Mapping[str, Any]
 
     def assemble(self) -> tuple[bytes, dict[str, Any]]:
-        from prejit.compiler.pipeline.packaging import assemble
+        from prejit.compiler.pipeline.pack.bundle_files import assemble
 
         return assemble(self.name, self.targets)
 
@@ -95,7 +95,7 @@ class Recipe:
 
     def with_content(self, media_type: str, content: bytes) -> Recipe:
         """With other bytes in one layer, its digest set right."""
-        from prejit.compiler.pipeline.packaging import layer
+        from prejit.compiler.pipeline.pack.bundle_files import layer
 
         return self.layered(
             lambda layers: tuple(
@@ -159,7 +159,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
 
     from prejit.compiler.compile.disassembly import declared_features
     from prejit.compiler.compile.xla import compile_portable
-    from prejit.compiler.pipeline import packaging
+    from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
     from prejit.runtime.format.names import (
@@ -196,11 +196,15 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
         stored = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
         return Segment(0, len(stored), cache.put_blob(stored), len(raw), digest_of(raw))
 
-    portable, portables = packaging.pack({p: frame(x) for p, (x, _, _) in lowered.items()}, cache)
+    portable, portables = bundle_files.pack(
+        {p: frame(x) for p, (x, _, _) in lowered.items()}, cache
+    )
     with cache.blob_writer() as blob:
-        packaging.write_weights(
+        bundle_files.write_weights(
             [
-                packaging.Tensor(tensor, str(value.dtype), value.shape, lambda value=value: value)
+                bundle_files.Tensor(
+                    tensor, str(value.dtype), value.shape, lambda value=value: value
+                )
                 for tensor, value in weights.items()
             ],
             blob,
@@ -208,13 +212,13 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     stored_weights = cache.read_blob(blob.digest)
     assert stored_weights is not None
     shared = (
-        packaging.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
-        packaging.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
-        packaging.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
+        bundle_files.layer(LICENSE_MEDIA_TYPE, b"Apache-2.0\n", "LICENSE"),
+        bundle_files.layer(WEIGHTS_MEDIA_TYPE, stored_weights, "weights.safetensors"),
+        bundle_files.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"),
     )
     packed = []
     for target, compiled in targets.items():
-        pack, segments = packaging.pack({p: frame(x) for p, (x, _) in compiled.items()}, cache)
+        pack, segments = bundle_files.pack({p: frame(x) for p, (x, _) in compiled.items()}, cache)
         config = Config(
             format=FORMAT_VERSION,
             bundle=name,
@@ -243,8 +247,8 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             weight_sets={"score": tuple(weights)},
         )
-        layer = packaging.layer(EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
-        packed.append(packaging.PackedTarget(config, (layer, *shared)))
+        layer = bundle_files.layer(EXECUTABLES_MEDIA_TYPE, pack, "programs.xla")
+        packed.append(bundle_files.PackedTarget(config, (layer, *shared)))
     return Recipe(tuple(packed), name, weights)
 
 

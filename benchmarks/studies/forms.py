@@ -18,10 +18,10 @@ from pathlib import Path
 
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.form_table import (
     RECORDED,
     FormTable,
-    KnownForms,
     conditions_of,
     read_own,
     to_text,
@@ -30,7 +30,7 @@ from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import products_of
-from prejit.compiler.pipeline.measuring import measure_products, runs_here
+from prejit.compiler.pipeline.measure.forms import measure_products, runs_here
 from prejit.compiler.pipeline.model import read_model
 from prejit.compiler.pipeline.plan import plan_build
 from prejit.compiler.progress import Progress, open_progress

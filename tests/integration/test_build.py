@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.decoders import write_random
@@ -37,10 +38,30 @@ name = "cpu-x86-64-v3"
 """
 
 
+def write_project(directory: Path) -> Path:
+    (directory / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
+    (directory / "tiny.toml").write_text(MANIFEST)
+    return directory
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "tiny_model.py").write_text("def f(x):\n    return x * 2 + 1\n")
-    (tmp_path / "tiny.toml").write_text(MANIFEST)
+    """A project that was never built."""
+    return write_project(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def built_once(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that was built. Read only: it is the module's."""
+    directory = write_project(tmp_path_factory.mktemp("built"))
+    build(run, directory)
+    return directory
+
+
+@pytest.fixture
+def built_project(built_once: Path, tmp_path: Path) -> Path:
+    """A project that was built, with its cache and its bundle."""
+    shutil.copytree(built_once, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -88,8 +109,8 @@ def test_a_build_that_changes_nothing_compiles_and_writes_nothing(run: Run, proj
     assert (planned["to_compile"], planned["traced_at_build"]) == (0, 12)
 
 
-def test_a_change_compiles_what_it_touches(run: Run, project: Path) -> None:
-    build(run, project)
+def test_a_change_compiles_what_it_touches(run: Run, built_project: Path) -> None:
+    project = built_project
     wider = MANIFEST.replace("5, 6]", "5, 6, 7]")
     (project / "tiny.toml").write_text(wider)
     assert build(run, project)["compiled"] == 2
@@ -99,27 +120,28 @@ def test_a_plan_of_a_model_knows_what_a_build_does_and_why(run: Run, tmp_path: P
     model = write_random("gpt2", tmp_path / "checkpoint")
     manifest = write_manifest(tmp_path / "m.toml", model, context=(32,))
     options = ("--cache", tmp_path / "cache")
-    first = run("plan", manifest, *options, status=8)
+    settings: Any = {"quick": True, "PATH": "/nonexistent"}  # without kernels, which take 15 s
+    first = run("plan", manifest, *options, status=8, **settings)
     assert "first build of this program" in first.stdout
     build = ("build", manifest, *options, "-o", tmp_path / "out", "--no-measure", "--json")
-    [built] = json.loads(run(*build).stdout)
-    planned = json.loads(run("plan", manifest, *options, "--json").stdout)
+    [built] = json.loads(run(*build, **settings).stdout)
+    planned = json.loads(run("plan", manifest, *options, "--json", **settings).stdout)
     assert (planned["to_compile"], planned["traced_at_build"]) == (0, 0)
     assert {row["state"] for row in planned["programs"]} == {"cached"}
     assert len(planned["programs"]) == built["compiled"]
 
     config = json.loads((model / "config.json").read_bytes())
     (model / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-3}))
-    changed = run("plan", manifest, *options, status=8)
+    changed = run("plan", manifest, *options, status=8, **settings)
     assert "config.json: sha256:" in changed.stdout
-    [built] = json.loads(run(*build).stdout)
-    planned = json.loads(run("plan", manifest, *options, "--json").stdout)
+    [built] = json.loads(run(*build, **settings).stdout)
+    planned = json.loads(run("plan", manifest, *options, "--json", **settings).stdout)
     assert built["compiled"] > 0
     assert planned["to_compile"] == 0
 
 
-def test_keys_do_not_depend_on_the_directory(run: Run, project: Path, tmp_path: Path) -> None:
-    build(run, project)
+def test_keys_do_not_depend_on_the_directory(run: Run, built_once: Path, tmp_path: Path) -> None:
+    project = built_once
     elsewhere = tmp_path / "else" / "where"
     elsewhere.mkdir(parents=True)
     for name in ("tiny_model.py", "tiny.toml"):
@@ -129,9 +151,9 @@ def test_keys_do_not_depend_on_the_directory(run: Run, project: Path, tmp_path: 
 
 
 def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
-    run: Run, project: Path
+    run: Run, built_project: Path
 ) -> None:
-    build(run, project)
+    project = built_project
     bundle = project / "out" / "tiny"
     for directory in (bundle, project / "cache"):
         for blob in directory.rglob("blobs/sha256/*"):
@@ -165,7 +187,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
         spans.append(time.monotonic() - started)
     pick = random.Random(0)
     statuses, found = [], []
-    for attempt in range(12):
+    for attempt in range(8):
         change(project, factors[attempt % 2])
         process = start(project, "out", stderr=subprocess.DEVNULL)
         # A build spends its last third on packing and writing.
@@ -187,8 +209,8 @@ def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
 
 
 @pytest.mark.parametrize("where", ["cache", "bundle"])
-def test_a_full_disk_is_told_and_loses_nothing(run: Run, project: Path, where: str) -> None:
-    digest = build(run, project)["digest"]
+def test_a_full_disk_is_told_and_loses_nothing(run: Run, built_project: Path, where: str) -> None:
+    project, digest = built_project, load(built_project / "out" / "tiny").digest
     change(project, 5)
     if where == "bundle":  # all is in the cache already
         options = ("-o", project / "other", "--cache", project / "cache")
@@ -245,7 +267,7 @@ def test_different_builds_into_one_directory_at_once_leave_one_of_them(
         (each / "tiny.toml").write_text(MANIFEST)
         change(each, factor)
         build(run, each)
-    for _ in range(3):
+    for _ in range(2):
         processes = [
             start(each, project / "out", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for each in projects

@@ -103,16 +103,17 @@ def module(model: Path) -> Any:
     from flax import nnx
 
     from prejit.compiler.checkpoint.checkpoint import open_encoder
-    from prejit.compiler.models import registry
+    from prejit.compiler.models import config_file, registry
+    from prejit.compiler.models.parameters import with_parameters
 
     checkpoint = open_encoder(model)
-    graph, state = nnx.split(registry.encoder(registry.load_encoder(model)))
+    graph, state = nnx.split(registry.make_encoder(config_file.load_encoder(model)))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
     @partial(jax.jit, compiler_options=COMPILER_OPTIONS)
     def run(weights: Any, tokens: jax.Array) -> jax.Array:
         length = jax.numpy.full(1, tokens.shape[1])
-        return nnx.merge(graph, registry.with_parameters(state, weights))(tokens, length)
+        return nnx.merge(graph, with_parameters(state, weights))(tokens, length)
 
     return lambda ids: np.asarray(run(weights, np.array([ids], np.int32)))[0]
 

@@ -18,8 +18,9 @@ import pytest
 from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.compile.xla import CompileFor, compile_portable
-from prejit.compiler.lowering.function import UserFunction, lower_function
-from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.lowering.user.finding import UserFunction
+from prejit.compiler.lowering.user.lower import lower_function
+from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device.device import Device

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "encoder_attention.h"
 
 using namespace prejit::attention;
+using prejit::Bf16;
 
 namespace {
 
@@ -31,6 +33,15 @@ struct Random {
   int64_t below(int64_t n) { return next() % n; }
   float real() { return static_cast<float>(next() % 2001) / 1000 - 1; }
 };
+
+float widen(float x) { return x; }
+
+float widen(Bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
 
 template <typename E>
 void fill(Random& random, Array<E>& array) {
@@ -132,7 +143,7 @@ int main() {
       Random random{static_cast<uint32_t>(i) * 7919 + 1};
       good[i] = true;
       for (int round = 0; round < kRounds && good[i]; ++round) {
-        good[i] = decoder<float>(random) && decoder<BFloat16>(random) && encoder(random);
+        good[i] = decoder<float>(random) && decoder<Bf16>(random) && encoder(random);
       }
     });
   }

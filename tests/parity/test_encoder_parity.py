@@ -12,8 +12,9 @@ from flax import nnx
 from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.checkpoint.checkpoint import open_encoder
-from prejit.compiler.models import registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models.parameters import with_parameters
 
 from .encoder_cases import COUNT, REFERENCE, TOKENS, Case, cases
 from .encoder_record import torch_result
@@ -35,14 +36,14 @@ def ours(case: Case, directory: Path, padding: int = 0, forms: Forms | None = No
     case.write(directory)
     out_in = forms is not None
     checkpoint = open_encoder(directory, out_in=out_in)
-    source = registry.load_encoder(directory)
-    graph, state = nnx.split(registry.encoder(source, out_in=out_in))
+    source = config_file.load_encoder(directory)
+    graph, state = nnx.split(registry.make_encoder(source, out_in=out_in))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
     tokens = np.pad(case.tokens, ((0, 1), (0, padding)), constant_values=5)
     length = np.append(case.lengths, np.int32(0))
 
     def run(weights: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        module = nnx.merge(graph, registry.with_parameters(state, weights))
+        module = nnx.merge(graph, with_parameters(state, weights))
         with using(forms):
             result: jax.Array = (module if case.pooling else module.hidden)(tokens, length)
         return result

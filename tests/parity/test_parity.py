@@ -16,8 +16,9 @@ from flax import nnx
 from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.models.parameters import with_parameters
 
 from .cases import PROMPT, REFERENCE, STEPS, Case, cases
 from .record import TIE, nearest_tokens, torch_logits
@@ -34,9 +35,9 @@ class Model:
     def __init__(self, directory: Path, context: int, forms: Forms | None = None) -> None:
         out_in = forms is not None
         checkpoint = open_checkpoint(directory, out_in=out_in)
-        config = registry.load_config(directory)
+        config = config_file.load_config(directory)
         self.shape = registry.describe(config)
-        self.graph, self.state = nnx.split(registry.decoder(config, context, out_in=out_in))
+        self.graph, self.state = nnx.split(registry.make_decoder(config, context, out_in=out_in))
         self.forms = forms
         self.weights = {name: checkpoint.read(name) for name in checkpoint.names}
         self.context = context
@@ -47,7 +48,7 @@ class Model:
             return self._run(weights, *arguments)
 
     def _run(self, weights: Any, *arguments: Any) -> Any:
-        return nnx.merge(self.graph, registry.with_parameters(self.state, weights))(*arguments)
+        return nnx.merge(self.graph, with_parameters(self.state, weights))(*arguments)
 
     def feed(self, chunks: Iterable[np.ndarray[Any, Any]], block: int) -> Iterator[Logits]:
         """Logits [V] after each chunk; a chunk of more than one token is padded to a block."""
@@ -113,7 +114,7 @@ def test_longrope_equals_torch_up_to_its_context_where_programs_end_there_and_af
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
     assert list(reference) == [case.name for case in cases()]
     families = Counter(name.split("-")[0] for name in reference)
-    known = {family.removesuffix("_text") for family in registry._FAMILIES}
+    known = {family.removesuffix("_text") for family in registry.DECODERS}
     assert families.keys() == known
     assert min(families.values()) >= 10
     for name, logits in reference.items():

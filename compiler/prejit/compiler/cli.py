@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from prejit.compiler.garbage import Found
     from prejit.compiler.manifest.manifest import Manifest
-    from prejit.compiler.pipeline.garbage import Found
     from prejit.compiler.pipeline.plan import PlannedExecutable
     from prejit.compiler.pipeline.run import Built
     from prejit.compiler.targets.listing import Listed
@@ -357,7 +357,7 @@ def schema() -> int:
 @_json
 def gc(days: int, dry_run: bool, cache: Path | None, as_json: bool) -> int:
     """Remove cache entries and environments that were not used for some days, and leftovers."""
-    from prejit.compiler.pipeline.garbage import collect
+    from prejit.compiler.garbage import collect
 
     result = collect(cache, days=days, dry_run=dry_run)
     gone = [found for found in result.found if found.reason]

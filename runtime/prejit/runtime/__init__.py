@@ -19,7 +19,7 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
     machine, store                           what this machine is; what it keeps between starts
     base, errors, verdict                    what every room needs
 
-`fleet`, `bench` and `cli` are tools on top of these.
+`fleet`, `bench`, `pages` and `cli` are tools on top of these.
 """
 
 from importlib import import_module

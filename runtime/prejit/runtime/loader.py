@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
@@ -90,10 +91,7 @@ def load(
         arguments.instance("fingerprint", fingerprint, Fingerprint)
     machine = Fingerprint.current()
     must_match = on_mismatch == "error"
-
-    def open_(layout: Layout, index: Index, digest: str) -> _Opened:
-        return _open(layout, index, digest, machine, fingerprint, must_match)
-
+    open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
     opened = read_whole(path, open_)
     choice = _choose(opened, must_match)
     if not choice.matched:
@@ -138,6 +136,7 @@ def _open(
     layout: Layout,
     index: Index,
     digest: str,
+    *,
     machine: Fingerprint,
     declared: Fingerprint | None,
     must_match: bool,

@@ -23,7 +23,7 @@ import zstandard
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
+from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format import limits

@@ -35,7 +35,7 @@ import numpy as np
 import zstandard
 from jax import export
 
-from prejit.compiler.pipeline.packaging import (
+from prejit.compiler.pipeline.pack.bundle_files import (
     PackedTarget,
     Tensor,
     assemble,

@@ -26,7 +26,7 @@ import numpy as np
 from jax import export
 from tests.format.v2.make import CPU, NO_JAXLIB, OLD_CPU, frame_of
 
-from prejit.compiler.pipeline.packaging import PackedTarget, assemble, layer
+from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json

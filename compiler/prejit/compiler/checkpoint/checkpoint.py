@@ -29,7 +29,7 @@ from prejit.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from prejit.compiler.models.layers.config import Naming
-    from prejit.compiler.models.registry import Parameter
+    from prejit.compiler.models.parameters import Parameter
 
 _SINGLE = ("model.safetensors", "flax_model.safetensors", "flax_model.msgpack")
 _INDEX = "model.safetensors.index.json"
@@ -135,15 +135,16 @@ class Checkpoint:
 
     @cached_property
     def _sources(self) -> dict[str, _Source]:
-        from prejit.compiler.models import registry
+        from prejit.compiler.models import config_file, registry
+        from prejit.compiler.models.parameters import parameters_of
 
         if self._layout is None:
-            config = registry.load_config(self.directory)
-            parameters = registry.parameters(config, out_in=self._out_in)
-            naming = registry.naming(config)
+            config = config_file.load_config(self.directory)
+            parameters = parameters_of(registry.make_decoder(config, out_in=self._out_in))
+            naming = registry.decoder_naming(config)
         else:
-            encoder = registry.load_encoder(self.directory)
-            parameters = registry.encoder_parameters(encoder, out_in=self._out_in)
+            encoder = config_file.load_encoder(self.directory)
+            parameters = parameters_of(registry.make_encoder(encoder, out_in=self._out_in))
             naming = registry.encoder_naming(encoder)
         published: dict[str, Tensor] = {}
         for file in self._model_files:

@@ -1,17 +1,17 @@
-"""What machine code needs: the CPU extensions that the instructions of an XLA:CPU executable are of.
+"""Find the CPU extensions that the instructions of an XLA:CPU executable use.
 
-LLVM is told what it may use, and uses a part of that. On jaxlib 0.10 it may use nearly all that the
-build host has, so that what it was told says little about where the code runs.
+LLVM may use a list of extensions, and uses some of them. On jaxlib 0.10 the list has nearly all extensions of
+the build host, so it does not show where the code runs.
 
-A serialized executable of jaxlib 0.10 to 0.12 is two protobufs one after the other, the first with its
-length before it. Of them we read:
+A serialized executable of jaxlib 0.10 to 0.12 is two protobuf messages, the first with its length before it.
+These fields are read:
 
     SerializedXlaExecutableMetadata       IFRT's: shardings, layouts
     ExecutableAndOptionsProto             xla/pjrt/proto/executable_metadata.proto
         1  CompilationResultProto         xla/service/cpu/executable.proto
             7  SymbolProto                each function that is called: {2: name}
             8  ObjFileProto               each ELF object: {1: contents}
-            9  TargetMachineOptionsProto  {3: what LLVM was told: "+avx,+avx2,-xop"}
+            9  TargetMachineOptionsProto  {3: what LLVM may use: "+avx,+avx2,-xop"}
 """
 
 from __future__ import annotations
@@ -101,16 +101,16 @@ LLVM_NAMES = {
     "XSAVEOPT": "xsaveopt",
     "XSAVES": "xsaves",
 }
-"""The extensions that a compiler may use, in the names of the two who tell of them."""
+"""Names of CPU extensions: LLVM's by iced's."""
 
 EVERYWHERE = frozenset(
-    # What every x86-64 processor runs, if only as a no-operation (`endbr64`, `pause`).
+    # Some run as a no-operation: `endbr64`, `pause`.
     {
         *("CET_IBT", "CLFSH", "CPUID", "FPU", "FPU287", "FPU387", "MULTIBYTENOP", "PAUSE", "TSC"),
         *("INTEL186", "INTEL286", "INTEL386", "INTEL486", "INTEL8086"),
     }
 )
-"""iced's CpuidFeatures that need not be asked for. Of all others LLVM makes no use on its own account."""
+"""iced's CpuidFeatures that every x86-64 processor has. LLVM uses no others of its own accord."""
 
 _ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _EM_X86_64 = 62
@@ -119,10 +119,13 @@ _SHT_NOBITS = 8
 
 
 def used_features(serialized: bytes) -> tuple[str, ...]:
-    """What the instructions of an XLA:CPU executable need, as keys of `CPU_FEATURES`, sorted.
+    """Return the extensions that the instructions of an XLA:CPU executable need.
 
-    Where code cannot be read for certain (another architecture, an extension newer than the
-    disassembler, an object in a place that we do not know) it is `declared_features`.
+    Where the code cannot be read with certainty (another architecture, an extension newer than the
+    disassembler, an object in an unknown place), return `declared_features`.
+
+    Returns:
+        Keys of `CPU_FEATURES`, sorted.
 
     Raises:
         BuildError: the bytes are not such an executable.
@@ -132,7 +135,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
     try:
         objects = _objects(result)
         if len(objects) != serialized.count(_ELF):
-            raise ValueError("an object outside of the field of objects")
+            raise ValueError("an object outside the field of objects")
         names = [_fields(symbol)[2][0] for symbol in result.get(7, ())]
         contents = b"".join(objects)
         if not all(name + b"\0" in contents for name in names):  # as string tables hold them
@@ -143,7 +146,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
 
 
 def declared_features(serialized: bytes) -> tuple[str, ...]:
-    """What LLVM was allowed to use in an XLA:CPU executable, as keys of `CPU_FEATURES`, sorted.
+    """Return the extensions that LLVM could use in an XLA:CPU executable: keys of `CPU_FEATURES`, sorted.
 
     Raises:
         BuildError: the bytes are not such an executable.
@@ -152,26 +155,26 @@ def declared_features(serialized: bytes) -> tuple[str, ...]:
 
 
 def narrowed(serialized: bytes, features: Sequence[str]) -> bytes:
-    """An XLA:CPU executable that tells of these features and no others.
+    """Return an XLA:CPU executable that declares these extensions and no others.
 
-    XLA logs an error for each feature that LLVM was told of and the machine lacks, when it loads one.
-    Where the code uses none of them, that would only frighten.
+    When XLA loads an executable, it logs an error for each declared extension that the machine lacks, even
+    if the code does not use it.
 
     Raises:
         BuildError: the bytes are not such an executable.
     """
     try:
         header, program = _parts(serialized)
-        told = ",".join(f"+{name}" for name in features).encode()
-        return header + edit_protobuf(program, (1, 9), {3: told})
+        declared = ",".join(f"+{name}" for name in features).encode()
+        return header + edit_protobuf(program, (1, 9), {3: declared})
     except ValueError as error:
         raise _not_an_executable(serialized) from error
 
 
 def in_order(serialized: bytes) -> bytes:
-    """An XLA:CPU executable with its objects in one order: the same bytes for the same objects.
+    """Return an XLA:CPU executable with its objects sorted: the same bytes for the same objects.
 
-    XLA writes them as its threads finish them, and finds the functions in them by name.
+    XLA writes objects in the order in which its threads finish them, and finds their functions by name.
 
     Raises:
         BuildError: the bytes are not such an executable.
@@ -184,7 +187,7 @@ def in_order(serialized: bytes) -> bytes:
 
 
 def _parts(serialized: bytes) -> tuple[bytes, bytes]:
-    """The first message with its length before it, and the second.
+    """Return the first message with its length before it, and the second.
 
     Raises:
         ValueError: the bytes are no such messages.
@@ -210,12 +213,12 @@ def _not_an_executable(serialized: bytes) -> BuildError:
     return BuildError(
         "expected an executable of XLA:CPU as jaxlib 0.10 to 0.12 serialize it, found"
         f" {len(serialized)} bytes of another form",
-        hint="if this jaxlib is a newer one, its executables may have another form; say so in an issue",
+        hint="a newer jaxlib may write executables in another form: build with jaxlib 0.10 to 0.12",
     )
 
 
 def _fields(message: bytes) -> dict[int, list[bytes]]:
-    """The strings, bytes and messages in a protobuf message, by field number."""
+    """Return the strings, bytes and submessages of a protobuf message, by field number."""
     fields: dict[int, list[bytes]] = {}
     for number, value in protobuf_fields(message):
         if isinstance(value, bytes):
@@ -224,8 +227,8 @@ def _fields(message: bytes) -> dict[int, list[bytes]]:
 
 
 def _declared(result: Mapping[int, list[bytes]]) -> tuple[str, ...]:
-    [told] = _fields(result[9][0]).get(3, [b""])
-    signed = told.decode(errors="replace").split(",")
+    [declared] = _fields(result[9][0]).get(3, [b""])
+    signed = declared.decode(errors="replace").split(",")
     names = {name[1:] for name in signed if name.startswith("+")}
     return tuple(sorted(names & CPU_FEATURES.keys()))  # the others are tuning: `prefer-no-gather`
 
@@ -235,10 +238,10 @@ def _objects(result: Mapping[int, list[bytes]]) -> tuple[bytes, ...]:
 
 
 def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
-    """What the instructions of objects need, in LLVM's names.
+    """Return the extensions that the instructions of objects need, in LLVM's names.
 
     Raises:
-        ValueError: there are bytes that are no instruction we know.
+        ValueError: some bytes are no known instruction.
     """
     import iced_x86
 
@@ -251,10 +254,10 @@ def _needed_by(objects: Sequence[bytes], declared: Sequence[str]) -> set[str]:
         raise ValueError("bytes that are no instruction")
     needed = set[str]()
     if seen.keys() & {code.LAHF, code.SAHF}:
-        needed.add("sahf")  # iced counts them to the 8086; the first x86-64 processors lack them
+        needed.add("sahf")  # iced calls them 8086; the first x86-64 processors lack them
     if "bmi" not in declared:
-        # For a processor without it LLVM writes `rep bsf`, wherever that gives the same: it has the bytes
-        # of `tzcnt` and is faster where that is known (llvm/lib/Target/X86/X86MCInstLower.cpp).
+        # For a processor without `tzcnt`, LLVM writes `rep bsf` where the result is the same: its bytes are
+        # those of `tzcnt`, which newer processors run faster (llvm/lib/Target/X86/X86MCInstLower.cpp).
         for same in (code.TZCNT_R16_RM16, code.TZCNT_R32_RM32, code.TZCNT_R64_RM64):
             seen.pop(same, None)
     names = {value: name for name, value in vars(iced_x86.CpuidFeature).items() if name.isupper()}

@@ -1,8 +1,4 @@
-"""Compiling many programs for many targets side by side, in worker processes.
-
-The pool has a few threads; each has at most one worker process and talks with it alone. Programs may be
-submitted while others are compiled. One that fails takes no other with it.
-"""
+"""What a build gives an executor, and what it gets back: values only."""
 
 from __future__ import annotations
 
@@ -21,12 +17,12 @@ from prejit.runtime.machine.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an executable is compiled from.
+    """The program that an executable is compiled from.
 
     Attributes:
-        program: digest of StableHLO, a blob in the cache.
-        platforms: that it was lowered for.
-        kernels: the library that it calls; None: it calls none.
+        program: digest of its StableHLO, a blob of the store.
+        platforms: platforms that it was lowered for, in order.
+        kernels: library of kernels that it calls; None: it calls none.
     """
 
     program: str
@@ -39,10 +35,10 @@ class CompileJob:
     """One program to compile for one target.
 
     Attributes:
-        program: its name, unique in the build.
-        toolchain: what compiles it, and for which target.
-        source: what is compiled.
-        key: what the result is stored under.
+        program: name of the program, unique in the build.
+        toolchain: toolchain that compiles it, for its target.
+        source: the program itself.
+        key: key of the result.
     """
 
     program: str
@@ -52,7 +48,7 @@ class CompileJob:
 
     @property
     def target(self) -> Target:
-        """What it is compiled for."""
+        """The target that the program is compiled for."""
         return self.toolchain.target
 
 
@@ -61,10 +57,10 @@ class Compiled:
     """The result of a job.
 
     Attributes:
-        executable: the zstd frame, a blob in the cache; its offset is 0.
-        cpu_features: the extensions that the code really uses, in LLVM's names.
-        memory: what the program needs while it runs.
-        milliseconds: that the compiler took.
+        executable: zstd frame of the executable, a blob of the store. Its offset is 0.
+        cpu_features: CPU extensions that its instructions use, in LLVM's names.
+        memory: memory that the program needs while it runs.
+        milliseconds: time that the compiler took.
     """
 
     executable: Segment
@@ -73,15 +69,15 @@ class Compiled:
     milliseconds: int
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the result as JSON."""
         plain: dict[str, Any] = json.loads(to_json(self))
         return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Compiled:
-        """The inverse of `to_plain`.
+        """Return a result from its JSON: the inverse of `to_plain`.
 
         Raises:
-            RejectError: plain has other keys or types.
+            RejectError: the JSON has other keys or types.
         """
         return from_json(cls, to_json(plain), "build cache")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.native.products import Product
 from prejit.compiler.store.interface import Store
 from prejit.runtime.device import kernels as native_kernels
@@ -107,7 +108,8 @@ def measure_forms(
     found = Product.parse(product)
     device = Device("cpu")
     x = device.put(np.full((1, found.rows, found.inputs), 1e-3, np.float32))
-    scale = [device.put(np.ones(found.outputs, np.float32))] if found.dtype == "int8" else []
+    has_scales = STORED_DTYPES[found.dtype].has_scales
+    scale = [device.put(np.ones(found.outputs, np.float32))] if has_scales else []
     shape = (found.outputs, found.inputs)
     shape = shape[::-1] if found.in_out else shape
     ones = np.ones(shape, dtype_of(found.dtype))

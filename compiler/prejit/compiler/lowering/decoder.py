@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from prejit.compiler.lowering.export import export_on, export_program, export_with
-from prejit.compiler.lowering.program import CACHE_SHARDING, STEPS, LoweredProgram, Shapes
+from prejit.compiler.lowering.program import LoweredProgram, Shapes
 from prejit.compiler.lowering.sampling import (
     Chosen,
     SamplingInputs,
@@ -22,11 +22,18 @@ from prejit.compiler.lowering.sampling import (
     sampling_shapes,
 )
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import registry
 from prejit.compiler.models.layers import config, linear
 from prejit.compiler.models.layers.forms import Forms
 from prejit.compiler.models.layers.rows import each_row
+from prejit.compiler.models.parameters import flat_parameters, with_parameters
+from prejit.compiler.models.sharding import shardings
 from prejit.runtime.format.arrays import Array, Mesh
+
+_STEPS = 16
+"""Maximum steps of one decode call. With models that take 0.1 ms a step, dispatch is then a small part."""
+
+_CACHE_SHARDING = ("data", "tensor", "", "")
+"""The mesh axes that split keys and values [B, K, S, H]: rows and heads are split."""
 
 
 def lower_decoder(
@@ -60,7 +67,7 @@ def lower_decoder(
     if spec.kind == "copy":
         return _lower_copy(shape, spec, mesh)
     graph, state = nnx.split(model)
-    weights: Shapes = registry.flat_parameters(state)
+    weights: Shapes = flat_parameters(state)
     programs = _DecoderFunctions(
         graph, state, mesh is not None and shape.vocab_size % mesh.tensor == 0
     )
@@ -81,7 +88,7 @@ def lower_decoder(
     values = (weights, *inputs.values(), sampling, history, cache)
     donated = (len(values) - 1,) if spec.kind == "prefill" else (len(values) - 2, len(values) - 1)
     named = {**inputs, **sampling._asdict(), "history": history}
-    cache_sharding = () if mesh is None else CACHE_SHARDING
+    cache_sharding = () if mesh is None else _CACHE_SHARDING
     cache_arrays = tuple(
         Array(("cache", layer, name), shape.cache_dtype, key_value.shape, True, cache_sharding)
         for layer in range(shape.num_layers)
@@ -92,12 +99,12 @@ def lower_decoder(
         Array((name,), str(value.dtype), value.shape, name == "history" and not kept)
         for name, value in named.items()
     ]
-    split = {} if mesh is None else registry.shardings(model, mesh)
+    split = {} if mesh is None else shardings(model, mesh)
     if mesh is None:
         exported = export_with(forms, function, values, donate_argnums=donated)
     else:
         everywhere = [()] * (len(values) - 2)
-        places = ({name: split.get(name, ()) for name in weights}, *everywhere, CACHE_SHARDING)
+        places = ({name: split.get(name, ()) for name in weights}, *everywhere, _CACHE_SHARDING)
         exported = export_on(mesh, function, values, places, donated)
     given = exported.out_avals[: -len(cache_arrays)]
     results = [
@@ -189,9 +196,9 @@ class _DecoderFunctions:
         rows = jax.eval_shape(
             sample, jax.ShapeDtypeStruct(history.shape, jnp.float32), sampling, history, position
         )
-        empty = jax.tree.map(lambda one: jnp.zeros((STEPS, *one.shape), one.dtype), rows)
+        empty = jax.tree.map(lambda one: jnp.zeros((_STEPS, *one.shape), one.dtype), rows)
         _, token, position, chosen, history, cache = lax.while_loop(
-            lambda carry: carry[0] < jnp.minimum(steps, STEPS),
+            lambda carry: carry[0] < jnp.minimum(steps, _STEPS),
             step,
             (jnp.int32(0), token, position, empty, history, cache),
         )
@@ -234,7 +241,7 @@ class _DecoderFunctions:
         *,
         every: bool = False,
     ) -> tuple[jax.Array, config.KVCache]:
-        module = nnx.merge(self.graph, registry.with_parameters(self.state, weights))
+        module = nnx.merge(self.graph, with_parameters(self.state, weights))
         rows = (linear.split(whole, "data") for whole in (tokens, start, length))
         logits, cache = module(*rows, cache, every=every)
         # Choosing a token goes over the vocabulary many times: all logits are gathered once before it, and
@@ -267,11 +274,11 @@ def _lower_copy(
         return each_row(target.shape[0], fill, target)
 
     values = (source, target, rows)
-    split = () if mesh is None else CACHE_SHARDING
+    split = () if mesh is None else _CACHE_SHARDING
     if mesh is None:
         exported = export_program(copy, values, donate_argnums=1)
     else:
-        exported = export_on(mesh, copy, values, (CACHE_SHARDING, CACHE_SHARDING, ()), (1,))
+        exported = export_on(mesh, copy, values, (_CACHE_SHARDING, _CACHE_SHARDING, ()), (1,))
     arguments = (
         Array(("source",), shape.cache_dtype, source.shape, False, split),
         Array(("target",), shape.cache_dtype, target.shape, True, split),

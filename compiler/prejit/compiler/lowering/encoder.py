@@ -12,9 +12,9 @@ from flax import nnx
 from prejit.compiler.lowering.export import export_with
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import registry
 from prejit.compiler.models.encoders import sentence
 from prejit.compiler.models.layers.forms import Forms
+from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.runtime.format.arrays import Array
 
 
@@ -44,14 +44,14 @@ def lower_encoder(
     parts = stages[spec.kind]
     names = {id(part): ".".join(map(str, path)) for path, part in nnx.iter_modules(model)}
     graph, state = nnx.split(parts[0])
-    weights: Shapes = registry.flat_parameters(state)
+    weights: Shapes = flat_parameters(state)
     tokens = jax.ShapeDtypeStruct((batch, count), jnp.int32)
     length = jax.ShapeDtypeStruct((batch,), jnp.int32)
     width = transformer.embeddings.word_embeddings.weight.shape[1]
     hidden = jax.ShapeDtypeStruct((batch, count, width), jnp.float32)
 
     def function(weights: Mapping[str, jax.Array], *inputs: jax.Array) -> jax.Array:
-        module = nnx.merge(graph, registry.with_parameters(state, weights))
+        module = nnx.merge(graph, with_parameters(state, weights))
         result: jax.Array = module(*inputs) if len(inputs) == 1 else module(*reversed(inputs))
         return result
 
@@ -60,7 +60,7 @@ def lower_encoder(
     values = (weights, *inputs.values())
     exported = export_with(forms, function, values, donate_argnums=2 if donated else ())
     result = jax.eval_shape(function, *values)
-    whole = [registry.flat_parameters(nnx.split(part)[1]) for part in parts]
+    whole = [flat_parameters(nnx.split(part)[1]) for part in parts]
     rows = batch if spec.kind == "pool" else batch * count
     return LoweredProgram(
         exported.mlir_module_serialized,

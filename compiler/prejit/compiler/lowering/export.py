@@ -6,20 +6,16 @@ arguments, never constants. Nothing of this machine's paths is in it: equal inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from prejit.compiler.lowering.program import array_of
-from prejit.compiler.manifest.shape_string import parse_shape
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.native.calls import KERNEL_CALLS
-from prejit.runtime.errors import ManifestError
-from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
+from prejit.runtime.format.arrays import MESH_AXES, Mesh
 from prejit.runtime.machine.requirement import PLATFORMS
 
 
@@ -89,24 +85,3 @@ def export_on(
             out_shardings=out,
             donate_argnums=donated,
         )
-
-
-def shapes_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
-    """The pytree of shapes that a manifest's args mean at a bucket."""
-    if isinstance(args, dict):
-        return {name: shapes_of(item, bucket, f"{where}.{name}") for name, item in args.items()}
-    if isinstance(args, list | tuple):
-        return [shapes_of(item, bucket, f"{where}[{i}]") for i, item in enumerate(args)]
-    dtype, shape = parse_shape(args, dict(bucket))
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ManifestError(
-            f"{where}: expected a dtype of at most 32 bits, found {args!r}",
-            hint="set JAX_ENABLE_X64=1 in the environment of the build",
-        )
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def arrays_of(tree: Any) -> tuple[Array, ...]:
-    """The leaves of a manifest's args."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(array_of(path, leaf) for path, leaf in leaves)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.lowering.export import export_program
-from prejit.compiler.models.layers.forms import Operand, linear
+from prejit.compiler.models.layers.kernel_calls import Operand, linear
 from prejit.compiler.models.layers.linear import dot
 from prejit.compiler.native.products import KERNEL, Product
 
@@ -30,6 +31,6 @@ def lower_product(product: Product, form: str) -> bytes:
         jax.ShapeDtypeStruct((1, product.rows, product.inputs), jnp.float32),
         jax.ShapeDtypeStruct(sizes if contracted else sizes[::-1], jnp.dtype(product.dtype)),
     ]
-    if product.dtype == "int8":
+    if STORED_DTYPES[product.dtype].has_scales:
         values.append(jax.ShapeDtypeStruct((product.outputs,), jnp.float32))
     return bytes(export_program(function, tuple(values), ("cpu",)).mlir_module_serialized)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.manifest.toml_lines import KeyPath
@@ -14,7 +15,7 @@ SIZES = "a list of different positive integers such as [1, 8]"
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = tuple(STORED_DTYPES)
 """The dtypes that matrices are stored in."""
 CACHE_DTYPES = ("float32", "bfloat16")
 """The dtypes that a KV cache is stored in."""
@@ -29,7 +30,7 @@ _EXPECTED = {
     "bundle.license": "the path of a file",
     "model": "a [model] table with a source",
     "model.source": 'a directory, or "hf://org/name@revision"',
-    "model.dtype": '"float32", "bfloat16" or "int8"',
+    "model.dtype": " or ".join(", ".join(f'"{name}"' for name in DTYPES).rsplit(", ", 1)),
     "model.evaluation": "the path of a text file",
     "generate.cache_dtype": '"float32" or "bfloat16"',
     "generate": "a [generate] table with batch, prompt and context",

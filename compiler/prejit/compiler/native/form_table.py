@@ -1,10 +1,6 @@
-"""What was measured of the forms of products, and which form a product gets by it. No JAX.
+"""Form tables: how long each form of a product takes, and the files that hold such measurements. No JAX.
 
-    FILE      `prejit build --forms FILE`: what somebody measured elsewhere
-    own       `forms.json` in the build cache: what builds on this machine measured (measuring.py)
-    recorded  `forms.json` beside this module: what ships
-
-A table is JSON for people: the conditions, and below them a line for each product.
+A file is JSON that people can read: the conditions of the measurements, then a line for each product.
 """
 
 from __future__ import annotations
@@ -12,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,32 +26,29 @@ from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 VERSION = 1
-"""Of the files. Another one is not read."""
+"""Version of the file format. Files of another version are rejected."""
 RECORDED = Path(__file__).with_name("forms.json")
+"""The table that ships with prejit."""
 OWN_NAME = "forms.json"
-"""In the root of the build cache, beside the directory of its version: what is measured outlives that."""
-MARGIN = 1.05
-"""A form must be so many times faster than that which is taken unmeasured: less is noise, and a form that
-differs from program to program costs a lowering and a compile."""
-LEAST_BYTES = 1 << 20
-"""Of a matrix that is measured. Of smaller ones the call takes as long as the product."""
+"""Name of the build cache's own table. It lies beside the directory of the cache's version,
+because measurements stay valid when that version changes."""
 
 _KEPT_CONDITIONS = 16
-"""In the own table: versions and kernels come and go."""
+"""Maximum number of conditions in the own table: versions and kernels come and go."""
 _HINT = "measure again with `prejit build --measure`, or leave --forms out"
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Conditions:
-    """What was measured with.
+    """The conditions of a measurement.
 
     Attributes:
-        level: of the kernels and of the code: `x86-64-v4`.
-        cpu: as the machine names it.
-        cpus: how many the process might run on.
-        jaxlib: the version that compiled XLA's forms.
-        compiler: of the kernels: `g++ 12.2.0`.
-        kernels: digest of the sources of the kernel of products.
+        level: x86-64 level of the kernels and of the compiled code: `x86-64-v4`.
+        cpu: name of the CPU, as the machine reports it.
+        cpus: number of CPUs that the process could use.
+        jaxlib: version of the jaxlib that compiled XLA's forms.
+        compiler: compiler of the kernels: `g++ 12.2.0`.
+        kernels: digest of the C++ sources of the kernel `linear`.
     """
 
     level: str
@@ -72,13 +64,13 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a product.
+    """The measurement of a product.
 
     Attributes:
         product: the product.
-        nanoseconds: of one, by form.
-        conditions: what it was measured with.
-        date: of the day, YYYY-MM-DD.
+        nanoseconds: duration of one product, by form.
+        conditions: the conditions of the measurement.
+        date: its day, YYYY-MM-DD.
     """
 
     product: Product
@@ -86,143 +78,32 @@ class Measured:
     conditions: Conditions
     date: str
 
-    def form(self, product: Product) -> str | None:
-        """The fastest form of a product that is like this one; None: none of its forms was measured."""
-        known = {form: self.nanoseconds[form] for form in product.forms if form in self.nanoseconds}
-        if not known:
-            return None
-        fastest, unmeasured = min(known, key=known.__getitem__), product.forms[-1]
-        if known.get(unmeasured, math.inf) <= MARGIN * known[fastest]:
-            return unmeasured
-        return fastest
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The form that a product gets.
-
-    Attributes:
-        product: the product.
-        form: one of its forms.
-        measured: why: of this product, or of the nearest one; None: nothing like it was measured.
-    """
-
-    product: Product
-    form: str
-    measured: Measured | None
-
 
 @dataclass(frozen=True)
 class FormTable:
-    """What was measured, one entry for each product and conditions."""
+    """Measurements, one for each product and conditions."""
 
     entries: tuple[Measured, ...] = ()
 
     @cached_property
     def by_conditions(self) -> Mapping[tuple[Conditions, Product], Measured]:
-        """Each entry."""
+        """The entries by conditions and product."""
         return {(each.conditions, each.product): each for each in self.entries}
 
     @cached_property
     def by_level(self) -> Mapping[tuple[str, Product], Measured]:
-        """The latest entry for a level and a product."""
+        """The latest entry for each level and product."""
         oldest_first = sorted(self.entries, key=lambda each: (each.date, each.conditions))
         return {(each.conditions.level, each.product): each for each in oldest_first}
 
     def merged(self, newer: FormTable) -> FormTable:
-        """Both, where they have the same product and conditions the newer one."""
+        """Return the entries of both tables; for the same product and conditions, the newer one."""
         entries = {**self.by_conditions, **newer.by_conditions}
         return FormTable(tuple(entries[key] for key in sorted(entries)))
 
 
-@dataclass(frozen=True)
-class KnownForms:
-    """All tables of a build.
-
-    Attributes:
-        given: FILE.
-        own: of this machine's builds.
-        recorded: what ships.
-    """
-
-    given: FormTable = FormTable()
-    own: FormTable = FormTable()
-    recorded: FormTable = FormTable()
-
-    def exact(
-        self, product: Product, conditions: Conditions, *, fresh: bool = False
-    ) -> Measured | None:
-        """What was measured of a product for a level; None: nothing.
-
-        Args:
-            product: the product.
-            conditions: of this build. What this machine measured with others counts as `nearest` only.
-            fresh: whether what ships does not count.
-        """
-        at = (conditions.level, product)
-        found = self.given.by_level.get(at) or self.own.by_conditions.get((conditions, product))
-        return found or (None if fresh else self.recorded.by_level.get(at))
-
-    def missing(
-        self, products: Iterable[Product], conditions: Conditions, *, fresh: bool = False
-    ) -> tuple[Product, ...]:
-        """Products that are worth measuring, sorted: all of them if `fresh`, else large ones."""
-        return tuple(
-            product
-            for product in sorted(set(products))
-            if len(product.forms) > 1
-            and (fresh or product.matrix_bytes >= LEAST_BYTES)
-            and self.exact(product, conditions, fresh=fresh) is None
-        )
-
-    def choice(self, product: Product, conditions: Conditions) -> Choice:
-        """The form of a product: by what was measured of it, or of the nearest one.
-
-        What this machine measured of other products does not count: that was for another model, whose
-        build must not change this one's programs.
-        """
-        measured = self.exact(product, conditions) or self.nearest(product, conditions.level)
-        form = None if measured is None else measured.form(product)
-        if form is None:
-            return Choice(product, product.forms[-1], None)
-        return Choice(product, form, measured)
-
-    def nearest(self, product: Product, level: str) -> Measured | None:
-        """What was measured of the product most like one; None: of none with such a matrix.
-
-        What this machine measured counts for the same product alone, under other conditions.
-        """
-        alike = (
-            each
-            for table in (self.given, self.own, self.recorded)
-            for each in table.by_level.values()
-            if (each.product.dtype, each.product.in_out) == (product.dtype, product.in_out)
-            and (table is not self.own or each.product == product)
-        )
-        return min(
-            alike,
-            key=lambda each: (
-                each.conditions.level != level,
-                _distance(each.product, product),
-                each.product,
-                each.conditions.level,
-            ),
-            default=None,
-        )
-
-
-def _distance(one: Product, other: Product) -> float:
-    """How unlike two products are: 1 for each size that is e times the other's."""
-    sizes = (
-        (one.rows, other.rows),
-        (one.inputs, other.inputs),
-        (one.outputs, other.outputs),
-    )
-    return sum(abs(math.log(a / b)) for a, b in sizes)
-
-
 def conditions_of(toolchain: Toolchain, library: KernelLibrary) -> Conditions:
-    """What forms for a target are measured with, on this machine."""
+    """Return the conditions of measurements for a target on this machine."""
     return Conditions(
         level=library.level,
         cpu=Fingerprint.current().cpu_model,
@@ -235,7 +116,7 @@ def conditions_of(toolchain: Toolchain, library: KernelLibrary) -> Conditions:
 
 @cache
 def _sources_digest(sources: Path) -> str:
-    """Digest of the sources of the kernel of products: what it includes, and what that is the head of."""
+    """Return the digest of the sources of the kernel `linear`: its headers, and the sources behind them."""
     found, left = dict[str, bytes](), ["linear_ffi.cc"]
     while left:
         name = left.pop()
@@ -250,11 +131,11 @@ def _sources_digest(sources: Path) -> str:
 
 
 def read_table(path: Path) -> FormTable:
-    """Reads a table.
+    """Return the table of a file.
 
     Raises:
-        StoreError: it cannot be read.
-        RejectError: it is none.
+        StoreError: the file cannot be read.
+        RejectError: the file is no form table.
     """
     try:
         content = path.read_bytes()
@@ -270,15 +151,15 @@ def read_table(path: Path) -> FormTable:
 
 
 def read_recorded() -> FormTable:
-    """The table that ships; an empty one where none does."""
+    """Return the table that ships with prejit, or an empty one where there is none."""
     return read_table(RECORDED) if RECORDED.is_file() else FormTable()
 
 
 def read_own(path: Path) -> FormTable:
-    """A table of our own making; an empty one where there is none, or it is damaged.
+    """Return a table that builds write, or an empty one where the file is missing or damaged.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the file cannot be read.
     """
     with contextlib.suppress(RejectError):
         return read_table(path) if path.exists() else FormTable()
@@ -286,38 +167,38 @@ def read_own(path: Path) -> FormTable:
 
 
 def own_path(root: Path) -> Path:
-    """Where a build cache's own table is."""
+    """Return the path of a build cache's own table."""
     return root / OWN_NAME
 
 
 def merge_into(path: Path, newer: FormTable) -> FormTable:
-    """Adds what was measured to a table's file, which need not be there; gives all that is in it now.
+    """Add measurements to the file of a table, and return all that it holds then.
 
-    Two builds that do it at once lose nothing. A file that is damaged is begun anew.
+    A missing file is created and a damaged one replaced. Builds that write at the same time lose nothing.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the file cannot be written.
     """
-    with _alone(path):
+    with _locked(path):
         merged = _without_old(read_own(path).merged(newer))
         write_file(path, to_text(merged).encode("ascii"))
     return merged
 
 
 def to_text(table: FormTable) -> str:
-    """A table as its file says it: the same text for the same entries, a line for each product."""
+    """Return the content of a table's file: a line for each product, the same text for the same entries."""
     by_conditions: dict[tuple[Conditions, str], list[Measured]] = {}
     for each in table.entries:
         by_conditions.setdefault((each.conditions, each.date), []).append(each)
     sections = []
     for conditions, date in sorted(by_conditions):
-        said = json.dumps({**asdict(conditions), "date": date}, indent=3).removesuffix("\n}")
+        header = json.dumps({**asdict(conditions), "date": date}, indent=3).removesuffix("\n}")
         lines = (
             f"    {json.dumps(str(each.product))}: {json.dumps(each.nanoseconds, sort_keys=True)}"
             for each in sorted(by_conditions[conditions, date], key=lambda each: each.product)
         )
         listed = ",\n".join(lines)
-        sections.append(f'  {said},\n   "nanoseconds": {{\n{listed}\n   }}\n  }}')
+        sections.append(f'  {header},\n   "nanoseconds": {{\n{listed}\n   }}\n  }}')
     listed = ",\n".join(sections)
     return f'{{\n "version": {VERSION},\n "measured": [\n{listed}\n ]\n}}\n'
 
@@ -340,7 +221,9 @@ def _entries(data: Any) -> Iterator[Measured]:
         conditions = Conditions(**{name: section[name] for name in names})
         if not isinstance(section["nanoseconds"], dict):
             found = shown(section["nanoseconds"])
-            raise ValueError(f"{where}.nanoseconds: expected products, found {found}")
+            raise ValueError(
+                f"{where}.nanoseconds: expected an object with products, found {found}"
+            )
         for text, times in section["nanoseconds"].items():
             at = f"{where}.nanoseconds[{text!r}]"
             try:
@@ -362,7 +245,9 @@ def _check_keys(value: Any, expected: tuple[str, ...], where: str) -> None:
 
 def _check_times(times: Any, product: Product, at: str) -> None:
     if not isinstance(times, dict) or not times:
-        raise ValueError(f"{at}: expected a time for each form, found {shown(times)}")
+        raise ValueError(
+            f"{at}: expected an object with a time for each form, found {shown(times)}"
+        )
     for form, time in times.items():
         if form not in product.forms:
             raise ValueError(f"{at}: expected {' or '.join(product.forms)}, found {shown(form)}")
@@ -371,7 +256,7 @@ def _check_times(times: Any, product: Product, at: str) -> None:
 
 
 def _without_old(table: FormTable) -> FormTable:
-    """Without what was measured under the conditions that are the longest gone."""
+    """Return a table without the conditions that were measured longest ago."""
     last: dict[Conditions, str] = {}
     for each in table.entries:
         last[each.conditions] = max(each.date, last.get(each.conditions, ""))
@@ -380,8 +265,8 @@ def _without_old(table: FormTable) -> FormTable:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """No other build changes the file meanwhile. The system releases the lock with the process."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a table's file, so that no other build changes it meanwhile."""
     try:
         lock = os.open(
             path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666

@@ -1,32 +1,39 @@
-"""Products with a matrix and the forms that compute them. No JAX: a build that changes nothing has none."""
+"""Matrix products of a program, and the forms that can compute each. No JAX.
+
+A *product* is a matrix product of a program, described by what decides its speed. A *form* is one way to
+compute it. The *default form* is used where nothing was measured.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+
 KERNEL = "kernel"
-"""A native kernel of ours."""
+"""The form that calls the native kernel `linear`."""
 DOT = "dot"
-"""XLA's dot, of float32."""
+"""The form that is XLA's dot of a float32 matrix."""
 WIDENED = "widened dot"
-"""XLA's dot after the matrix was converted to float32."""
+"""The form that converts the matrix to float32, then computes XLA's dot."""
 LOOP = "loop"
-"""XLA multiplies and sums in one loop, which converts what it reads."""
+"""The form that multiplies and sums in one loop of XLA's, which converts the matrix while it reads."""
 
 _LOOP_ROWS = 32
-"""Of more the loop is never the fastest, and may take minutes."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Maximum rows for LOOP. With more rows it is never the fastest, and may take minutes."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Product:
-    """A product with a matrix, by what decides the speed of its forms.
+    """A matrix product: [rows, inputs] x [inputs, outputs].
 
     Attributes:
-        dtype: of the matrix.
-        rows, inputs, outputs: [rows, inputs] x [inputs, outputs].
-        in_out: whether the matrix is stored [inputs, outputs].
+        dtype: the stored dtype of the matrix.
+        rows: rows of the left operand.
+        inputs: columns of the left operand.
+        outputs: columns of the result.
+        in_out: whether the matrix is stored [inputs, outputs] rather than [outputs, inputs].
     """
 
     dtype: str
@@ -37,17 +44,22 @@ class Product:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Those that compute it; the last is taken where nothing was measured."""
-        if self.dtype == "float32":
-            own: tuple[str, ...] = (DOT,)
+        """The forms that can compute it; the last one is the default."""
+        if not STORED_DTYPES[self.dtype].is_narrow:
+            xla: tuple[str, ...] = (DOT,)
         else:
-            own = (LOOP, WIDENED) if self.rows <= _LOOP_ROWS else (WIDENED,)
-        return own if self.in_out else (*own, KERNEL)
+            xla = (LOOP, WIDENED) if self.rows <= _LOOP_ROWS else (WIDENED,)
+        return xla if self.in_out else (*xla, KERNEL)
+
+    @property
+    def default_form(self) -> str:
+        """The form to use where nothing was measured."""
+        return self.forms[-1]
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the matrix."""
-        return self.inputs * self.outputs * _ITEM_BYTES[self.dtype]
+        """The size of the matrix."""
+        return self.inputs * self.outputs * STORED_DTYPES[self.dtype].bits // 8
 
     def __str__(self) -> str:
         order = "in,out" if self.in_out else "out,in"
@@ -55,13 +67,13 @@ class Product:
 
     @classmethod
     def parse(cls, text: str) -> Product:
-        """The inverse of `str`.
+        """Return the product that `str` describes with this text.
 
         Raises:
-            ValueError: the text is not of that form.
+            ValueError: the text describes no product.
         """
         found = re.fullmatch(
-            rf"({'|'.join(_ITEM_BYTES)}) ([1-9]\d*) x ([1-9]\d*) x ([1-9]\d*) \((in,out|out,in)\)",
+            rf"({'|'.join(STORED_DTYPES)}) ([1-9]\d*) x ([1-9]\d*) x ([1-9]\d*) \((in,out|out,in)\)",
             text,
             re.ASCII,
         )

@@ -13,7 +13,7 @@ import zstandard
 
 from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.compile.jobs import Source
-from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.native.calls import called
 from prejit.compiler.native.products import Product
@@ -37,8 +37,8 @@ from prejit.runtime.format.arrays import DTYPES
 from prejit.runtime.format.schema import Segment
 
 if TYPE_CHECKING:
-    from prejit.compiler.lowering.function import UserFunction
     from prejit.compiler.lowering.program import LoweredProgram
+    from prejit.compiler.lowering.user.finding import UserFunction
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
@@ -56,7 +56,7 @@ def find_functions(manifest: Manifest) -> Functions:
     """
     if not manifest.programs:
         return {}  # and jax is not imported
-    from prejit.compiler.lowering.function import find_function
+    from prejit.compiler.lowering.user.finding import find_function
 
     modules = UserModules(None if manifest.path is None else manifest.directory)
     found = {}
@@ -243,7 +243,7 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
 def _lower_function(
     plan: Plan, program: PlannedProgram, functions: Functions, store: Store
 ) -> Lowered:
-    from prejit.compiler.lowering.function import lower_function
+    from prejit.compiler.lowering.user.lower import lower_function
 
     manifest, spec = plan.manifest, program.spec
     section = _section(manifest.programs, spec.section)

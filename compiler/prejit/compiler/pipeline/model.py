@@ -126,16 +126,16 @@ def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     Raises:
         CheckpointError: the configuration cannot be read, or asks for what prejit does not build.
     """
-    from prejit.compiler.models import registry
+    from prejit.compiler.models import config_file, registry
 
     assert manifest.model is not None
     dtype = manifest.model.dtype
     if files.layout is not None:
-        source = registry.load_encoder(files.directory)
-        encoder = registry.encoder(source, dtype, out_in=files.out_in)
+        source = config_file.load_encoder(files.directory)
+        encoder = registry.make_encoder(source, dtype, out_in=files.out_in)
         return ModelSource(files, source, registry.describe_encoder(source), encoder)
-    config = registry.load_config(files.directory)
-    decoder = registry.decoder(config, longest_context(manifest), dtype, out_in=files.out_in)
+    config = config_file.load_config(files.directory)
+    decoder = registry.make_decoder(config, longest_context(manifest), dtype, out_in=files.out_in)
     return ModelSource(files, config, registry.describe(config, cache_dtype(manifest)), decoder)
 
 
@@ -158,7 +158,7 @@ def check_model(
     for spec in specs:
         _check_size(manifest, model, spec)
     if manifest.mesh is not None and manifest.encode is None:
-        from prejit.compiler.lowering.program import check_mesh
+        from prejit.compiler.models.sharding import check_mesh
 
         config = model.files.directory / "config.json"
         check_mesh(manifest.mesh, model.module, model.shape, manifest.where, config)

@@ -23,10 +23,9 @@ from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
+from prejit.compiler.native.form_choice import FormChoice, KnownForms
 from prejit.compiler.native.form_table import (
-    Choice,
     FormTable,
-    KnownForms,
     conditions_of,
     own_path,
     read_own,
@@ -133,7 +132,7 @@ class Kernels:
     """
 
     library: KernelLibrary
-    choose: Callable[[Product], Choice]
+    choose: Callable[[Product], FormChoice]
 
 
 @dataclass(frozen=True, slots=True)

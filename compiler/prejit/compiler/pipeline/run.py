@@ -2,16 +2,16 @@
 
     fetch         find or download the model directory           checkpoint.source
     plan          programs x targets, and what the store has     plan
-    check         model, files, functions: mistakes come first   model, model_layers, lowering
+    check         model, files, functions: mistakes come first   model, pack.model_layers, lowering
     environments  make the environments of pinned versions       targets.installing
     kernels       compile the C++ kernels of each CPU level      native.library
-    forms         measure how products are computed fastest      measuring
+    forms         measure how products are computed fastest      measure.forms
     lower         trace programs to StableHLO                    lowering
     compile       StableHLO to executables, in workers           executables
-    weights       round or quantize, and pack                    weights
-    accuracy      measure what the dtypes cost                   weights
-    costs         measure an encoder's programs                  costs
-    pack          tables, blobs and index                        contents
+    weights       round or quantize, and pack                    pack.weights
+    accuracy      measure what the dtypes cost                   measure.accuracy
+    costs         measure an encoder's programs                  measure.costs
+    pack          tables, blobs and index                        pack.contents
     write         the OCI image layout                           here
 
 Workers compile a program while the next one is lowered and while weights are packed.
@@ -27,10 +27,8 @@ from prejit.compiler.checkpoint.source import resolve_source
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.native.form_table import KnownForms
+from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
-from prejit.compiler.pipeline.contents import PackedBundle, pack_bundle
-from prejit.compiler.pipeline.costs import measure_costs
 from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
@@ -40,7 +38,9 @@ from prejit.compiler.pipeline.lowering import (
     source_of,
     weights_of,
 )
-from prejit.compiler.pipeline.measuring import measure_missing, runs_here
+from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
+from prejit.compiler.pipeline.measure.costs import measure_costs
+from prejit.compiler.pipeline.measure.forms import measure_missing, runs_here
 from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
@@ -48,14 +48,14 @@ from prejit.compiler.pipeline.model import (
     read_model,
     uses_kernels,
 )
-from prejit.compiler.pipeline.model_layers import read_layers
-from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
-from prejit.compiler.pipeline.weights import (
+from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle
+from prejit.compiler.pipeline.pack.model_layers import read_layers
+from prejit.compiler.pipeline.pack.weights import (
     Published,
     find_published,
-    measure_accuracy,
     pack_weights,
 )
+from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for

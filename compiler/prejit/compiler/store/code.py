@@ -27,15 +27,19 @@ _ROOTS = {
 
 COMPILING = ("prejit.compiler.compile.compiling",)
 """The module that compiles a program."""
-LOWERING = ("prejit.compiler.lowering.decoder", "prejit.compiler.lowering.encoder")
+LOWERING = (
+    "prejit.compiler.lowering.decoder",
+    "prejit.compiler.lowering.encoder",
+    "prejit.compiler.models.config_file",
+)
 """The modules that lower the programs of a model."""
 WEIGHTS = (
     "prejit.compiler.checkpoint.checkpoint",
-    "prejit.compiler.pipeline.packaging",
+    "prejit.compiler.pipeline.pack.bundle_files",
     "prejit.compiler.models.registry",
 )
 """The modules that make the weights layer of a checkpoint."""
-ACCURACY = ("prejit.compiler.pipeline.accuracy", "prejit.compiler.checkpoint.checkpoint")
+ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.checkpoint.checkpoint")
 """The modules that measure what stored dtypes cost in accuracy."""
 
 _TOKEN = re.compile(

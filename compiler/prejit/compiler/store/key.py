@@ -1,7 +1,7 @@
 """Keys of the build cache: named ingredients, hashed in order, so that a miss explains itself.
 
-An ingredient is text that is the same on every machine and at every path: versions, flags, digests
-of contents. Never a time, never an absolute path.
+An ingredient is a text that is the same on every machine and at every path: versions, flags, digests of
+contents; never a time or an absolute path.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True)  # no slots: cached_property needs a __dict__
 class Key:
-    """What a cached result was made from.
+    """Everything that decides a result.
 
     Attributes:
-        kind: what made it: `compile`, `lower`, `weights`. A result is found under its kind only.
-        name: what it was made for, for people: `demo/cpu-host/decode/b1-c128`. It is no part of the
-            digest: two names with the same ingredients share their result.
+        kind: kind of result: `compile`, `lower`, `weights`.
+        name: name of the result, for people: `demo/cpu-host/decode/b1-c128`. It is no part of the digest:
+            two names with the same ingredients share their result.
         ingredients: (name, value) pairs; each name once.
     """
 
@@ -36,7 +36,7 @@ class Key:
 
     @cached_property
     def digest(self) -> str:
-        """`sha256:` and the hash of kind and ingredients as canonical JSON."""
+        """Digest of kind and ingredients as canonical JSON."""
         content = json.dumps(
             [self.kind, self.ingredients], separators=(",", ":"), ensure_ascii=True
         ).encode("ascii")
@@ -44,11 +44,11 @@ class Key:
 
 
 def why(old: Key | None, new: Key) -> str:
-    """Why a result has to be made: which ingredients differ from those of the last time.
+    """Return why a result has to be made: the ingredients that differ from those of the last result.
 
     Args:
-        old: the key under which this name's last result was stored; None: there is none.
-        new: the key that was not found.
+        old: key of the last result of this name; None: there is none.
+        new: the key without a result.
     """
     if old is None:
         return "first build of this program"
@@ -67,7 +67,7 @@ def why(old: Key | None, new: Key) -> str:
 
 
 def _short(value: str) -> str:
-    """A value as a person compares it: digests by 12 digits, an empty text in quotes."""
+    """Return a value as a person compares it: digests by 12 digits, an empty text in quotes."""
     head, separator, digits = value.partition(":")
     if head == "sha256" and separator and len(digits) > 12:
         return f"sha256:{digits[:12]}"

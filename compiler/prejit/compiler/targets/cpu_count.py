@@ -1,13 +1,14 @@
-"""How many CPUs XLA sees while it compiles: CPUS, whatever the build host has.
+"""Set the number of CPUs that XLA sees while it compiles to CPUS, whatever the build host has.
 
-XLA:CPU fixes at compile time into how many parts it splits a loop, by the CPUs that the process may run on.
-No flag sets that: XLA asks the kernel (sched_getaffinity). So the process that compiles has a filter by which
-the kernel hands that one question to its parent, which answers it (seccomp_unotify(2)):
+When XLA:CPU compiles a loop, it splits the loop into parts for the CPUs that its process may run on. No flag
+sets their number; XLA calls sched_getaffinity. So a compiling process installs a filter, and the kernel then
+passes this one system call to the parent process (seccomp_unotify(2)):
 
-    child   `install`: from now on its questions wait for an answer; gives a descriptor for the parent
-    parent  `answer`: whenever that descriptor can be read
+    child   `install`: its calls wait for the parent from now on; sends the parent a descriptor
+    parent  `answer`: answers one call whenever the descriptor can be read
 
-Where a kernel or a container forbids that, XLA sees the CPUs of the build host, and their number is in keys.
+Where a kernel or a container forbids such filters, XLA sees the CPUs of the build host. Their number is an
+ingredient of keys.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from contextlib import suppress
 from functools import cache
 
 CPUS = 16
-"""As a small server has. XLA splits a loop that computes into at most as many parts, one that waits for
-memory into the square root of that. However many threads a machine has, they share the parts."""
+"""Number of CPUs that XLA sees: that of a small server. XLA splits a loop that computes into at most as many
+parts, and a loop that waits for memory into its square root. All threads of a machine share the parts."""
 
 _CALLS = {
     # seccomp, sched_getaffinity (asm/unistd.h), and the architecture (linux/audit.h).
@@ -36,7 +37,7 @@ _NEW_LISTENER = 8
 _RET_ALLOW, _RET_USER_NOTIF = 0x7FFF0000, 0x7FC00000
 _NOTIF_RECV, _NOTIF_SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
-_QUESTION = struct.Struct(
+_CALL = struct.Struct(
     "=QIIiIQ6Q"
 )  # id, pid, flags; number, architecture, place and arguments of the call
 _ANSWER = struct.Struct("=QqiI")  # id, result, error, flags
@@ -75,10 +76,10 @@ def _can_answer() -> bool:
 
 
 def install(to_parent: socket.socket) -> None:
-    """Hand all later questions of this process for its CPUs to another one, if the kernel allows it.
+    """Pass all later calls of this process for its CPUs to its parent, if the kernel allows it.
 
     Args:
-        to_parent: sends that process the descriptor to `answer` them by.
+        to_parent: socket that sends the parent the descriptor for `answer`.
     """
     if not _can_answer():
         return
@@ -98,7 +99,7 @@ def install(to_parent: socket.socket) -> None:
     )
     filter_ = _Filter(len(steps), steps)
     libc = _libc()
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # or only root may have a filter
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # otherwise only root may install a filter
     listener = libc.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(filter_))
     if listener >= 0:
         socket.send_fds(to_parent, [b"."], [listener])
@@ -106,14 +107,14 @@ def install(to_parent: socket.socket) -> None:
 
 
 def answer(listener: int) -> None:
-    """Answer one question of a process that `install`ed a filter: it may run on CPUS CPUs.
+    """Answer one call of a process that installed the filter: it may run on CPUS CPUs.
 
-    Where its memory cannot be written, the kernel answers as it would have without us.
+    Where the memory of the process cannot be written, the kernel answers the call itself.
     """
-    content = array.array("B", bytes(_QUESTION.size))
-    with suppress(OSError):  # it is gone, or was interrupted: then it asks again
+    content = array.array("B", bytes(_CALL.size))
+    with suppress(OSError):  # the process has ended, or was interrupted and calls again
         fcntl.ioctl(listener, _NOTIF_RECV, content)
-        number, process, _, _, _, _, _, size, place, *_ = _QUESTION.unpack(content)
+        number, process, _, _, _, _, _, size, place, *_ = _CALL.unpack(content)
         result, flags = 0, _CONTINUE
         with suppress(OSError):
             if size >= len(_MASK):

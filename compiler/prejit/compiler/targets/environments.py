@@ -104,7 +104,7 @@ def spec_for(target: Target, host_jax: str) -> EnvironmentSpec | None:
 
     Args:
         target: the target.
-        host_jax: version of the jax that is installed here.
+        host_jax: version of the installed jax.
     """
     jax = target.jax or host_jax
     if target.platform == "cpu" and jax == host_jax and not target.constraints:

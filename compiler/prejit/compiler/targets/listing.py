@@ -1,4 +1,4 @@
-"""What `prejit targets` lists: the catalogue, and what of it this machine compiles for."""
+"""The list of `prejit targets`: every target, and whether this machine compiles for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prejit.compiler.targets.target_table import names, target
 from prejit.runtime.machine.targets import Target
 
 EXACT_JAX = "0.12.0.1"
-"""The version to pin where the build host's own compiles for no described CPU; the newest that we know."""
+"""The newest known jax: the version to pin where the build host's own compiles for no described CPU."""
 
 YES, DOWNLOAD, NO = "yes", "yes, after a first download", "no"
 
@@ -23,10 +23,10 @@ class Listed:
     """A target, and whether this machine compiles for it.
 
     Attributes:
-        target: as the catalogue describes it.
+        target: the target.
         builds: one of `YES`, `DOWNLOAD`, `NO`.
-        packages: that the first build downloads.
-        note: what there is to know, or to do where builds is `NO`.
+        packages: packages that the first build downloads.
+        note: further information; where `builds` is `NO`, what to do.
     """
 
     target: Target
@@ -36,10 +36,10 @@ class Listed:
 
 
 def list_targets(host_jax: str) -> tuple[Listed, ...]:
-    """Every target that a manifest may name, by platform. Starts no process but to look at interpreters.
+    """Return every target that a manifest may name, by platform. It may start interpreters to look at them.
 
     Args:
-        host_jax: version of the jax that is installed here.
+        host_jax: version of the installed jax.
     """
     return tuple(_listed(target(name), host_jax) for name in names())
 
@@ -74,7 +74,7 @@ def _packages(spec: EnvironmentSpec) -> tuple[str, ...]:
 
 
 def _more(way: Listed) -> Iterator[str]:
-    """What a pinned version would want first."""
+    """Yield what a pinned version needs first."""
     if way.builds == DOWNLOAD:
         yield f"after a first download of {', '.join(way.packages)}"
     elif way.note:

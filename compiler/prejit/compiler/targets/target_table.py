@@ -1,4 +1,4 @@
-"""What the [[target]] tables of a manifest mean: by the catalogue, a fingerprint or the table itself."""
+"""The targets that [[target]] tables describe: with the catalogue, a fingerprint or values of their own."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class TargetTable:
 
     Attributes:
         name: a name that `prejit targets` lists, or another one beside `fingerprint` or `platform`.
-        fingerprint: a file that `prejit fingerprint` wrote on such a machine, relative to the manifest.
+        fingerprint: file that `prejit fingerprint` wrote on such a machine, relative to the manifest.
         jax: version of jax to compile with. Default: that of the build host, or of the fingerprint.
         constraints: versions of packages in the environment that compiles, as pip takes constraints.
-        tuning: a file that `prejit tune` wrote on such a machine, relative to the manifest.
+        tuning: file that `prejit tune` wrote on such a machine, relative to the manifest.
         platform: platform of JAX.
         architecture: architecture of the host.
         cpu: LLVM's name of the CPU to tune for.
@@ -81,22 +81,22 @@ class TargetTable:
     xla_flags: tuple[str, ...] = ()
 
 
-_AS_SAID = (
+_OVERRIDES = (
     *("architecture", "cpu", "device_kind", "compute_capability", "memory_bytes", "driver"),
     *("generation", "topology", "jax"),
 )
 
 
 def names() -> tuple[str, ...]:
-    """The names that a manifest may use without describing the target."""
+    """Return the names of targets that a manifest may use without describing them."""
     return (HOST, *catalogue())
 
 
 def target(name: str) -> Target:
-    """The target of that name, on one device.
+    """Return the target of a name, on one device.
 
     Raises:
-        UsageError: there is none; the message gives the nearest and the list.
+        UsageError: no target has the name; the message suggests the nearest and lists all.
     """
     if name == HOST:
         return Target(name, "cpu", platform.machine())
@@ -110,30 +110,30 @@ def target(name: str) -> Target:
 
 
 def resolve(table: TargetTable, directory: Path, mesh: Mesh | None) -> Target:
-    """The target that a table of a manifest means.
+    """Return the target that a table of a manifest describes.
 
-    Its name in the bundle tells the jax version where the table pins one, so that a bundle may carry a
-    target for several: `cpu-host-jax0.12.0.1`.
+    Where the table pins a jax version, the target's name in the bundle ends with it (`cpu-host-jax0.12.0.1`):
+    a bundle may carry one target for several versions.
 
     Args:
-        table: of the manifest.
-        directory: of the manifest.
-        mesh: of the manifest.
+        table: the table.
+        directory: directory of the manifest.
+        mesh: the manifest's mesh.
 
     Raises:
-        TableError: the table says something that is no target.
+        TableError: the table describes no target.
     """
     found = replace(_base(table, directory), name=table.name)
-    said: dict[str, Any] = {
-        key: getattr(table, key) for key in _AS_SAID if getattr(table, key) is not None
+    given: dict[str, Any] = {
+        key: getattr(table, key) for key in _OVERRIDES if getattr(table, key) is not None
     }
     if table.gpu is not None:
-        said["gpu"] = Gpu(*(getattr(table.gpu, key) for key in Gpu.__slots__))
+        given["gpu"] = Gpu(*(getattr(table.gpu, key) for key in Gpu.__slots__))
     if table.cpu_features is not None:
-        said["cpu_features"] = tuple(sorted(table.cpu_features))
+        given["cpu_features"] = tuple(sorted(table.cpu_features))
     if table.tuning is not None:
-        said["tuning"] = str(directory / table.tuning)
-    found = replace(found, constraints=table.constraints, **said)
+        given["tuning"] = str(directory / table.tuning)
+    found = replace(found, constraints=table.constraints, **given)
     found = replace(found, xla_flags=(*found.xla_flags, *table.xla_flags))
     if found.jax is not None:
         found = replace(found, name=f"{table.name}-jax{found.jax}")
@@ -143,7 +143,7 @@ def resolve(table: TargetTable, directory: Path, mesh: Mesh | None) -> Target:
 
 
 class TableError(ValueError):
-    """A `[[target]]` table is wrong at a key."""
+    """A `[[target]]` table has an error at a key."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(problem)
@@ -160,7 +160,7 @@ def _base(table: TargetTable, directory: Path) -> Target:
     if table.name in names():
         if table.platform not in (None, target(table.name).platform):
             wanted = target(table.name).platform
-            raise TableError("platform", f"expected {shown(wanted)}, which {table.name} is of")
+            raise TableError("platform", f"expected {shown(wanted)}, the platform of {table.name}")
         return target(table.name)
     if table.platform is None:
         guess = did_you_mean(table.name, names())
@@ -177,7 +177,7 @@ def _base(table: TargetTable, directory: Path) -> Target:
 
 
 def _of_machine(machine: Fingerprint) -> Target:
-    """The target that a machine is: what the catalogue knows of its device, and the rest as it was found."""
+    """Return the target for a machine: its device as in the catalogue, and the machine's own values."""
     if machine.platform == "cpu":
         return Target(
             "",
@@ -205,7 +205,7 @@ def _of_machine(machine: Fingerprint) -> Target:
 
 
 def _level(machine: Fingerprint) -> str:
-    """LLVM's name of the highest x86-64 level that a machine has; of any other architecture, `generic`."""
+    """Return LLVM's name of the highest x86-64 level of a machine; `generic` for any other architecture."""
     levels = [t for t in catalogue().values() if t.platform == "cpu"]
     held = [
         t.cpu
@@ -234,11 +234,11 @@ def _table_problems(table: TargetTable, directory: Path) -> Iterator[tuple[str, 
 
 
 def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
-    """What a target lacks to be compiled for."""
+    """Yield keys and problems of a description that is too incomplete to compile for."""
     if found.platform == "cuda":
         for key in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
             if getattr(found, key) is None:
-                yield key, f"missing; {found.name} is a GPU that the catalogue does not know"
+                yield key, f"missing; {found.name} is a GPU that is not in the catalogue"
         if found.compute_capability not in (None, *capabilities()):
             known = ", ".join(capabilities())
             yield (
@@ -248,7 +248,7 @@ def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
     if found.platform == "tpu":
         for key in ("device_kind", "generation", "topology", "memory_bytes"):
             if getattr(found, key) is None:
-                yield key, f"missing; {found.name} is a TPU that the catalogue does not know"
+                yield key, f"missing; {found.name} is a TPU that is not in the catalogue"
     if found.platform == "cpu" and found.cpu_features is not None and found.cpu is None:
         yield "cpu", "missing; LLVM's name of the CPU to tune for"
     if found.topology is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", found.topology):
@@ -260,22 +260,22 @@ def _on_mesh(found: Target, mesh: Mesh | None) -> Target:
     if found.topology is not None and chips(found.topology) != size:
         raise TableError(
             "name",
-            f"{found.name} has {chips(found.topology)} chips, and [mesh] is of {size}: "
+            f"{found.name} has {chips(found.topology)} chips, and [mesh] needs {size}: "
             "make them equal (`prejit targets` lists other topologies)",
         )
     return replace(found, device_count=size)
 
 
 def chosen(targets: Sequence[Target], only: Sequence[str], where: str) -> tuple[Target, ...]:
-    """Those targets of a manifest that are wanted, in its order.
+    """Return the chosen targets of a manifest, in its order.
 
     Args:
-        targets: of the manifest.
-        only: names, as the manifest says them or with the jax version; empty: all.
-        where: the manifest, for errors.
+        targets: the manifest's targets.
+        only: names of targets, as in the manifest or with the jax version; empty: all.
+        where: name of the manifest, for errors.
 
     Raises:
-        UsageError: a name is none of them.
+        UsageError: no target has one of the names.
     """
 
     def answers(found: Target, name: str) -> bool:

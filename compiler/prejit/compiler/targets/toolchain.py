@@ -1,4 +1,4 @@
-"""What a target's programs are compiled with: interpreter, packages, flags; and what of it a key holds.
+"""The toolchain of a target: the interpreter, packages and flags that compile its programs.
 
 XLA reads its flags once, when a process first uses it, and a process has one jaxlib. So each target has
 worker processes of its own.
@@ -24,8 +24,8 @@ from prejit.runtime.machine.environment import read_xla_flags
 from prejit.runtime.machine.targets import PLUGINS, Target, capabilities
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
-"""Kernels come out in the same objects on every build host, whose order `disassembly.in_order` sets. Costs
-nothing: GPT-2's programs compile as fast as without (2 CPUs)."""
+"""XLA flag that puts kernels into the same objects on every build host; `disassembly.in_order` sorts these.
+GPT-2's programs compile as fast as without it (2 CPUs)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Tuned:
     Attributes:
         results: path of a file with XLA's autotuning results.
         topology: XLA's description of the device, base64.
-        digest: of the tuning file.
+        digest: digest of the tuning file.
     """
 
     results: str
@@ -45,14 +45,14 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """What compiles for a target.
+    """The tools that compile for a target.
 
     Attributes:
-        target: what is compiled for.
-        command: that starts a worker; the cache's directory and the platform are added.
-        versions: of the packages in its environment that decide what comes out, by name, sorted.
-        isolated: whether the environment is not this process's own.
-        tuned: what was measured on such a device; None: XLA guesses.
+        target: the target.
+        command: command that starts a worker; the store's directory and the platform follow it.
+        versions: names and versions of the packages that decide an executable, sorted.
+        isolated: whether it has an environment of its own, and not this process's.
+        tuned: measurements of `prejit tune` on such a device; None: XLA guesses.
     """
 
     target: Target
@@ -63,38 +63,38 @@ class Toolchain:
 
     @property
     def jaxlib(self) -> str:
-        """The version of jaxlib that compiles."""
+        """Version of the jaxlib that compiles."""
         return dict(self.versions)["jaxlib"]
 
     @property
     def plugin(self) -> str | None:
-        """Name and version of the PJRT plugin; None where that is jaxlib itself."""
+        """Name and version of the PJRT plugin; None: jaxlib itself compiles."""
         name = PLUGINS.get(self.target.platform)
         return None if name is None else f"{name} {dict(self.versions)[name]}"
 
     @property
     def is_exact(self) -> bool:
-        """Whether the code keeps to the extensions of the target, and owes nothing to the build host's."""
+        """Whether an executable uses the extensions of the target only, whatever the build host has."""
         return self.target.cpu_features is not None and cross_compiles(self.jaxlib)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment variables of a worker process.
+        """Return the environment variables of a worker process.
 
         Args:
-            inherited: this process's. The user's own XLA_FLAGS stay.
+            inherited: this process's variables. The user's own XLA_FLAGS stay.
 
         Raises:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
         worker = dict(inherited)
-        # They set the size of XLA's thread pool, which XLA partitions loops for: see cpu_count.py.
+        # They set the size of XLA's thread pool, and with it the parts of loops: see cpu_count.py.
         for name in ("NPROC", "PJRT_NPROC"):
             worker.pop(name, None)
         if self.isolated:
             for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
                 worker.pop(name, None)
         if self.target.platform == "tpu":
-            worker["TPU_SKIP_MDS_QUERY"] = "1"  # or libtpu asks the cloud which chips it has
+            worker["TPU_SKIP_MDS_QUERY"] = "1"  # otherwise libtpu asks the cloud for its chips
             worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
                 "1"  # only one process may hold chips, but many compile
             )
@@ -109,7 +109,7 @@ class Toolchain:
         )
 
     def xla_flags(self, inherited: Mapping[str, str]) -> str:
-        """XLA_FLAGS: ours, which the user's may override, and the target's last.
+        """Return XLA_FLAGS: prejit's, which the user's may override, then the target's.
 
         Raises:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
@@ -122,10 +122,10 @@ class Toolchain:
         return " ".join(flags)
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
-        """The fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
+        """Return the fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
 
         Args:
-            platforms: that the program was lowered for.
+            platforms: platforms that the program was lowered for.
         """
         target = self.target
         return {
@@ -141,7 +141,7 @@ class Toolchain:
 
 
 def _quoted(path: str) -> str:
-    """A path as the value of a flag in XLA_FLAGS (xla/parse_flags_from_env.cc: there are no escapes)."""
+    """Return a path as a flag's value in XLA_FLAGS, which has no escapes (xla/parse_flags_from_env.cc)."""
     if not re.search(r"\s", path):
         return path
     quote = "'" if '"' in path else '"'
@@ -149,28 +149,28 @@ def _quoted(path: str) -> str:
 
 
 def host_toolchain(target: Target, versions: Mapping[str, str]) -> Toolchain:
-    """A target's toolchain where this process's own environment compiles for it.
+    """Return a toolchain that compiles in this process's own environment.
 
     Args:
-        target: what is compiled for.
-        versions: of jax and jaxlib here.
+        target: the target.
+        versions: versions of jax and jaxlib here.
     """
     command = (sys.executable, "-P", "-m", "prejit.compiler.compile.worker")
     return Toolchain(target, command, tuple(sorted(versions.items())))
 
 
 def toolchain_of(target: Target, environment: Environment) -> Toolchain:
-    """A target's toolchain where an environment of its own compiles for it."""
+    """Return a toolchain that compiles in an environment of its own."""
     packages = ("jax", "jaxlib", *filter(None, [PLUGINS.get(target.platform)]))
     versions = tuple(sorted((name, environment.versions[name]) for name in packages))
     return Toolchain(target, tuple(worker_command(environment)), versions, isolated=True)
 
 
 def gpu_config(target: Target) -> str:
-    """A GPU as XLA wants it described: GpuTargetConfigProto as text.
+    """Return XLA's description of a GPU: a GpuTargetConfigProto as text.
 
-    Its fields are those of xla/stream_executor/device_description.proto. Limits that all GPUs since compute
-    capability 7.0 share are those of the CUDA C++ Programming Guide.
+    The fields are those of xla/stream_executor/device_description.proto. Limits that all GPUs since compute
+    capability 7.0 share are from the CUDA C++ Programming Guide.
     """
     gpu, shared = target.gpu, capabilities()[target.compute_capability or ""]
     assert gpu is not None
@@ -208,16 +208,16 @@ def gpu_config(target: Target) -> str:
     )
 
 
-def read_tuning(target: Target, cache: Store) -> Tuned | None:
-    """What was measured for a target; None where its manifest names no tuning.
+def read_tuning(target: Target, store: Store) -> Tuned | None:
+    """Return the measurements for a target; None: its manifest names no tuning file.
 
     Args:
-        target: what is compiled for.
-        cache: where XLA's part of it goes, as a file of its own.
+        target: the target.
+        store: gets XLA's part of the file as a blob, which XLA reads.
 
     Raises:
-        BuildError: it was measured with another jaxlib, or on another kind of device.
-        RejectError, StoreError: it is no tuning file, or cannot be read.
+        BuildError: it was measured on another kind of device.
+        RejectError, StoreError: the file is not a tuning file, or cannot be read.
     """
     if target.tuning is None:
         return None
@@ -228,10 +228,10 @@ def read_tuning(target: Target, cache: Store) -> Tuned | None:
         raise BuildError(
             f"{path}: expected tuning for compute capability {target.compute_capability} of target "
             f"{target.name}, found {measured.compute_capability} ({measured.device_kind})",
-            hint="name the tuning of such a device, or leave `tuning` out",
+            hint="name a file that `prejit tune` wrote on such a device, or remove `tuning`",
         )
     results = base64.b64decode(tuning.results)
-    digest = cache.put_blob(results)
-    stored = cache.blob_path(digest)
+    digest = store.put_blob(results)
+    stored = store.blob_path(digest)
     assert stored is not None
     return Tuned(str(stored), tuning.topology, digest_of(path.read_bytes()))

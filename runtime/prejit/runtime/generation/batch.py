@@ -22,7 +22,7 @@ import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.decode import Call, Decoding
+from prejit.runtime.generation.decode import Call, Decoding, Masks
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, common_length
 from prejit.runtime.generation.options import Request
@@ -313,9 +313,7 @@ class Batch:
 
     # ------------------------------------------------------------------ decoding
 
-    def _step(
-        self, live: Mapping[int, Row], masks: Mapping[int, np.ndarray[Any, Any]]
-    ) -> list[Token]:
+    def _step(self, live: Mapping[int, Row], masks: Masks) -> list[Token]:
         started = time.perf_counter()
         assert self._cache is not None
         longest = max(len(row.token_ids) for row in live.values())

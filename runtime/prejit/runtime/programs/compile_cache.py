@@ -52,8 +52,8 @@ _warned: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Portable:
-    """A portable program by everything in the bundle that decides what it compiles to.
+class PortableKey:
+    """Everything about a portable program that decides what it compiles to on a given machine.
 
     Attributes:
         digest: digest of the decompressed program.
@@ -69,7 +69,7 @@ class Portable:
 
 
 def compiled_here(
-    program: Portable,
+    program: PortableKey,
     machine: Fingerprint,
     compile_program: Callable[[], bytes],
     *,
@@ -108,7 +108,7 @@ def compiled_here(
     return serialized, True
 
 
-def is_kept(program: Portable, machine: Fingerprint) -> bool:
+def is_kept(program: PortableKey, machine: Fingerprint) -> bool:
     """Return whether the cache has a file for a program. Nothing is read, so the file may be damaged."""
     return limit_bytes() != 0 and os.path.isfile(_path(program, machine))
 
@@ -145,7 +145,7 @@ def _our_code() -> str:
     return digest_of(content)
 
 
-def _path(program: Portable, machine: Fingerprint) -> Path:
+def _path(program: PortableKey, machine: Fingerprint) -> Path:
     """Return the file of a program.
 
     Properties that do not change the executable are not in its key: the memory, since a container may get

@@ -81,8 +81,8 @@ class LocalCompiler:
         self._check(program, executable, self._portable.path)
         return executable
 
-    def _key(self, program: Program) -> compile_cache.Portable:
-        return compile_cache.Portable(
+    def _key(self, program: Program) -> compile_cache.PortableKey:
+        return compile_cache.PortableKey(
             program.portable.raw_digest,
             program.platforms or (),
             self._device.platform,

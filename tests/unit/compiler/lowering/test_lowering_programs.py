@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.lowering.function import find_function, lower_function
 from prejit.compiler.lowering.program import LoweredProgram
-from prejit.compiler.lowering.user_code import UserModules
+from prejit.compiler.lowering.user.finding import find_function
+from prejit.compiler.lowering.user.lower import lower_function
+from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.errors import BuildError

@@ -12,10 +12,12 @@ from flax import nnx
 from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.lowering.decoder import lower_decoder
-from prejit.compiler.lowering.program import LoweredProgram, check_mesh
+from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.compiler.models import registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import config
+from prejit.compiler.models.parameters import flat_parameters
+from prejit.compiler.models.sharding import check_mesh, shardings
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError
@@ -76,13 +78,13 @@ SPECS = {
 
 def model_of(config: dict[str, Any], directory: Path) -> tuple[Any, config.DecoderConfig]:
     (directory / "config.json").write_text(json.dumps(config))
-    loaded = registry.load_config(directory)
-    return registry.decoder(loaded), registry.describe(loaded)
+    loaded = config_file.load_config(directory)
+    return registry.make_decoder(loaded), registry.describe(loaded)
 
 
 def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:
     model, _ = model_of(LLAMA, tmp_path)
-    found = registry.shardings(model, Mesh(1, 2))
+    found = shardings(model, Mesh(1, 2))
     layer = "model.layers.1"
     # Stored (in, out), as models.is_stored_in_out wants matrices that widen: q, gate, up and the head.
     assert found[f"{layer}.self_attn.q_proj.weight"] == ("", "tensor")
@@ -93,7 +95,7 @@ def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:
     assert found[f"{layer}.mlp.down_proj.weight"] == ("", "tensor")
     assert found["model.embed_tokens.weight"] == ("tensor", "")
     assert found["lm_head.weight"] == ("", "tensor")
-    whole = registry.flat_parameters(nnx.state(model)).keys() - found.keys()
+    whole = flat_parameters(nnx.state(model)).keys() - found.keys()
     assert {name.removeprefix(f"{layer}.") for name in whole if "layers.0" not in name} == {
         *("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"),
         *("self_attn.o_proj.bias", "mlp.down_proj.bias"),
@@ -102,7 +104,7 @@ def test_llama_is_split_by_heads_and_by_the_inner_width(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_does_not_divide_is_on_every_device(tmp_path: Path) -> None:
     model, _ = model_of({**GPT2, "vocab_size": 97}, tmp_path)
-    found = registry.shardings(model, Mesh(1, 2))
+    found = shardings(model, Mesh(1, 2))
     assert "transformer.wte.weight" not in found
     assert found["transformer.h.0.attn.c_attn.weight"] == ("", "tensor")
     assert found["transformer.h.0.mlp.c_proj.weight"] == ("", "tensor")

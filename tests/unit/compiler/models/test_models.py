@@ -22,10 +22,11 @@ from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
 from tests.quick_compiling import COMPILER_OPTIONS
 
-from prejit.compiler.models import registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens, attention
 from prejit.compiler.models.layers.config import DecoderConfig
+from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
 from prejit.runtime.errors import CheckpointError
 
 Arrays = np.ndarray[Any, Any]
@@ -91,16 +92,16 @@ class Model:
 
     def __init__(self, config: Any) -> None:
         self.shape = registry.describe(config)
-        self.graph, self.state = nnx.split(registry.decoder(config))
+        self.graph, self.state = nnx.split(registry.make_decoder(config))
         random = np.random.default_rng(0)
         self.weights = {
             name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
-            for name, leaf in registry.flat_parameters(self.state).items()
+            for name, leaf in flat_parameters(self.state).items()
         }
         self._call = jax.jit(self.call, compiler_options=COMPILER_OPTIONS)
 
     def call(self, weights: Any, *arguments: Any) -> Any:
-        return nnx.merge(self.graph, registry.with_parameters(self.state, weights))(*arguments)
+        return nnx.merge(self.graph, with_parameters(self.state, weights))(*arguments)
 
     def __call__(
         self, tokens: Arrays, start: Arrays, length: Arrays, cache: Any
@@ -270,8 +271,8 @@ def test_many_rows_are_written_as_each_row_alone() -> None:
 
 
 def test_parameters_have_the_published_names_and_are_shapes_alone() -> None:
-    gpt2 = registry.flat_parameters(model("gpt2").state)
-    llama = registry.flat_parameters(model("llama").state)
+    gpt2 = flat_parameters(model("gpt2").state)
+    llama = flat_parameters(model("llama").state)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in gpt2.values())
     assert gpt2["transformer.h.1.attn.c_proj.weight"].shape == (12, 12)
     assert gpt2["transformer.ln_f.bias"].shape == (12,)
@@ -282,15 +283,15 @@ def test_parameters_have_the_published_names_and_are_shapes_alone() -> None:
 
 @families
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:
-    untied = registry.decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
+    untied = registry.make_decoder(config({**CONFIGS[family], "tie_word_embeddings": False}))
     assert "lm_head.weight" not in model(family).weights
-    assert "lm_head.weight" in registry.flat_parameters(nnx.state(untied))
+    assert "lm_head.weight" in flat_parameters(nnx.state(untied))
 
 
 def test_a_matrix_is_stored_as_its_parameter_says() -> None:
     """(in, out) where inputs are few and outputs more, but not very many; else (out, in)."""
-    parameters = registry.parameters(
-        config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False})
+    parameters = parameters_of(
+        registry.make_decoder(config({**GPT2, "vocab_size": 5000, "tie_word_embeddings": False}))
     )
     stored = {
         name.removeprefix("transformer.h.0."): (parameter.shape, parameter.in_out)
@@ -310,10 +311,10 @@ def test_parameters_of_any_module_are_replaced_by_name() -> None:
             self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)) for _ in range(11)])
 
     graph, state = nnx.split(Own())
-    flat = registry.flat_parameters(state)
+    flat = flat_parameters(state)
     assert list(flat)[:3] == ["layers.0.bias", "layers.0.kernel", "layers.1.bias"]
     marked = {name: np.full(leaf.shape, place) for place, (name, leaf) in enumerate(flat.items())}
-    module = nnx.merge(graph, registry.with_parameters(state, marked))
+    module = nnx.merge(graph, with_parameters(state, marked))
     place = list(flat).index("layers.10.kernel")
     assert (module.layers[10].kernel[...] == place).all()
 
@@ -333,20 +334,21 @@ def test_the_longest_context_of_a_bundle_chooses_longropes_factors(
     expected = rope.frequencies(config(LLAMA), 6).frequencies / np.array(
         LONGROPE[f"{factors}_factor"]
     )
-    found = registry.decoder(long, context).model.layers[0].self_attn.heads.rotary
+    found = registry.make_decoder(long, context).model.layers[0].self_attn.heads.rotary
     assert np.allclose(found.frequencies, expected, rtol=1e-6)
 
 
 def test_the_text_model_of_one_that_reads_images_is_taken(tmp_path: Path) -> None:
     both = {"model_type": "gemma3", "text_config": GEMMA3, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(both))
-    loaded = registry.load_config(tmp_path)
+    loaded = config_file.load_config(tmp_path)
     assert registry.describe(loaded) == model("gemma3_text").shape
-    assert {"lm_head.weight"} == registry.parameters(loaded).keys() - model("gemma3_text").weights
+    names = parameters_of(registry.make_decoder(loaded)).keys()
+    assert {"lm_head.weight"} == names - model("gemma3_text").weights
     refused = {**both, "text_config": {**GEMMA3, "use_bidirectional_attention": True}}
     (tmp_path / "config.json").write_text(json.dumps(refused))
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "config.json"))):
-        registry.describe(registry.load_config(tmp_path))
+        registry.describe(config_file.load_config(tmp_path))
 
 
 # --- What is told of a model, and refused ----------------------------------------------------------
@@ -409,7 +411,7 @@ def test_a_setting_that_is_not_built_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.decoder(registry.load_config(tmp_path))
+        registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
     assert caught.value.hint
 
@@ -448,7 +450,7 @@ def test_a_config_that_cannot_be_used_is_refused(
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.load_config(tmp_path)
+        config_file.load_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -536,7 +538,7 @@ def test_a_number_that_makes_a_model_unusable_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[family], **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.decoder(registry.load_config(tmp_path))
+        registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -569,7 +571,7 @@ def test_a_number_that_makes_an_encoder_unusable_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BERT, **change}))
     with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
-        registry.encoder(registry.load_encoder(tmp_path))
+        registry.make_encoder(config_file.load_encoder(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -596,15 +598,15 @@ def test_any_config_is_refused_with_an_error_of_ours_or_makes_a_module(
         directory = Path(name)
         (directory / "config.json").write_text(to_json(config))
         if family in _ENCODERS:
-            registry.encoder(registry.load_encoder(directory))
+            registry.make_encoder(config_file.load_encoder(directory))
         else:
-            registry.decoder(registry.load_config(directory))
+            registry.make_decoder(config_file.load_config(directory))
 
 
 def test_a_model_is_described_without_torch_or_any_array(tmp_path: Path) -> None:
     large = {**LLAMA, "hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(large))
-    parameters = registry.flat_parameters(
-        nnx.state(registry.decoder(registry.load_config(tmp_path)))
+    parameters = flat_parameters(
+        nnx.state(registry.make_decoder(config_file.load_config(tmp_path)))
     )
     assert parameters["model.layers.2.mlp.up_proj.weight"].shape == (2**18, 2**16)

@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint, open_encoder
-from prejit.compiler.models import registry
+from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.encoders.sentence_layout import read_layout
+from prejit.compiler.models.parameters import parameters_of
 from prejit.runtime.errors import CheckpointError
 
 BERT = {
@@ -70,12 +71,12 @@ def edit(file: Path, **changes: Any) -> None:
 
 def write_weights(directory: Path, rename: Callable[[str], str]) -> None:
     """Zeros of BERT's tensors, under other names."""
-    source = registry.load_encoder(directory)
+    source = config_file.load_encoder(directory)
     tensors = {
         rename(name.removeprefix("bert.")): np.zeros(
             p.shape[::-1] if p.in_out else p.shape, np.float32
         )
-        for name, p in registry.encoder_parameters(source).items()
+        for name, p in parameters_of(registry.make_encoder(source)).items()
         if name.startswith("bert.")
     }
     save_file(tensors, directory / "model.safetensors")
@@ -85,7 +86,7 @@ def test_all_modules_are_read(directory: Path) -> None:
     layout = read_layout(directory)
     assert (layout.pooling, layout.normalized, layout.max_tokens) == (("mean",), True, 10)
     assert [(part.name, part.inputs, part.outputs) for part in layout.dense] == [("2_Dense", 4, 3)]
-    described = registry.describe_encoder(registry.load_encoder(directory))
+    described = registry.describe_encoder(config_file.load_encoder(directory))
     assert (described.width, described.max_tokens, described.pooling) == (3, 10, "mean")
     names = open_encoder(directory).names
     assert "sentence.2_Dense.linear.weight" in names
@@ -96,7 +97,7 @@ def test_a_plain_directory_is_mean_pooling_without_normalisation(directory: Path
     (directory / "modules.json").unlink()
     layout = read_layout(directory)
     assert (layout.pooling, layout.dense, layout.normalized) == (("mean",), (), False)
-    assert registry.describe_encoder(registry.load_encoder(directory)).max_tokens == 12
+    assert registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> None:
@@ -113,7 +114,7 @@ def test_a_transformer_in_a_directory_of_its_own_is_found(directory: Path) -> No
 
 def test_a_longer_max_seq_length_than_positions_is_capped(directory: Path) -> None:
     edit(directory / "sentence_bert_config.json", max_seq_length=512)
-    assert registry.describe_encoder(registry.load_encoder(directory)).max_tokens == 12
+    assert registry.describe_encoder(config_file.load_encoder(directory)).max_tokens == 12
 
 
 def test_every_file_that_decides_is_named_for_keys(directory: Path) -> None:
@@ -159,7 +160,7 @@ def test_what_is_not_built_is_told_with_file_key_and_value(
         write(directory / file, {})
     edit(directory / file, **changes)
     with pytest.raises(CheckpointError, match=told) as raised:
-        registry.describe_encoder(registry.load_encoder(directory))
+        registry.describe_encoder(config_file.load_encoder(directory))
     assert file.rpartition("/")[2] in str(raised.value)
 
 
@@ -246,5 +247,5 @@ def test_a_file_that_is_no_json_of_moderate_size_is_refused(
 ) -> None:
     (directory / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=told) as raised:
-        registry.load_encoder(directory)
+        config_file.load_encoder(directory)
     assert str(directory / file) in str(raised.value)

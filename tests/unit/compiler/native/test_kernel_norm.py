@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers import kernel_calls
 
 from . import kernel_builds, kernel_frames
 from .kernel_builds import LEVELS
@@ -81,7 +81,7 @@ def test_a_program_calls_the_kernel_with_what_it_expects(centred: bool) -> None:
     x = random.standard_normal((2, 3, 20)).astype(np.float32)
     weight, bias = random.standard_normal((2, 20)).astype(np.float32)
     shift = bias if centred else None
-    found = forms.norm(
+    found = kernel_calls.norm(
         *(jax.numpy.asarray(x), jax.numpy.asarray(weight)),
         None if shift is None else jax.numpy.asarray(shift),
         epsilon=EPSILON,

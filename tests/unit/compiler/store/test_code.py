@@ -62,7 +62,7 @@ def mended(source: str) -> str:
         (LOWERING, "prejit.compiler.native.calls"),
         (WEIGHTS, "prejit.compiler.checkpoint.checkpoint"),
         (WEIGHTS, "prejit.compiler.checkpoint.tensor_files"),
-        (WEIGHTS, "prejit.compiler.pipeline.packaging"),
+        (WEIGHTS, "prejit.compiler.pipeline.pack.bundle_files"),
         (WEIGHTS, "prejit.compiler.models.precision"),
     ],
 )

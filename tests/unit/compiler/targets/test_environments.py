@@ -195,7 +195,7 @@ def test_the_worker_sees_prejit_and_nothing_else_of_the_build_host(bare: Environ
     _, errors = (worker := start_worker(bare)).communicate()
     assert worker.returncode == 1
     assert "worker.py" in errors
-    assert "ModuleNotFoundError: No module named 'numpy'" in errors
+    assert "ModuleNotFoundError: No module named 'zstandard'" in errors
 
 
 def test_a_worker_holds_its_environment_so_that_gc_leaves_it(bare: Environment) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prejit.compiler.targets import target_table as target_module
+from prejit.compiler.targets import build_host
 from prejit.compiler.targets.build_host import can_build
 from prejit.compiler.targets.target_table import (
     GpuTable,
@@ -183,7 +183,7 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
         (
             {"name": "cuda-l4", "platform": "cpu"},
             "platform",
-            'expected "cuda", which cuda-l4 is of',
+            'expected "cuda", the platform of cuda-l4',
         ),
         ({"name": "cpu-host", "jax": "latest"}, "jax", "expected a version"),
         (
@@ -217,7 +217,7 @@ def test_a_slice_must_have_as_many_chips_as_the_mesh(tmp_path: Path) -> None:
     assert resolve(table(name="tpu-v5e-2x2"), tmp_path, Mesh(1, 4)).device_count == 4
     key, problem = wrong(table(name="tpu-v5e-2x2"), tmp_path)
     assert key == "name"
-    assert "tpu-v5e-2x2 has 4 chips, and [mesh] is of 1" in problem
+    assert "tpu-v5e-2x2 has 4 chips, and [mesh] needs 1" in problem
     assert resolve(table(name="cuda-h100"), tmp_path, Mesh(2, 4)).device_count == 8
 
 
@@ -237,11 +237,11 @@ def test_an_old_jaxlib_does_not_build_what_the_host_lacks(
         jax=pinned,
     )
     have = replace(Fingerprint.current(), cpu_features=("sse2",))
-    monkeypatch.setattr(target_module, "jaxlib_version", lambda: jaxlib)
+    monkeypatch.setattr(build_host, "jaxlib_version", lambda: jaxlib)
     monkeypatch.setattr(Fingerprint, "current", lambda: have)
     assert can_build(wanted) == (
-        "it needs jaxlib 0.11 or later on this machine: 0.10.2 compiles only for what the build"
-        " host has, and that lacks warp"
+        "it needs jaxlib 0.11 or later on this machine: 0.10.2 compiles only for the build"
+        " host's own CPU, which lacks warp"
     )
 
 
@@ -255,5 +255,5 @@ def test_a_new_jaxlib_builds_what_the_host_lacks(
     wanted = replace(
         target("cpu-x86-64-v2"), architecture=platform.machine(), cpu_features=("warp",), jax=pinned
     )
-    monkeypatch.setattr(target_module, "jaxlib_version", lambda: jaxlib)
+    monkeypatch.setattr(build_host, "jaxlib_version", lambda: jaxlib)
     assert can_build(wanted) is None

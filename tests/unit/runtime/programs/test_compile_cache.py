@@ -25,13 +25,13 @@ from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs import compile_cache
-from prejit.runtime.programs.compile_cache import Portable, compiled_here, is_kept
+from prejit.runtime.programs.compile_cache import PortableKey, compiled_here, is_kept
 
 MACHINE = Fingerprint.current()
 
 
-def program(number: int) -> Portable:
-    return Portable(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
+def program(number: int) -> PortableKey:
+    return PortableKey(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
 
 
 PROGRAM = program(1)
@@ -350,14 +350,14 @@ def test_a_full_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 WRITE_FOR_EVER = """
 import itertools, sys
-from prejit.runtime.programs.compile_cache import Portable, compiled_here
+from prejit.runtime.programs.compile_cache import PortableKey, compiled_here
 from prejit.runtime.machine.fingerprint import Fingerprint
 machine = Fingerprint.current()
 for turn in itertools.count():
     for number in range(4):
         content = bytes([number]) * 200_000
         refused = content if turn % 2 else None
-        program = Portable(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
+        program = PortableKey(f"sha256:{number:064x}", ("cpu", "cuda"), "cpu", None)
         compiled_here(program, machine, lambda: content, refused=refused)
     if turn == 0:
         print("running", flush=True)
@@ -393,7 +393,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_a_later_start_trips_over(
 
 HOLD = f"""
 import time
-from prejit.runtime.programs.compile_cache import Portable, compiled_here
+from prejit.runtime.programs.compile_cache import PortableKey, compiled_here
 from prejit.runtime.machine.fingerprint import Fingerprint
 def compile_for_ever():
     print("compiling", flush=True)

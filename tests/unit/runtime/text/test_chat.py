@@ -558,7 +558,7 @@ def test_a_chat_layer_is_read_as_strictly_as_all_others() -> None:
 
 def with_chat(recipe: Any, content: bytes, *, tokenizer: bool = True) -> Any:
     """A bundle that holds a chat layer of these bytes, and the demo model's tokenizer."""
-    from prejit.compiler.pipeline.packaging import layer
+    from prejit.compiler.pipeline.pack.bundle_files import layer
 
     added = [layer(CHAT_MEDIA_TYPE, content, "chat.json")]
     if tokenizer:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.encoders.sentence_layout import DenseModule, SentenceLayout
-from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers import forms, kernel_calls
 from prejit.compiler.models.layers.config import require
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear
 
@@ -173,7 +173,7 @@ def attention(
     split = (batch, count, heads, size)
     if forms.has_kernels():
         query, keys, values = (x.reshape(split) for x in (query, keys, values))
-        mixed = forms.encoder_attention(query, keys, values, length, size**-0.5)
+        mixed = kernel_calls.encoder_attention(query, keys, values, length, size**-0.5)
         return mixed.reshape(batch, count, width)
     query, keys, values = (x.reshape(split) for x in (query * size**-0.5, keys, values))
     scores = jnp.einsum("bqnh,bknh->bnqk", query, keys)

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from prejit.compiler.models.layers import rope, rotary
+from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.config import DecoderConfig, LayerCache, require
 from prejit.compiler.models.layers.norms import RMSNorm
-from prejit.compiler.models.layers.rotary import (
+from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
     Attention,
     GatedMLP,
@@ -42,7 +42,7 @@ def describe(config: Any) -> DecoderConfig:
     require(config, "use_bidirectional_attention", both_ways, [None, False])
     windows(config)
     rope.frequencies(config, config.head_dim)
-    return rotary.describe(config, "hidden_activation")
+    return rotary_decoder.describe(config, "hidden_activation")
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:

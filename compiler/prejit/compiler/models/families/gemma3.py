@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from prejit.compiler.models.families import gemma2
-from prejit.compiler.models.layers import rope, rotary
+from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.config import DecoderConfig, require
-from prejit.compiler.models.layers.rotary import Attention, Heads, RotaryDecoder, windows
+from prejit.compiler.models.layers.rotary_decoder import Attention, Heads, RotaryDecoder, windows
 
 __all__ = ["NAMING", "build", "describe"]
 
 _PARTS = ("vision_tower.", "multi_modal_projector.")
 
 NAMING = replace(
-    rotary.NAMING,
+    rotary_decoder.NAMING,
     ignored=(*_PARTS, *(f"model.{part}" for part in _PARTS)),
     # as transformers 5, 4.52 and older have saved models that read images
     moved=(
@@ -46,7 +46,7 @@ def describe(config: Any) -> DecoderConfig:
     windows(config)
     for layer_type in set(config.layer_types):
         rope.frequencies(config, config.head_dim, layer_type=layer_type)
-    return rotary.describe(config, "hidden_activation")
+    return rotary_decoder.describe(config, "hidden_activation")
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:

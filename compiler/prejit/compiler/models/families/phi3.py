@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.models.layers import rope, rotary
+from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.config import DecoderConfig, LayerCache
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear, split
-from prejit.compiler.models.layers.rotary import (
+from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
     Block,
     Heads,
@@ -37,7 +37,7 @@ def describe(config: Any) -> DecoderConfig:
     """
     window(config)
     rope.frequencies(config, head_size(config), partial=True)
-    return rotary.describe(config)
+    return rotary_decoder.describe(config)
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.models.layers import rope, rotary
+from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.config import DecoderConfig
-from prejit.compiler.models.layers.rotary import (
+from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
     Attention,
     Block,
@@ -32,7 +32,7 @@ def describe(config: Any) -> DecoderConfig:
     """
     windows(config)
     rope.frequencies(config, head_size(config))
-    return rotary.describe(config)
+    return rotary_decoder.describe(config)
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:

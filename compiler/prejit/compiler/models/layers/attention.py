@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers import forms, kernel_calls
 from prejit.compiler.models.layers.config import LayerCache
 from prejit.compiler.models.layers.rows import each_row
 
@@ -72,7 +72,7 @@ class NewTokens:
         if last:
             query = self.wanted(query)
         if forms.has_kernels():
-            mixed, layer = forms.attention(
+            mixed, layer = kernel_calls.attention(
                 query,
                 (keys, values),
                 self.start,
@@ -101,7 +101,7 @@ class NewTokens:
             last: whether only wanted tokens are of interest.
         """
         query = self.wanted(packed) if last else packed
-        mixed, layer = forms.attention(
+        mixed, layer = kernel_calls.attention(
             query,
             (packed, packed),
             self.start,

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers import forms, kernel_calls
 from prejit.compiler.native.products import KERNEL, LOOP, WIDENED, Product
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -56,7 +56,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """Float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
         if self.form(x) == KERNEL:
-            return forms.linear(x, self.operand, activation=activation, residual=residual)
+            return kernel_calls.linear(x, self.operand, activation=activation, residual=residual)
         y = scaled(self._dot(x), self.weight_scale)
         y = y if self.bias is None else y + self.bias[...]
         y = y if activation is None else ACTIVATIONS[activation](y)
@@ -67,10 +67,12 @@ class Linear(nnx.Module):
         return forms.form_of(_product(x, self.weight[...], self.contracted))
 
     @property
-    def operand(self) -> forms.Operand:
+    def operand(self) -> kernel_calls.Operand:
         """As the kernel takes it."""
         scale = None if self.weight_scale is None else self.weight_scale[...]
-        return forms.Operand(self.weight[...], scale, None if self.bias is None else self.bias[...])
+        return kernel_calls.Operand(
+            self.weight[...], scale, None if self.bias is None else self.bias[...]
+        )
 
     def _dot(self, x: jax.Array) -> jax.Array:
         return dot(x, self.weight[...], self.contracted, self.form(x))
@@ -79,7 +81,7 @@ class Linear(nnx.Module):
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
     """`activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
     if gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None):
-        return forms.linear(x, gate.operand, activation=activation, up=up.operand)
+        return kernel_calls.linear(x, gate.operand, activation=activation, up=up.operand)
     return gate(x, activation=activation) * up(x)
 
 
@@ -118,7 +120,7 @@ class Embedding(nnx.Module):
         form = forms.form_of(_product(x, weight, self.contracted))
         if form == KERNEL:
             scale = None if self.weight_scale is None else self.weight_scale[...]
-            return forms.linear(x, forms.Operand(weight, scale))
+            return kernel_calls.linear(x, kernel_calls.Operand(weight, scale))
         return scaled(dot(x, weight, self.contracted, form), self.weight_scale)
 
 

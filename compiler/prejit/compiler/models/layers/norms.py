@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from prejit.compiler.models.layers import forms
+from prejit.compiler.models.layers import forms, kernel_calls
 
 
 class LayerNorm(nnx.Module):
@@ -22,7 +22,7 @@ class LayerNorm(nnx.Module):
         """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
         if forms.has_kernels():
             weight, bias = self.weight[...], self.bias[...]
-            return forms.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
+            return kernel_calls.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
         centred = x - x.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
         return centred * lax.rsqrt(variance + self.epsilon) * self.weight[...] + self.bias[...]
@@ -42,7 +42,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [..., width] to the same."""
         if forms.has_kernels():
-            return forms.norm(x, self.weight[...], epsilon=self.epsilon, offset=self.offset)
+            return kernel_calls.norm(x, self.weight[...], epsilon=self.epsilon, offset=self.offset)
         mean_square = jnp.square(x).mean(-1, keepdims=True)
         scale = self.weight[...] + self.offset if self.offset else self.weight[...]
         return x * lax.rsqrt(mean_square + self.epsilon) * scale

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import decoders
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
-from prejit.compiler.models import registry
-from prejit.compiler.pipeline import accuracy
+from prejit.compiler.models import config_file, registry
+from prejit.compiler.pipeline.measure import comparison
 from prejit.runtime.errors import CheckpointError
 
-from .... import decoders  # noqa: TID252 (tests are no installed package)
-from ..checkpoint.test_tokenizer_check import begun_with, crafted, word_level  # noqa: TID252 (tests are no installed package)
+from ...checkpoint.test_tokenizer_check import begun_with, crafted, word_level  # noqa: TID252 (tests are no installed package)
 
 WORDS = {"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}
 
@@ -30,7 +30,7 @@ def write_tokenizer(directory: Path, **parts: object) -> tuple[Path, Path]:
 
 def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
     for parts, begin in (({}, []), ({"post_processor": begun_with("<s>", 2)}, [2])):
-        ids, found = accuracy.read_text(*write_tokenizer(tmp_path, **parts))
+        ids, found = comparison.read_text(*write_tokenizer(tmp_path, **parts))
         assert ids.tolist() == [0, 1, 1, 0]
         assert found.tolist() == begin
 
@@ -38,7 +38,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
 def test_sentences_are_cut_as_the_bundle_cuts_them(tmp_path: Path) -> None:
     text, tokenizer = write_tokenizer(tmp_path, post_processor=begun_with("<s>", 2))
     text.write_text("a b\n\nb a b a b\n")
-    tokens, length = accuracy.read_sentences(text, tokenizer, 4)
+    tokens, length = comparison.read_sentences(text, tokenizer, 4)
     assert tokens.tolist() == [[2, 0, 1, 0], [2, 1, 0, 1]]
     assert length.tolist() == [3, 4]
 
@@ -50,10 +50,10 @@ def test_a_text_that_the_tokenizer_fails_on_fails_the_build(tmp_path: Path) -> N
     tokenizer.write_text(json.dumps(tree))
     text.write_text("a c")
     with pytest.raises(CheckpointError, match=r"tokenizer.json: the evaluation text: .*\[UNK\]"):
-        accuracy.read_text(text, tokenizer)
+        comparison.read_text(text, tokenizer)
     tokenizer.write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer.json: expected a tokenizer.json: "):
-        accuracy.read_text(text, tokenizer)
+        comparison.read_text(text, tokenizer)
 
 
 @pytest.mark.parametrize(("begin", "count"), [([], 150), ([5], 1), ([5, 6], 150)])
@@ -61,11 +61,11 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
     tmp_path: Path, begin: list[int], count: int
 ) -> None:
     source = decoders.write_random("gpt2", tmp_path / "gpt2")
-    checkpoint, config = open_checkpoint(source), registry.load_config(source)
+    checkpoint, config = open_checkpoint(source), config_file.load_config(source)
     values = {name: checkpoint.read(name) for name in checkpoint.names}
-    model = accuracy.Model(registry.decoder(config), values, registry.describe(config))
+    model = comparison.Model(registry.make_decoder(config), values, registry.describe(config))
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
-    logits_of = accuracy._logits(model)
+    logits_of = comparison._logits(model)
     losses = []
     room = decoders.LARGEST_CONTEXT - len(begin)
     for first in range(0, count, room):
@@ -74,7 +74,7 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         known = max(1, len(begin))
         losses += [-logits[at - 1, window[at]] for at in range(known, len(window))]
-    found = accuracy.of_decoder(
+    found = comparison.of_decoder(
         "float32", model, model, ("text", text, np.array(begin, np.int32)), 0
     )
     assert found.tokens == len(losses)

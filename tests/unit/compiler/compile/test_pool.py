@@ -1,4 +1,4 @@
-"""The compile pool: whatever happens to a worker is told, and costs no other program."""
+"""The worker pool: an error shows whatever happens to a worker, and costs no other program."""
 
 from __future__ import annotations
 

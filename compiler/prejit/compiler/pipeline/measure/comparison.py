@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from prejit.compiler.models import registry
 from prejit.compiler.models.layers import config
+from prejit.compiler.models.parameters import with_parameters
 from prejit.runtime.encoding.sentences import shorten
 from prejit.runtime.errors import (
     BuildError,
@@ -269,7 +269,7 @@ def _caller(module: nnx.Module) -> Callable[..., Any]:
     graph, state = nnx.split(module)
 
     def call(weights: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
-        return nnx.merge(graph, registry.with_parameters(state, weights))(*arguments, **options)
+        return nnx.merge(graph, with_parameters(state, weights))(*arguments, **options)
 
     return call
 

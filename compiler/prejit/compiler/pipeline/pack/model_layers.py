@@ -11,10 +11,10 @@ from pathlib import Path
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat
-from prejit.compiler.pipeline import packaging
 from prejit.compiler.pipeline.keys import tokenizer_key
 from prejit.compiler.pipeline.model import ReadModel, file_digest
-from prejit.compiler.pipeline.packaging import Layer
+from prejit.compiler.pipeline.pack import bundle_files
+from prejit.compiler.pipeline.pack.bundle_files import Layer
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -60,15 +60,15 @@ def _model_layers(
     if tokenizer.is_file():
         content = _read(tokenizer)
         _check_tokenizer(plan, tokenizer, content, model, store, progress)
-        yield packaging.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
+        yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
     if generation.is_file():
         content = _read(generation)
         if decodes:
             check_generation(generation, content)
-        yield packaging.layer(GENERATION_MEDIA_TYPE, content, generation.name)
+        yield bundle_files.layer(GENERATION_MEDIA_TYPE, content, generation.name)
     chat = read_chat(directory)
     if chat is not None and tokenizer.is_file():
-        yield packaging.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
+        yield bundle_files.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
 
 
 def _license(plan: Plan) -> Iterator[Layer]:
@@ -79,7 +79,7 @@ def _license(plan: Plan) -> Iterator[Layer]:
         content = path.read_bytes()
     except OSError as error:
         raise StoreError(f"{path}: cannot read the licence: {error.strerror}") from error
-    yield packaging.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
+    yield bundle_files.layer(LICENSE_MEDIA_TYPE, content, "LICENSE")
 
 
 def _read(path: Path) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler import cli
-from prejit.compiler.pipeline.garbage import DAY_SECONDS, Collection, collect
+from prejit.compiler.garbage import Collection, collect
 from prejit.compiler.store.directory import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
 from prejit.compiler.targets import environments
@@ -51,7 +51,7 @@ def age(directory: Path, days: float) -> None:
     """Makes everything in a directory so much older."""
     for path in directory.rglob("*"):
         if not path.is_symlink():
-            then = path.stat().st_mtime - days * DAY_SECONDS
+            then = path.stat().st_mtime - days * 86_400
             os.utime(path, (then, then))
 
 

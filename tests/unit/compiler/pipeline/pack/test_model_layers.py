@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler.checkpoint.chat_files import read_chat
-from prejit.compiler.pipeline.model_layers import check_generation, special_ids
+from prejit.compiler.pipeline.pack.model_layers import check_generation, special_ids
 from prejit.runtime.errors import CheckpointError
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline import packaging
-from prejit.compiler.pipeline.compatibility import readable_until
 from prejit.compiler.pipeline.executables import CompiledTarget, Executable
 from prejit.compiler.pipeline.keys import versions
-from prejit.compiler.pipeline.model_layers import special_ids
-from prejit.compiler.pipeline.packaging import Layer, PackedTarget
+from prejit.compiler.pipeline.pack import bundle_files
+from prejit.compiler.pipeline.pack.bundle_files import Layer, PackedTarget
+from prejit.compiler.pipeline.pack.compatibility import readable_until
+from prejit.compiler.pipeline.pack.model_layers import special_ids
+from prejit.compiler.pipeline.pack.requirement import requirement_of
 from prejit.compiler.pipeline.plan import Kernels, Lowered, Plan
-from prejit.compiler.pipeline.requirement import requirement_of
 from prejit.compiler.store.interface import Store
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
@@ -80,14 +80,14 @@ def pack_bundle(
         BuildError: no reader would take the bundle, or the store lost a blob.
     """
     lowered = {each.spec.name: each.lowered for each in targets[0].executables}
-    portable, segments = packaging.pack({n: p.portable for n, p in lowered.items()}, store)
-    shared = (*layers, packaging.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"))
+    portable, segments = bundle_files.pack({n: p.portable for n, p in lowered.items()}, store)
+    shared = (*layers, bundle_files.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"))
     packed = [
         _pack_target(plan, target, shared, segments, products, accuracy, costs, store)
         for target in targets
     ]
-    index, blobs = packaging.assemble(plan.manifest.bundle.name, packed)
-    packaging.check_readable(index, blobs)
+    index, blobs = bundle_files.assemble(plan.manifest.bundle.name, packed)
+    bundle_files.check_readable(index, blobs)
     return PackedBundle(plan.manifest.bundle.name, index, blobs)
 
 
@@ -102,11 +102,11 @@ def _pack_target(
     store: Store,
 ) -> PackedTarget:
     frames = {name: compiled.executable for name, compiled in target.results.items()}
-    content, segments = packaging.pack(frames, store)
-    own = [packaging.layer(EXECUTABLES_MEDIA_TYPE, content, "programs.xla")]
+    content, segments = bundle_files.pack(frames, store)
+    own = [bundle_files.layer(EXECUTABLES_MEDIA_TYPE, content, "programs.xla")]
     library = target.library
     if library is not None:
-        own.append(packaging.kernels_layer(library, store))
+        own.append(bundle_files.kernels_layer(library, store))
     programs = tuple(
         _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
         for each in target.executables

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file
 
-from prejit.compiler.pipeline import packaging
-from prejit.compiler.pipeline.packaging import Tensor, pack, write_weights
+from prejit.compiler.pipeline.pack import bundle_files
+from prejit.compiler.pipeline.pack.bundle_files import Tensor, pack, write_weights
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError
@@ -79,14 +79,14 @@ def test_equal_frames_are_stored_once_and_found_at_their_offsets(tmp_path: Path)
 def test_a_bundle_that_no_reader_takes_is_not_made(recipe: Any) -> None:
     """Or the build would succeed, and each server say that the bundle is damaged."""
     index, blobs = recipe.assemble()
-    packaging.check_readable(index, blobs)
+    bundle_files.check_readable(index, blobs)
     forged = recipe.configured(lambda config: dataclasses.replace(config, weight_sets={}))
     with pytest.raises(BuildError, match=r"no reader would take .*unknown weight set 'score'"):
-        packaging.check_readable(*forged.assemble())
+        bundle_files.check_readable(*forged.assemble())
     large = dataclasses.replace(
         recipe.targets[0].layers[0],
         media_type=TOKENIZER_MEDIA_TYPE,
         size=limits.MAX_TOKENIZER_BYTES + 1,
     )
     with pytest.raises(BuildError, match=f"expected at most {limits.MAX_TOKENIZER_BYTES} bytes"):
-        packaging.check_readable(*recipe.layered(lambda layers: (*layers, large)).assemble())
+        bundle_files.check_readable(*recipe.layered(lambda layers: (*layers, large)).assemble())

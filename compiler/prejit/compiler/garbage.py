@@ -1,9 +1,9 @@
-"""`prejit gc`: removes what nobody used for some days, and what killed processes left behind.
+"""`prejit gc`: removes files that no build used for some days, and files that killed processes left behind.
 
-Safe beside builds. An environment is locked by those who make it or run in it. A file of the build cache
-counts as used when its mtime says so (cache.py); it is looked at again just before it goes, and while a
-build has the cache open nothing goes that was used in the last day. A build that loses a result all the
-same compiles it again.
+It is safe beside running builds. An environment is locked by the process that makes it and by the workers in
+it. The mtime of a file in the build cache is its last use (store/directory.py); it is checked again just
+before the file is deleted. While a build has the cache open, files used in the last day stay. A build that
+loses a result all the same compiles it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prejit.compiler.store.files import remove_abandoned
 from prejit.compiler.targets import environments
 from prejit.runtime.errors import StoreError
 
-DAY_SECONDS = 86400.0
+_DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Found:
 
     Attributes:
         kind: `environments`, `results`, `reasons`, `contents`, `compiler files`, `temporary files`, `locks`.
-        name: of an environment, what it is for; else the path.
-        size: in bytes.
-        reason: why it goes; None: it stays.
+        name: packages of an environment; path of anything else.
+        size: size in bytes.
+        reason: why it is removed; None: it stays.
     """
 
     kind: str
@@ -45,11 +45,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What a collection found.
+    """Result of a collection.
 
     Attributes:
-        found: everything that it looked at.
-        builds_running: whether somebody had the cache open.
+        found: everything that it checked.
+        builds_running: whether another process had the cache open.
     """
 
     found: tuple[Found, ...]
@@ -57,18 +57,18 @@ class Collection:
 
 
 def collect(named: Path | None = None, *, days: float, dry_run: bool = False) -> Collection:
-    """Removes environments and cache entries.
+    """Remove environments and cache entries.
 
     Args:
-        named: the build cache: nothing outside of it is touched, environments neither. None: the default one,
-            and environments where `environments.root` says.
-        days: that something must have been without use.
-        dry_run: whether to only tell what would go.
+        named: the build cache. Nothing outside it is removed, not even environments. None: the default cache,
+            and the environments of `environments.root`.
+        days: minimum days without use.
+        dry_run: whether to keep everything and only report.
 
     Raises:
-        StoreError: a directory cannot be read, or a lock not be written.
+        StoreError: a directory cannot be read, or a lock cannot be written.
     """
-    before = time.time() - days * DAY_SECONDS
+    before = time.time() - days * _DAY_SECONDS
     cache_root = (named or default_root()).absolute()
     cache, root = DirectoryStore(cache_root), environments.root()
     in_reach = named is None or root.resolve().is_relative_to(cache_root.resolve())
@@ -77,7 +77,7 @@ def collect(named: Path | None = None, *, days: float, dry_run: bool = False) ->
             return Collection((*(_environments(root, before, dry_run) if in_reach else ()),), False)
         with cache.alone() as alone:
             if not alone:
-                before = min(before, time.time() - DAY_SECONDS)
+                before = min(before, time.time() - _DAY_SECONDS)
             found = (
                 *(_environments(root, before, dry_run) if in_reach else ()),
                 *_files(cache, before, dry_run),
@@ -92,7 +92,7 @@ def collect(named: Path | None = None, *, days: float, dry_run: bool = False) ->
 
 
 def _files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Found]:
-    """Results come first: what those that stay consist of stays too."""
+    """Yield the files of the cache, results first: the blobs of a result that stays, stay too."""
     named: set[str] = set()
     for kind, path, contents in cache.files():
         try:
@@ -114,13 +114,13 @@ def _files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Foun
 
 
 def _compiler_files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Found]:
-    """What zig keeps, 50 s of compiling for each level: all of it, or none."""
+    """Yield zig's own cache, 50 s of compiling for each CPU level, which is removed whole or not at all."""
     files = [path.stat() for path in (cache.root / ZIG).rglob("*") if path.is_file()]
     if not files:
         return
     reason = "not used" if max(file.st_mtime for file in files) < before else None
     if reason and not dry_run:
-        shutil.rmtree(cache.root / ZIG, ignore_errors=True)  # what is left goes the next time
+        shutil.rmtree(cache.root / ZIG, ignore_errors=True)  # the next collection removes the rest
     yield Found("compiler files", str(cache.root / ZIG), sum(f.st_size for f in files), reason)
 
 
@@ -152,14 +152,14 @@ def _environment(path: Path, before: float, dry_run: bool) -> Found:
         if reason and not dry_run:
             environments.remove(path)
             if path.exists():
-                reason = None  # not ours to delete
+                reason = None  # another user's
             else:
                 environments.lock_path(path).unlink(missing_ok=True)
     return Found("environments", name, size, reason)
 
 
 def _remove_lock(lock: Path, dry_run: bool) -> str | None:
-    """Deletes a lock whose environment has gone, if nobody holds it."""
+    """Delete a lock file whose environment has gone, unless a process holds it."""
     path = lock.with_name(lock.name.removesuffix(environments.LOCK_SUFFIX))
     with suppress(BlockingIOError), environments.locked(path, wait=False):
         if path.exists():  # made meanwhile
@@ -171,7 +171,7 @@ def _remove_lock(lock: Path, dry_run: bool) -> str | None:
 
 
 def _described(path: Path) -> str:
-    """What an environment was made for, or the start of its key."""
+    """Return the pinned packages of an environment, or the start of its key."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         marker = json.loads((path / environments.MARKER).read_bytes())
         return ", ".join(r for r in marker["requirements"] if "==" in r)

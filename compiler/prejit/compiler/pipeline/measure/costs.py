@@ -16,9 +16,9 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
 from prejit.compiler.pipeline.executables import CompiledTarget, Executable
 from prejit.compiler.pipeline.keys import cost_key
-from prejit.compiler.pipeline.measuring import measuring_alone
-from prejit.compiler.pipeline.packaging import Layer
-from prejit.compiler.pipeline.requirement import requirement_of
+from prejit.compiler.pipeline.measure.forms import measuring_alone
+from prejit.compiler.pipeline.pack.bundle_files import Layer
+from prejit.compiler.pipeline.pack.requirement import requirement_of
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key

@@ -25,7 +25,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "prejit")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def find(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
+def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
     """Finds primitives in a traced function, and in all functions that it calls.
 
     Args:

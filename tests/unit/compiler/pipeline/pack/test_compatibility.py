@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from prejit.compiler.pipeline.compatibility import readable_until
+from prejit.compiler.pipeline.pack.compatibility import readable_until
 
 
 def test_the_window_is_six_months_from_the_release() -> None:

@@ -1,0 +1,114 @@
+"""Read config.json of a checkpoint through transformers, and check it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.base.json_file import read_json
+from prejit.compiler.base.wording import did_you_mean, shown
+from prejit.compiler.models.encoders.sentence import EncoderSource
+from prejit.compiler.models.encoders.sentence_layout import read_layout
+from prejit.compiler.models.layers.config import BRING_YOUR_OWN
+from prejit.compiler.models.layers.config_checks import check_config, check_file
+from prejit.compiler.models.registry import DECODERS, ENCODERS
+from prejit.runtime.errors import CheckpointError
+
+_TEXT_MODELS = {"gemma3": "gemma3_text"}
+"""Model types that contain a text model of a supported family, which is built; the rest is ignored."""
+
+_UNREAD = frozenset(
+    (
+        *("num_labels", "id2label", "label2id", "dtype", "torch_dtype", "vision_config"),
+        *("name_or_path", "_name_or_path"),
+    )
+)
+"""Keys that no family reads. transformers would act on them: it makes a name for each of a billion labels."""
+
+
+def load_config(directory: Path) -> Any:
+    """Return the configuration of a decoder's checkpoint, as transformers reads it.
+
+    Args:
+        directory: holds config.json.
+
+    Raises:
+        CheckpointError: there is no config.json, transformers does not accept it, or its family is not
+            supported.
+    """
+    return _load_config(directory, sorted([*DECODERS, *_TEXT_MODELS]), "[generate]")
+
+
+def load_encoder(directory: Path) -> EncoderSource:
+    """Return the configuration of an encoder: its transformer, and the modules that follow it.
+
+    Args:
+        directory: in the layout of sentence-transformers, or a plain one with config.json.
+
+    Raises:
+        CheckpointError: as `load_config`, or a module or setting is not supported.
+    """
+    layout = read_layout(directory)
+    return EncoderSource(_load_config(layout.transformer, sorted(ENCODERS), "[encode]"), layout)
+
+
+def _load_config(directory: Path, known: list[str], section: str) -> Any:
+    """Return the configuration if its model type is one of `known`, those of the manifest's section."""
+    file = directory / "config.json"
+    content = read_json(
+        file, "expected a directory in the Hugging Face layout, with config.json in it"
+    )
+    family = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(family, str) or family not in known:
+        other = {"[encode]": DECODERS, "[generate]": ENCODERS}[section]
+        raise CheckpointError(
+            f"{file}: model_type: expected one of {', '.join(map(shown, known))} for {section}, found "
+            f"{shown(family)}{did_you_mean(str(family), known)}",
+            hint=f"give the manifest [{'encode' if other is ENCODERS else 'generate'}] instead of {section}"
+            if str(family) in other
+            else BRING_YOUR_OWN,
+        )
+    if content.get("quantization_config"):
+        found = shown(content["quantization_config"])
+        raise CheckpointError(
+            f"{file}: quantization_config: expected none, found {found}",
+            hint="take the checkpoint in float32, bfloat16 or float16",
+        )
+    config = _completed(file, content)
+    check_config(file, config)
+    return config
+
+
+def _completed(file: Path, content: Mapping[str, Any]) -> Any:
+    """Return the content of config.json as transformers' configuration of the text model.
+
+    Raises:
+        CheckpointError: a value is one that no model can have, or transformers does not accept it.
+    """
+    # At import transformers would advise to install torch, which no step here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import CONFIG_MAPPING
+
+    text, prefix, family = content, "", content["model_type"]
+    if family in _TEXT_MODELS:
+        part = content.get("text_config")
+        if not isinstance(part, dict):
+            raise CheckpointError(
+                f"{file}: text_config: expected an object, found {shown(part)}",
+                hint="correct config.json, or take the one that was published with the weights",
+            )
+        text, prefix, family = part, "text_config.", _TEXT_MODELS[family]
+    check_file(file, text, family, CONFIG_MAPPING[family].attribute_map, prefix)
+    read = {key: value for key, value in text.items() if key not in _UNREAD}
+    try:
+        config = CONFIG_MAPPING[family].from_dict(read)
+        if text is not content:
+            # The only key that transformers' Gemma3Config reads beside text_config.
+            config.tie_word_embeddings = content.get("tie_word_embeddings", True)
+        config.name_or_path = str(file.parent)
+    except Exception as error:  # KeyError, ValueError, huggingface_hub's own and others
+        reason = error.args[0] if error.args else type(error).__name__
+        raise CheckpointError(f"{file}: transformers refuses it: {reason}") from error
+    return config

@@ -1,0 +1,167 @@
+"""Calls of the native kernels, as layers make them while a model is traced (see forms.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prejit.compiler.native.calls import KERNEL_CALLS
+
+_ACTIVATIONS = {None: 0, "gelu": 1, "gelu_new": 2, "gelu_pytorch_tanh": 2, "relu": 3, "silu": 4}
+_ACTIVATIONS["swish"] = _ACTIVATIONS["silu"]
+"""Names of transformers/activations.py; the numbers are those of kernels/activation.h."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The arrays of a linear layer, as the kernel takes them.
+
+    Attributes:
+        weight: [out, in].
+        scale: float32 [out], if the stored dtype has scales.
+        bias: float32 [out].
+    """
+
+    weight: jax.Array
+    scale: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """The arrays that are present, in the kernel's order."""
+        return [array for array in (self.weight, self.scale, self.bias) if array is not None]
+
+
+def linear(
+    x: jax.Array,
+    operand: Operand,
+    *,
+    activation: str | None = None,
+    up: Operand | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """Return `activation(x W^T + b) * (x U^T + c) + residual`, in one call of the kernel `linear`.
+
+    x is rounded to bfloat16 unless W is float32; sums are float32.
+
+    Args:
+        x: float32 [..., in].
+        operand: W and b.
+        activation: a key of linear.ACTIVATIONS, or None.
+        up: U and c, in the dtype of W; None leaves the factor out.
+        residual: float32 [..., out], or None.
+    """
+    arrays = [x, *operand.arrays, *([] if up is None else up.arrays)]
+    if residual is not None:
+        arrays.append(residual)
+    return _call(
+        "linear",
+        jax.ShapeDtypeStruct((*x.shape[:-1], operand.weight.shape[0]), jnp.float32),
+        *arrays,
+        bias=np.int32(operand.bias is not None),
+        gated=np.int32(up is not None),
+        residual=np.int32(residual is not None),
+        activation=np.int32(_ACTIVATIONS[activation]),
+    )
+
+
+def attention(
+    query: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    start: jax.Array,
+    length: jax.Array,
+    query_start: jax.Array,
+    layer: tuple[jax.Array, jax.Array],
+    *,
+    scale: float,
+    cap: float | None,
+    window: int | None,
+    heads: int | None = None,
+    key_head: int = 0,
+    value_head: int = 0,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Write new keys and values into the cache, in place, and attend to it.
+
+    Args:
+        query: float32 [B, Q, N, H], for the positions from query_start on.
+        new: keys and values, float32 [B, T, K, H].
+        start: int32 [B], the position of the first new token.
+        length: int32 [B], the number of valid new tokens.
+        query_start: int32 [B], the position of the first query.
+        layer: the cache, [B, K, S, H].
+        scale: factor of the scores.
+        cap: soft bound of the scores, or None.
+        window: number of positions that each query sees, or None for all.
+        heads: N, if query holds other heads behind its own; None if it does not.
+        key_head: the first key head in new[0], which may hold others.
+        value_head: the first value head in new[1].
+
+    Returns:
+        float32 [B, Q, N, H]; the cache.
+    """
+    arguments = (query, *new, start, length, query_start, *layer)
+    shape = (*query.shape[:2], heads or query.shape[2], query.shape[3])
+    results = (jax.ShapeDtypeStruct(shape, jnp.float32), *map(_shape, layer))
+    mixed, keys, values = _call(
+        "attention",
+        results,
+        *arguments,
+        aliases={len(arguments) - 2: 1, len(arguments) - 1: 2},
+        scale=np.float32(scale),
+        softcap=np.float32(cap or 0),
+        window=np.int32(window or 0),
+        key_head=np.int32(key_head),
+        value_head=np.int32(value_head),
+    )
+    return mixed, (keys, values)
+
+
+def norm(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float,
+    centred: bool = False,
+    offset: float = 0.0,
+) -> jax.Array:
+    """Return the layer norm (`centred`) or RMS norm of x [..., D], times `weight + offset`, plus `bias`."""
+    arrays = [x, weight, *([] if bias is None else [bias])]
+    normed: jax.Array = _call(
+        "norm",
+        _shape(x),
+        *arrays,
+        centred=np.int32(centred),
+        epsilon=np.float32(epsilon),
+        offset=np.float32(offset),
+    )
+    return normed
+
+
+def encoder_attention(
+    query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, scale: float
+) -> jax.Array:
+    """Return attention of every token to the valid tokens of its row: float32 [B, T, N, H], int32 [B]."""
+    mixed: jax.Array = _call(
+        "encoder_attention", _shape(query), query, keys, values, length, scale=np.float32(scale)
+    )
+    return mixed
+
+
+def _call(
+    kernel: str,
+    results: Any,
+    *arguments: jax.Array,
+    aliases: dict[int, int] | None = None,
+    **attributes: np.generic,
+) -> Any:
+    call = jax.ffi.ffi_call(KERNEL_CALLS[kernel], results, input_output_aliases=aliases)
+    return call(*arguments, **attributes)
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,117 @@
+"""The weights layer of a bundle: a model's tensors, and the parameters of the user's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.keys import (
+    UserWeights,
+    weights_key,
+)
+from prejit.compiler.pipeline.model import (
+    ModelSource,
+    ReadModel,
+    file_digests,
+    open_weights,
+)
+from prejit.compiler.pipeline.pack import bundle_files
+from prejit.compiler.pipeline.pack.bundle_files import Layer, Tensor
+from prejit.compiler.pipeline.plan import Plan
+from prejit.compiler.progress import Progress
+from prejit.compiler.store.interface import Store
+from prejit.runtime.errors import BuildError
+from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+
+
+@dataclass(frozen=True)
+class Published:
+    """The published weights of a model.
+
+    Attributes:
+        checkpoint: the tensors; each is read when it is used.
+        files: the files that decide them, by name, each with its digest.
+    """
+
+    checkpoint: Checkpoint
+    files: tuple[tuple[str, str], ...]
+
+
+def find_published(plan: Plan) -> Published | None:
+    """Open the weights of the plan's model, and hash their files. None: the manifest has no model.
+
+    Raises:
+        CheckpointError: files are missing.
+        StoreError: a file cannot be read.
+    """
+    if plan.model is None:
+        return None
+    checkpoint = open_weights(plan.model)
+    return Published(checkpoint, file_digests(plan.model.directory, checkpoint.files))
+
+
+def pack_weights(
+    plan: Plan,
+    published: Published | None,
+    user: UserWeights,
+    model: ReadModel,
+    store: Store,
+    progress: Progress,
+) -> Layer | None:
+    """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
+
+    Args:
+        plan: the plan of the build.
+        published: the weights of its model.
+        user: the parameters of the user's functions.
+        model: reads the model.
+        store: keeps the layer.
+        progress: shows that weights are packed.
+    """
+    if published is None and not user:
+        return None
+    with progress.phase("packing weights"):
+        files = () if published is None else published.files
+        key = weights_key(plan.manifest, plan.model, files, user)
+        with store.making(key):
+            result = store.get(key)
+            if result is None:
+                tensors = [
+                    Tensor(f"{section}:{name}", str(v.dtype), v.shape, partial(np.asarray, v))
+                    for section, values in user.items()
+                    for name, v in values.items()
+                ]
+                if published is not None:
+                    tensors = [*_tensors(model(), published.checkpoint.read), *tensors]
+                with store.blob_writer() as blob:
+                    bundle_files.write_weights(tensors, blob)
+                result = {"digest": blob.digest, "size": blob.size}
+                store.put(key, result, blobs=[blob.digest])
+        path = store.blob_path(result["digest"])
+    if path is None:
+        raise BuildError("the weights are gone from the build cache", hint="build again")
+    return Layer(WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors")
+
+
+def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) -> list[Tensor]:
+    """Return the model's parameters as they are packed: rounded or quantized when they are written.
+
+    Args:
+        model: the model.
+        read: returns the published values of a parameter, float32.
+    """
+    from flax import nnx
+
+    from prejit.compiler.models import precision
+    from prejit.compiler.models.parameters import flat_parameters
+
+    stored = precision.readers(model.module, read)
+    return [
+        Tensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
+        for name, leaf in flat_parameters(nnx.state(model.module)).items()
+    ]
