@@ -47,8 +47,7 @@ def check_signature(
     mesh: Mesh | None,
     path: str,
 ) -> None:
-    """9. Check that a compiled program has the arguments and results of the program table, and donates no
-    more.
+    """9. Check that a compiled program agrees with the program table and donates no more arguments.
 
     Args:
         arguments: the arguments of the compiled program, on each device.
