@@ -17,7 +17,6 @@ LEFT_OUT = {
     "test_kernel_norm.py": "C++ called by ctypes; parity tests call it from programs",
     "test_kernel_threads.py": "C++ in processes that import no jax",
     "test_layout.py": "files, links and renames, by calls of the operating system",
-    "test_bounds.py": "tables of a bundle, checked by arithmetic before anything is loaded",
 }
 """Files, and why they cannot differ."""
 ONE_OF_EACH_KIND = {
@@ -25,8 +24,10 @@ ONE_OF_EACH_KIND = {
     "test_results_equal_those_that_torch_gave": r"-\d\d\b",
     "test_decode_and_prefill_update_a_donated_cache_in_place": r"\b\d+-",
 }
-"""Tests with many configurations of each model family, and the part of their ids that numbers them. The first
-of each kind shows that its module traces, lowers and computes: the others differ in sizes and numbers alone."""
+"""Tests with many configurations of each model family, and the part of their ids that numbers them.
+
+The first of each kind shows that its module traces, lowers and computes: the others differ in sizes and
+numbers alone."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
