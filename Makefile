@@ -17,7 +17,7 @@ PROMPT := def read_lines(path):
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
 # One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
-AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder
+AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 
 .PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile docs clean
