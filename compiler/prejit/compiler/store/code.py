@@ -130,8 +130,7 @@ def imported(*modules: str) -> tuple[str, ...]:
 def _source(module: str) -> _Source:
     """Read a module.
 
-    The standard library's parser takes 0.4 s for all modules, more than the rest of a build that changes
-    nothing, and its trees differ between versions of Python.
+    The standard library's parser takes five times as long, and its trees differ between versions of Python.
     """
     hasher = hashlib.sha256()
     imports = set[_Import]()
