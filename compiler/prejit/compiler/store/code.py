@@ -11,6 +11,7 @@ change no digest.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.chec
 
 _TOKEN = re.compile(
     r"""
-    (?P<code>  [^\n"'\#()\[\]{}\\]+ )
-  | (?P<line>  \n[ ]* )
+    (?P<line>  \n [ ]* [^\n"'\#()\[\]{}\\]* )
+  | (?P<code>  [^\n"'\#()\[\]{}\\]+ )
   | (?P<open>  [(\[{] )
   | (?P<close> [)\]}] )
   | (?P<text>  \"{3}[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*\"{3} | "[^"\\\n]*(?:\\.[^"\\\n]*)*"
@@ -54,7 +55,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""The tokens of a source file, as far as they separate code from prose."""
+"""The tokens of a source file, as far as they separate code from prose. A line comes with its first code."""
 
 
 _NO_CODE = hashlib.sha256().hexdigest()
@@ -120,8 +121,8 @@ def imported(*modules: str) -> tuple[str, ...]:
     while left:
         if (name := left.pop()) not in found:
             found.add(name)
-            for each in _source(name).imports:
-                left += filter(_is_module, (each.module, each.module.rpartition(".")[0]))
+            named = {each.module for each in _source(name).imports}
+            left += filter(_is_module, named | {each.rpartition(".")[0] for each in named})
     return tuple(sorted(found))
 
 
@@ -129,8 +130,7 @@ def imported(*modules: str) -> tuple[str, ...]:
 def _source(module: str) -> _Source:
     """Read a module.
 
-    The standard library's parser takes 0.4 s for all modules, more than the rest of a build that changes
-    nothing, and its trees differ between versions of Python.
+    The standard library's parser takes five times as long, and its trees differ between versions of Python.
     """
     hasher = hashlib.sha256()
     imports = set[_Import]()
@@ -159,19 +159,23 @@ def _statements(source: str) -> Iterator[tuple[int, list[str], bool]]:
     indent = depth = 0
     tokens: list[str] = []
     is_text = True
-    for match in _TOKEN.finditer(source + "\n"):
+    for match in _TOKEN.finditer(f"\n{source}\n"):
         kind, token = match.lastgroup, match[0]
-        if kind == "line":
-            if depth:
-                continue
+        if kind == "none":
+            continue
+        code = token.strip()
+        if kind == "line" and not depth:
             if tokens:
                 yield indent, tokens, is_text
                 tokens, is_text = [], True
-            indent = len(token) - 1
-        elif kind != "none" and (stripped := token.strip()):
-            is_text &= kind == "text"
-            depth += (kind == "open") - (kind == "close")
-            tokens.append(stripped)
+            indent = len(token) - len(token.lstrip()) - 1
+        elif kind == "open":
+            depth += 1
+        elif kind == "close":
+            depth -= 1
+        if code:
+            tokens.append(code)
+            is_text = is_text and kind == "text"
 
 
 def _imports(statement: str) -> Iterator[_Import]:
@@ -195,5 +199,5 @@ def _is_module(name: str) -> bool:
 def _file(module: str) -> Path:
     """Return the source file of a module of prejit; for any other name, a path that is no file."""
     root = next(root for root in _ROOTS if module.startswith(f"{root}."))
-    place = _ROOTS[root].joinpath(*module.removeprefix(f"{root}.").split("."))
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    place = f"{_ROOTS[root]}/{module.removeprefix(f'{root}.').replace('.', '/')}"
+    return Path(f"{place}/__init__.py" if os.path.isdir(place) else f"{place}.py")

@@ -204,7 +204,7 @@ def test_a_module_that_moves_changes_no_digest(package: Edit) -> None:
 
 
 def test_digests_are_quick() -> None:
-    """A build that changes nothing makes them all; the standard library's parser takes 0.4 s."""
+    """A build that changes nothing makes them all."""
     least = 9.0
     for _ in range(5):
         forget()
