@@ -3,7 +3,8 @@
 `target_table` turns a `[[target]]` table into a `prejit.runtime.machine.target.Target`. `toolchain` says what
 compiles for a target: a worker's command, packages and flags. A target that pins a jax version needs an
 `environments.Environment`; `installing` makes it, with one of this machine's `interpreters`. `listing` is
-`prejit targets`, `build_host` what this machine can compile for, `cpu_count` how many CPUs XLA sees.
+`prejit targets`, `build_host` what this machine can compile for, `cpu_count` how many CPUs XLA sees, and
+`gpu_description` what XLA needs of a GPU.
 
 This package imports `store`. Begin with `target_table`, then `toolchain`.
 """
