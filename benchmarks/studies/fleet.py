@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.machine.catalogue import catalogue, chips
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.targets import catalogue, chips
 
 JAXLIBS = ("0.10.2", "0.11.0", "0.11.2", "0.12.0", "0.12.0.1")
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}

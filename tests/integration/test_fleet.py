@@ -29,7 +29,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.opening import match, open_index, read_contents
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "0.10.2", "0.12.0.1"

@@ -285,7 +285,7 @@ def targets(as_json: bool) -> int:
 def _print_targets(listed: Sequence[Listed]) -> None:
     """Print a table for each platform; notes below, once each."""
     from prejit.runtime.base.tables import size, table
-    from prejit.runtime.machine.catalogue import PLATFORMS
+    from prejit.runtime.machine.requirement import PLATFORMS
 
     heads = {
         "cpu": ("cpu", "architecture", "extensions"),

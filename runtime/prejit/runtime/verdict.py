@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One line of a verdict.
+    """The comparison of one property of a machine with a requirement.
 
     Attributes:
-        name: of the axis, as `compare` lists them.
+        name: the name of the property, as `machine.compare` lists them.
         rule: `equal`, `subset`, `at least`, `information`.
-        needed, found: in words.
-        matches: whether what was found satisfies what is needed.
+        needed, found: the two values as text.
+        matches: whether the found value meets the requirement.
     """
 
     name: str
@@ -25,11 +25,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The comparison of a requirement with a fingerprint.
+    """The comparison of a requirement with a machine.
 
     Attributes:
-        target: name of the target that has the requirement.
-        axes: every axis, whether it matches or not.
+        target: the name of the target that has the requirement.
+        axes: every axis that the requirement has a value for.
     """
 
     target: str
@@ -37,20 +37,20 @@ class Verdict:
 
     @property
     def matches(self) -> bool:
-        """Whether the target's executables run on the machine."""
+        """Return whether the target's executables run on the machine."""
         return all(axis.matches for axis in self.axes)
 
     @property
     def mismatches(self) -> tuple[Axis, ...]:
-        """The axes that do not match."""
+        """Return the axes that do not match."""
         return tuple(axis for axis in self.axes if not axis.matches)
 
     @property
     def distance(self) -> tuple[bool, int]:
-        """How far the target is from fitting: one of the machine's own platform is nearer than any other."""
+        """Return a sort key: targets of the machine's own platform come first, then fewer mismatches."""
         wrong = self.mismatches
         return any(axis.name == "platform" for axis in wrong), len(wrong)
 
     def reason(self) -> str:
-        """Why the target does not fit, in one phrase: each axis, what was needed and what was found."""
+        """Return why the target does not fit, in one line: each mismatch with both values."""
         return "; ".join(f"{a.name}: needs {a.needed}, found {a.found}" for a in self.mismatches)

@@ -14,7 +14,7 @@ from prejit.compiler import cli
 from prejit.compiler.manifest.schema import manifest_schema
 from prejit.compiler.pipeline import plan
 from prejit.runtime.errors import ManifestError, UsageError
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 MANIFEST = """
 [bundle]

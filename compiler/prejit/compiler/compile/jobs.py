@@ -12,7 +12,7 @@ from prejit.compiler.store.key import Key
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.format.schema import Memory, Segment
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.native.calls import KERNEL_CALLS
 from prejit.runtime.format.arrays import MESH_AXES, Mesh
-from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.machine.requirement import PLATFORMS
 
 
 def export_program(

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 STRICT = {"strict": True, "extra": "forbid"}
 """The pydantic settings of every section: no conversions and no unknown keys."""

@@ -17,7 +17,7 @@ from prejit.compiler.manifest.toml_lines import KeyPath, key_lines
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.errors import ManifestError, StoreError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 _CALLABLE = "python:callable"
 """Stands for a Python object where a manifest file names a function."""

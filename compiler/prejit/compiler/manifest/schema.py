@@ -15,7 +15,7 @@ from prejit.compiler.manifest.expected import CACHE_DTYPES, DTYPES, MAX_DRAFT
 from prejit.compiler.manifest.shape_string import MAX_SIZE
 from prejit.compiler.manifest.tables import SECTIONS
 from prejit.compiler.targets.target_table import names as target_names
-from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.machine.requirement import PLATFORMS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _SIZE = {"type": "integer", "minimum": 1, "maximum": MAX_SIZE}

@@ -27,9 +27,8 @@ from prejit.runtime.errors import BuildError, StoreError
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import KERNEL_PREFIX
 from prejit.runtime.format.schema import Kernels
-from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target, catalogue
 
 SOURCES = Path(__file__).parent / "kernels"
 """Directory of the kernels' C++ sources."""

@@ -17,7 +17,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models.encoders.sentence_layout import SentenceLayout, read_layout
 from prejit.compiler.native.library import KERNELS_ARCHITECTURE
 from prejit.runtime.errors import ManifestError
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
 
 MAX_PROGRAM_BYTES = 1 << 42

@@ -45,7 +45,7 @@ from prejit.compiler.targets.target_table import chosen
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain, read_tuning, toolchain_of
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.schema import Segment
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 CACHED = "cached"
 COMPILE = "compile"

@@ -69,7 +69,7 @@ from prejit.runtime.format.layout import Layout, write_layout
 from prejit.runtime.format.opening import match, open_index, read_manifest
 from prejit.runtime.format.schema import Accuracy
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
 
 

@@ -6,7 +6,7 @@ import platform
 
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 
 def can_build(found: Target) -> str | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from prejit.compiler.store.directory import default_root
 from prejit.runtime.base.locks import lock_file
 from prejit.runtime.errors import StoreError
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 VERSION = "v1"
 """Rises when environments of the last version can no longer be used. 1 (2026-11-20): the first."""

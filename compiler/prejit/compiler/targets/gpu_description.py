@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prejit.runtime.machine.catalogue import capabilities
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target, capabilities
 
 
 def gpu_config(target: Target) -> str:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from prejit.compiler.base.wording import did_you_mean, nearest, shown
 from prejit.runtime.errors import PrejitError, UsageError
 from prejit.runtime.format.arrays import Mesh
-from prejit.runtime.machine.catalogue import PLATFORMS, capabilities, catalogue, chips
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.target import HOST, Gpu, Target
+from prejit.runtime.machine.requirement import PLATFORMS
+from prejit.runtime.machine.targets import HOST, Gpu, Target, capabilities, catalogue, chips
 
 
 @dataclass(frozen=True, slots=True)

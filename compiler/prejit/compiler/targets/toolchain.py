@@ -22,7 +22,7 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.device.tuning import Tuning
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.environment import read_xla_flags
-from prejit.runtime.machine.target import PLUGINS, Target
+from prejit.runtime.machine.targets import PLUGINS, Target
 
 _REPRODUCIBLE = "--xla_cpu_parallel_codegen_split_count=1"
 """XLA flag that puts kernels into the same objects on every build host; `disassembly.in_order` sorts these.

@@ -1,4 +1,4 @@
-"""What every room needs: files, digests, strict JSON, checked arguments, processes, tables of text.
+"""Modules that any room may use: files, locks, strict JSON, checked arguments, processes, text tables.
 
-Imports only `errors`. Nothing here knows what a bundle is. Begin with `typed_json`.
+They know nothing of bundles. Imports only `errors`. Begin with `typed_json`.
 """

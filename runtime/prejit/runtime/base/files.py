@@ -14,18 +14,18 @@ from typing import Self
 from prejit.runtime.errors import RejectError, StoreError
 
 Content = mmap.mmap | bytes
-"""A blob's bytes: its map, or `b""` of an empty file, which cannot be mapped."""
+"""The bytes of a file: its map, or `b""`, because an empty file cannot be mapped."""
 
 _COPY_BYTES = 1 << 20
 STORE_ERRORS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EIO)
-"""What says nothing about the bundle, only that it cannot be read here and now."""
+"""Error numbers that do not mean that a bundle is damaged, only that it cannot be read now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells that a file is still the one that was verified, as the kernel keeps it.
+    """Properties of a file, as the kernel keeps them, that change whenever the file changes.
 
-    A program cannot set ctime_ns: any write to the file, or to its times, changes it.
+    A program cannot set ctime_ns. Any write to the file or to its times changes it.
     """
 
     device: int
@@ -36,14 +36,19 @@ class Identity:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """The identity in a result of stat."""
+        """Return the identity in a result of stat."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
 
 
 def read_all(descriptor: int, size: int, path: str) -> bytes:
-    """Return `size` bytes of an open file, or all that are left of it."""
+    """Return `size` bytes of an open file.
+
+    Raises:
+        RejectError: the file ends before.
+        StoreError: it cannot be read.
+    """
     content = bytearray()
     while len(content) < size:
         try:
@@ -57,15 +62,15 @@ def read_all(descriptor: int, size: int, path: str) -> bytes:
 
 
 def map_file(descriptor: int, size: int) -> Content:
-    """An open file mapped into memory, private to this process (its pages are shared until written)."""
+    """Map an open file into memory. Its pages are shared with other processes until they are written."""
     if size == 0:
         return b""
-    # ACCESS_COPY makes the memory writable, which DLPack asks for; nobody writes to it.
+    # DLPack needs writable memory, so this is ACCESS_COPY; nobody writes to it.
     return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
 
 def digest_file(descriptor: int) -> str:
-    """The digest of an open file, read from its start."""
+    """Return the digest of an open file, read from its start."""
     hasher = hashlib.sha256()
     buffer = bytearray(_COPY_BYTES)
     offset = 0
@@ -76,7 +81,7 @@ def digest_file(descriptor: int) -> str:
 
 
 def write_file(path: Path, content: bytes | Path) -> None:
-    """Writes a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
+    """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the directory.
 
     Args:
         path: the file; its directory exists.
@@ -99,7 +104,7 @@ def write_file(path: Path, content: bytes | Path) -> None:
         os.replace(temporary, path)
         sync_directory(path.parent)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+        with contextlib.suppress(OSError):  # a disk that cannot be written may also refuse this
             temporary.unlink()
         if isinstance(error, OSError):
             raise StoreError(
@@ -115,7 +120,7 @@ def _write_hint(error: OSError) -> str | None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes renames in a directory last through a power cut."""
+    """Make sure that renames in a directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

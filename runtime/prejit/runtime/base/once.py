@@ -1,4 +1,4 @@
-"""A property that is computed once for each object, however many threads ask for it first."""
+"""A property that is computed once for each object, even if several threads read it first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, Generic, TypeVar, overload
 
 _T = TypeVar("_T")
 _lock = threading.Lock()
-"""Held while an object gets its own lock."""
+"""Held while a lock is made for an object."""
 
 
 class once(Generic[_T]):  # noqa: N801 (a decorator)
-    """As functools.cached_property, with a lock of each object, which that has not had since Python 3.12.
+    """A decorator like functools.cached_property, with a lock for each object.
 
-    Threads that ask at the same time wait for the first one; what it raises is raised to it alone, and the
-    next one tries again.
+    functools.cached_property has had no lock since Python 3.12. Threads that read the property at the same
+    time wait for the first one. If the first one fails, it alone gets the exception, and the next one tries
+    again.
     """
 
     def __init__(self, make: Callable[[Any], _T]) -> None:
@@ -33,10 +34,10 @@ class once(Generic[_T]):  # noqa: N801 (a decorator)
         if instance is None:
             return self
         values = vars(instance)
-        with _lock:  # one for all of an object's properties: one may need another
+        with _lock:  # one lock for all properties of an object, because one may read another
             lock = values.setdefault("_once", threading.RLock())
         with lock:
             if self._name not in values:
                 values[self._name] = self._make(instance)
-            made: _T = values[self._name]  # found there from now on, without this method
+            made: _T = values[self._name]  # later reads find it there and do not call this method
             return made

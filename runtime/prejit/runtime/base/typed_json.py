@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 import sys
 import types
@@ -19,29 +20,31 @@ MAX_INTEGER = (1 << 63) - 1
 """The largest integer that a file may hold; the smallest is its negative."""
 
 MAX_JSON_ITEMS = 1 << 19
-"""Keys, and lists and objects, of a config or a header of weights: 15,000 programs or 100,000 tensors."""
+"""Maximum number of keys, and of lists and objects, in a config or a header of weights. 15,000 programs or
+100,000 tensors have as many."""
 _SMALL_JSON_BYTES = 1 << 20
 
 T = TypeVar("T")
 
 
 def to_json(value: Any) -> bytes:
-    """Canonical JSON of a dataclass of this module or of plain data. Fields that are None are left out."""
+    """Return canonical JSON of a dataclass or of plain data. Fields that are None are left out."""
     return _dumps(_plain(value))
 
 
 def from_json(cls: type[T], content: bytes, path: str) -> T:
-    """Reads canonical JSON as a dataclass of this module.
+    """Read canonical JSON as a dataclass.
 
     Args:
-        cls: the dataclass that the content must be.
+        cls: the dataclass.
         content: bytes as `to_json` writes them.
         path: the file that they came from, for errors.
 
     Raises:
-        RejectError: not JSON, not canonical, a key missing, unknown or of another type.
+        RejectError: the content is not JSON or not canonical, or a key is missing, unknown or of another
+            type.
     """
-    # Of canonical JSON, where nothing stands between these; strings hold few of them.
+    # Canonical JSON has no spaces between these characters, and strings hold few of them.
     check_amount(content, (b'":',), (b":{", b",{", b"[{", b":[", b",[", b"[["), path)
     value, plain = _from_json(cls, content, path, None)
     if _dumps(plain) != content:
@@ -54,16 +57,16 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
 def check_amount(
     content: bytes, keys: tuple[bytes, ...], containers: tuple[bytes, ...], path: str
 ) -> None:
-    """Bounds what JSON takes as Python values: up to 30 bytes for each of its own, where it is all brackets.
+    """Refuse JSON that takes too much memory as Python values, such as 30 times its size for all brackets.
 
     Args:
         content: JSON.
-        keys: what every key has at least one of.
-        containers: what every list and object has at least one of.
+        keys: marks; every key has at least one.
+        containers: marks; every list and every object has at least one.
         path: the file, for errors.
 
     Raises:
-        RejectError: it has more than any bundle.
+        RejectError: the content has more marks than any bundle needs.
     """
     if len(content) <= _SMALL_JSON_BYTES:
         return
@@ -73,14 +76,34 @@ def check_amount(
 
 
 def from_any_json(cls: type[T], content: bytes, path: str) -> T:
-    """Reads JSON as a dataclass, as `from_json`, but spelled as a person or their tools like it.
+    """Read JSON as a dataclass, like `from_json`, but in any spelling: a person or a tool may have edited it.
 
-    Keys may come in any order, with white space between; no key may come twice.
+    Keys may come in any order, with white space between them. No key may come twice.
 
     Raises:
-        RejectError: not JSON, a key missing, unknown, repeated or of another type.
+        RejectError: the content is not JSON, or a key is missing, unknown, repeated or of another type.
     """
     value, _ = _from_json(cls, content, path, each_key_once)
+    return value
+
+
+def from_plain(cls: type[T], plain: Any) -> T:
+    """Read parsed JSON as a dataclass, for files that newer versions may extend.
+
+    Unknown keys are ignored. All fields must be there; null is a value for those that may be None. An
+    integer is a number for a field of type float; infinity and NaN are not.
+
+    Args:
+        cls: the dataclass.
+        plain: what `json.loads` returned.
+
+    Raises:
+        ValueError: a key is missing, or a value has another type.
+    """
+    try:
+        value: T = _reader(typing.cast(Any, cls), True)(plain, None)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
     return value
 
 
@@ -99,7 +122,7 @@ def _from_json(
 
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs, for `object_pairs_hook`.
+    """Return a JSON object made of its pairs, for `object_pairs_hook`.
 
     Raises:
         ValueError: a key comes twice.
@@ -117,7 +140,7 @@ _LIMITED.maxstring = _LIMITED.maxlong = _LIMITED.maxother = 80
 
 
 def shown(value: Any) -> str:
-    """A value in an error: short, however large or deep it is."""
+    """Return a short text of a value for an error, however large or deep the value is."""
     return f"{_LIMITED.repr(value):.80}"
 
 
@@ -140,42 +163,53 @@ def _plain(value: Any) -> Any:
 
 
 _Where = tuple["_Where | None", object]
-"""Where in a JSON value: the place of what holds it, and the key or index there. Errors alone spell it."""
+"""The place of a JSON value: the place of its container, and its key or index there. Only errors spell it."""
 
 
-def _spell(where: _Where) -> str:
+def _spell(where: _Where | None) -> str:
     parts = []
-    at: _Where | None = where
-    while at is not None:
-        at, key = at
+    while where is not None:
+        where, key = where
         parts.append(f"[{key}]" if isinstance(key, int) else f".{key}")
-    return "".join(reversed(parts)).removeprefix(".")
+    return "".join(reversed(parts)).removeprefix(".") or "file"
 
 
 @cache
 def _annotation(text: str, module: str) -> Any:
-    """A type annotation of a module, as `typing.get_type_hints` reads it, but each text once."""
-    return eval(text, vars(sys.modules[module]))  # noqa: S307  it stands in our own source
+    """Return a type annotation of a module, as `typing.get_type_hints` reads it, but each text once."""
+    return eval(text, vars(sys.modules[module]))  # noqa: S307  the text is in our own source
+
+
+_Read = Callable[[Any, "_Where | None"], Any]
+"""Checks a JSON value at a place and builds the Python value."""
 
 
 @cache
-def _reader(kind: Any) -> Callable[[Any, _Where], Any]:
-    """What checks a JSON value against a type annotation of this module and builds it.
+def _reader(kind: Any, is_open: bool = False) -> _Read:
+    """Return the function that checks JSON values against a type annotation and builds Python values.
 
-    Made once for each type: a program table has thousands of values of a dozen types.
+    It is made once for each type, because a program table has thousands of values of a dozen types.
+
+    Args:
+        kind: the annotation.
+        is_open: whether the rules of `from_plain` hold.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return _union_reader(kind, [option for option in args if option is not type(None)])
+        return _union_reader(kind, is_open)
     if origin is tuple:
-        return _list_reader(args[0])
+        return _list_reader(args[0], is_open)
     if origin is dict:
-        return _object_reader(args[1])
+        return _object_reader(args[1], is_open)
     if is_dataclass(kind):
-        return _dataclass_reader(typing.cast(Any, kind))
+        return _dataclass_reader(typing.cast(Any, kind), is_open)
+    if kind is Any:
+        return lambda value, where: value
+    if kind is float:
+        return _read_float
 
-    def read(value: Any, where: _Where) -> Any:
-        if type(value) is not kind:  # `type is`, not isinstance: True is no integer here
+    def read(value: Any, where: _Where | None) -> Any:
+        if type(value) is not kind:  # not isinstance, because True is no integer here
             raise TypeError(f"{_spell(where)}: expected {kind.__name__}, found {shown(value)}")
         if kind is int and not -MAX_INTEGER <= value <= MAX_INTEGER:
             raise ValueError(
@@ -186,22 +220,34 @@ def _reader(kind: Any) -> Callable[[Any, _Where], Any]:
     return read
 
 
-def _union_reader(kind: Any, options: list[Any]) -> Callable[[Any, _Where], Any]:
-    def read(value: Any, where: _Where) -> Any:
+def _read_float(value: Any, where: _Where | None) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise TypeError(f"{_spell(where)}: expected float, found {shown(value)}")
+    return float(value)
+
+
+def _union_reader(kind: Any, is_open: bool) -> _Read:
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    takes_null = is_open and len(options) < len(typing.get_args(kind))
+
+    def read(value: Any, where: _Where | None) -> Any:
         if value is None:
+            if takes_null:
+                return None
             raise TypeError(f"{_spell(where)}: expected a value, found null")
         for option in options:
-            if not isinstance(option, type) or is_dataclass(option) or type(value) is option:
-                return _reader(typing.cast(Any, option))(value, where)
+            is_class = isinstance(option, type) and not is_dataclass(option)
+            if not is_class or option is float or type(value) is option:
+                return _reader(typing.cast(Any, option), is_open)(value, where)
         raise TypeError(f"{_spell(where)}: expected {kind}, found {shown(value)}")
 
     return read
 
 
-def _list_reader(item: Any) -> Callable[[Any, _Where], Any]:
-    read_item = _reader(item)
+def _list_reader(item: Any, is_open: bool) -> _Read:
+    read_item = _reader(item, is_open)
 
-    def read(value: Any, where: _Where) -> Any:
+    def read(value: Any, where: _Where | None) -> Any:
         if type(value) is not list:
             raise TypeError(f"{_spell(where)}: expected a list, found {shown(value)}")
         if item is str and all(type(one) is str for one in value):
@@ -211,10 +257,10 @@ def _list_reader(item: Any) -> Callable[[Any, _Where], Any]:
     return read
 
 
-def _object_reader(item: Any) -> Callable[[Any, _Where], Any]:
-    read_item = _reader(item)
+def _object_reader(item: Any, is_open: bool) -> _Read:
+    read_item = _reader(item, is_open)
 
-    def read(value: Any, where: _Where) -> Any:
+    def read(value: Any, where: _Where | None) -> Any:
         if type(value) is not dict:
             raise TypeError(f"{_spell(where)}: expected an object, found {shown(value)}")
         return {key: read_item(one, (where, key)) for key, one in value.items()}
@@ -222,17 +268,23 @@ def _object_reader(item: Any) -> Callable[[Any, _Where], Any]:
     return read
 
 
-def _dataclass_reader(kind: Any) -> Callable[[Any, _Where], Any]:
+def _dataclass_reader(kind: Any, is_open: bool) -> _Read:
     readers = {
-        field.name: _reader(_annotation(typing.cast(str, field.type), kind.__module__))
+        field.name: _reader(_annotation(typing.cast(str, field.type), kind.__module__), is_open)
         for field in fields(kind)
     }
 
-    def read(value: Any, where: _Where) -> Any:
+    def read(value: Any, where: _Where | None) -> Any:
         if type(value) is not dict:
             raise TypeError(f"{_spell(where)}: expected an object, found {shown(value)}")
-        if unknown := value.keys() - readers.keys():
-            raise TypeError(f"{_spell(where)}: unknown key {shown(min(unknown))}")
-        return kind(**{key: readers[key](one, (where, key)) for key, one in value.items()})
+        if not is_open:
+            if unknown := value.keys() - readers.keys():
+                raise TypeError(f"{_spell(where)}: unknown key {shown(min(unknown))}")
+            return kind(**{key: readers[key](one, (where, key)) for key, one in value.items()})
+        if missing := [key for key in readers if key not in value]:
+            raise TypeError(f"{_spell((where, missing[0]))}: expected it, found nothing")
+        return kind(
+            **{key: read_one(value[key], (where, key)) for key, read_one in readers.items()}
+        )
 
     return read

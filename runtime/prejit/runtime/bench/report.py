@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-import types
-import typing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from prejit.runtime.base.typed_json import from_plain
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.programs.ready import ProgramReport
 
@@ -164,7 +162,7 @@ def read(path: str) -> BenchReport:
         version = plain.get("report_version") if isinstance(plain, dict) else None
         if type(version) is int and version != REPORT_VERSION:
             raise ValueError(f"report_version: expected {REPORT_VERSION}, found {version}")
-        report: BenchReport = _typed(BenchReport, plain, "")
+        report = from_plain(BenchReport, plain)
         _check(report)
     except ValueError as error:
         raise _foreign(path, str(error)) from error
@@ -176,37 +174,6 @@ def _foreign(path: str, complaint: str) -> UsageError:
         f"{path}: not a report of `prejit bench`: {complaint}",
         hint=f"save one with `prejit bench BUNDLE -o {path}`",
     )
-
-
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value as its annotation says. Keys that nobody knows are passed over."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else _typed(args[0], value, where)
-    wanted = "an object" if origin is dict or is_dataclass(kind) else "an array"
-    nested = is_dataclass(kind) or origin in (dict, tuple)
-    if nested and type(value) is not (list if origin is tuple else dict):
-        raise ValueError(f"{where or 'file'}: expected {wanted}, found {value!r:.40}")
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        given = {}
-        for field in fields(kind):
-            at = f"{where}.{field.name}" if where else field.name
-            if field.name not in value:
-                raise ValueError(f"{at}: expected it, found nothing")
-            given[field.name] = _typed(hints[field.name], value[field.name], at)
-        return kind(**given)
-    if origin is tuple:
-        return tuple(_typed(args[0], one, f"{where}[{i}]") for i, one in enumerate(value))
-    if origin is dict:
-        return {key: _typed(args[1], one, f"{where}.{key}") for key, one in value.items()}
-    if kind is Any:
-        return value
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ValueError(f"{where}: expected {kind.__name__}, found {value!r:.40}")
-    return value
 
 
 def _check(report: BenchReport) -> None:

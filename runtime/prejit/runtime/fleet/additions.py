@@ -12,10 +12,9 @@ from prejit.runtime.fleet.candidates import Build, Candidate, candidates_for, ob
 from prejit.runtime.fleet.cover import fewest_sets, union_of
 from prejit.runtime.fleet.groups import Group, group_machines
 from prejit.runtime.fleet.machines import Machine
-from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.machine.target import Gpu, Target
+from prejit.runtime.machine.targets import Gpu, Target, catalogue
 from prejit.runtime.verdict import Axis
 
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prejit.runtime.fleet.machines import Machine, is_release
-from prejit.runtime.machine.catalogue import PLATFORMS, catalogue, chips
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.environment import effective_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.machine.target import CUDA, PLUGINS, Target
+from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+from prejit.runtime.machine.targets import CUDA, PLUGINS, Target, catalogue, chips
 from prejit.runtime.verdict import Axis, Verdict
 
 

@@ -14,7 +14,7 @@ from prejit.runtime.fleet.machines import Machine, Unreadable, merge
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.machine.target import Gpu
+from prejit.runtime.machine.targets import Gpu
 from prejit.runtime.verdict import Axis, Verdict
 
 

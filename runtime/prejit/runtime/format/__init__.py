@@ -1,6 +1,8 @@
-"""What the files of a bundle say, and every check before they are used.
+"""The files of a bundle: what they hold, how they are read and written, and every check before they are used.
 
-`schema` holds the dataclasses, `checks`, `config_checks`, `layer_checks` and `safetensors` the numbered
-checks of docs/bundle-format.md; `opening` reads a bundle in a fixed order and chooses a target, `blobs`
-hashes every byte before it is used. Imports `machine` and `store`, and no JAX. Begin with `opening`.
+`schema` and `arrays` hold the dataclasses, `names` the media types and annotation keys, `limits` the
+maximum sizes. `layout` reads and writes files, `blobs` hashes every byte before it is used, `opening`
+compares the targets with a machine, `copied` reads layouts of other OCI tools, and `audit` is `prejit
+verify`. `checks` holds the numbered checks of docs/bundle-format.md. Imports `machine`, `store` and rooms
+below them, and no JAX. Begin with `opening`.
 """

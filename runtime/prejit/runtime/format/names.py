@@ -1,20 +1,21 @@
-"""Format versions, media types and annotation keys of a bundle."""
+"""Names in a bundle: format versions, media types, annotation keys, native kernels and their levels."""
 
 from __future__ import annotations
 
 FORMAT_VERSION = 4
-"""Raised when a reader of the last version could no longer read what we write.
+"""The format that prejit writes. It is raised when a reader of the last version cannot read a new bundle.
 
 1 (2026-11-20): the first.
 2 (2026-11-20): requirements of accelerators; portable programs for several platforms; meshes. A reader of
     2 reads 1 as it is: every new key may be missing.
 3 (2026-11-20): decode runs several steps; more sampling inputs; programs of the kinds `verify` and `copy`;
     encoders (`embed`, `layer`, `pool`); chat templates. A reader of 3 reads 1 and 2: programs are called by
-    the names of their arguments, and what an older program does not take cannot be asked for.
+    the names of their arguments, and options that an older program has no argument for are refused.
 4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
     reads 1 to 3 as they are: every new key may be missing.
 """
 READABLE_FORMATS = (1, 2, 3, 4)
+"""The formats that prejit reads."""
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -56,19 +57,19 @@ _V3 = (
 )
 _V4 = (*_V3, "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 KERNEL_LEVELS = {"x86-64-v2": (), "x86-64-v3": _V3, "x86-64-v4": _V4}
-"""The levels of x86-64 that native kernels are built for, and the extensions, in LLVM's names, that the
-requirement of a target with such kernels must have: those of the catalogue, which `load` has no time to read.
-For v2 none: jaxlib's own wheels need AVX, so a machine that comes this far has all of v2."""
+"""The levels of x86-64 that native kernels are built for. For each, the extensions, in LLVM's names, that the
+requirement of a target with such kernels must list. They repeat the catalogue, which takes `load` too long to
+read. v2 needs none listed: jaxlib's own wheels need AVX, so every machine that runs jaxlib has all of v2."""
 
 KERNEL_PREFIX = "prejit_"
-"""Of the names that a library exports its kernels by."""
+"""The prefix of the names under which a library exports its kernels."""
 
 
 def kernel_target(kernel: str, library: str) -> str:
-    """The name of a custom call that a kernel answers: `prejit_linear.0123456789abcdef`.
+    """Return the name under which a program calls a kernel: `prejit_linear.0123456789abcdef`.
 
     Args:
-        kernel: its name, such as `linear`.
-        library: digest of the library that holds it.
+        kernel: the kernel's name, such as `linear`.
+        library: digest of the library that holds the kernel.
     """
     return f"{KERNEL_PREFIX}{kernel}.{library.removeprefix('sha256:')[:16]}"

@@ -274,7 +274,7 @@ def _tpu_chips(root: Path) -> list[_Chip]:
 
 def _tpu_memory_bytes(kind: str) -> int | None:
     """Memory of a chip as the catalogue has it: only the TPU runtime itself could tell."""
-    from prejit.runtime.machine.catalogue import catalogue
+    from prejit.runtime.machine.targets import catalogue
 
     sizes = (t.memory_bytes for t in catalogue().values() if t.device_kind == kind)
     return next(sizes, None)

@@ -1,5 +1,5 @@
-"""What this machine keeps between starts: receipts of hashed files and the programs that were used first.
+"""Files that this machine keeps between starts: receipts of hashed files, and programs used first.
 
-Every file here only saves time: a start without it, or with a damaged one, gives the same results. Imports
-`base`. Begin with `receipts`.
+They only save time: a start without them, or with damaged ones, gives the same results. Imports `base` and
+`errors`. Begin with `receipts`.
 """

@@ -7,9 +7,12 @@ import os
 import stat
 from pathlib import Path
 
+from prejit.runtime.base.files import write_file
+from prejit.runtime.errors import StoreError
+
 
 def cache_root() -> Path:
-    """Where the runtime keeps what it can make again: `$PREJIT_RUNTIME_CACHE`, else the user's cache."""
+    """Return the directory of the runtime's cache: `$PREJIT_RUNTIME_CACHE`, else one of the user's cache."""
     if root := os.environ.get("PREJIT_RUNTIME_CACHE"):
         return Path(root)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -17,9 +20,14 @@ def cache_root() -> Path:
 
 
 def read_own(path: Path, max_bytes: int) -> bytes | None:
-    """A cache file that only this process's user can have put there; None where there is none.
+    """Return the content of a cache file that only this process's user can have written; None: there is none.
 
-    Others could forge what they can write, and where they can write names, link to files of ours.
+    Another user who may write to the file could forge it. One who may write to the directory could put a
+    link to another file of ours there. Such a file counts as missing.
+
+    Args:
+        path: the file.
+        max_bytes: read at most this much.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -33,3 +41,14 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
                 return None
         return file.read(max_bytes)
     return None
+
+
+def write_own(path: Path, content: bytes) -> None:
+    """Write a cache file that only this user can read or write.
+
+    A directory that cannot be written is no error: it costs only the time that the file would save.
+    """
+    with contextlib.suppress(OSError, StoreError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_file(path, content)
+        path.chmod(0o600)

@@ -7,21 +7,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from prejit.runtime.base.files import write_file
 from prejit.runtime.base.process import is_plain_start
-from prejit.runtime.errors import StoreError
-from prejit.runtime.store.directory import cache_root, read_own
+from prejit.runtime.store.directory import cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 16
 
 
 def first_programs(digest: str) -> tuple[str, ...]:
-    """The programs that an earlier start of a bundle wanted first, so that this one loads them at once.
+    """Return the names of the programs that an earlier start of a bundle used first.
 
-    It is a guess, and costs nothing but time where it is wrong. Who starts again mostly starts alike.
+    A start loads them at once, because most starts of a bundle are alike. A wrong guess costs only time.
 
     Args:
-        digest: of the bundle.
+        digest: the bundle's digest.
     """
     if is_plain_start():
         return ()
@@ -33,12 +31,8 @@ def first_programs(digest: str) -> tuple[str, ...]:
 
 
 def remember_first_programs(digest: str, names: Sequence[str]) -> None:
-    """Keeps what the next start shall load at once. Where nothing can be written, that costs only time."""
-    path = _first_programs_file(digest)
-    with contextlib.suppress(OSError, StoreError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(path, json.dumps(list(names)).encode())
-        path.chmod(0o600)
+    """Keep the names of the programs that a start used first, for the next start."""
+    write_own(_first_programs_file(digest), json.dumps(list(names)).encode())
 
 
 def _first_programs_file(digest: str) -> Path:

@@ -1,10 +1,10 @@
 """Receipts of earlier full verifications, so that gigabytes are not hashed at every start.
 
-A receipt says: this process's user hashed this file, and it was right; the file's identity was this one.
-The identity holds ctime, which the kernel sets at every change and which no program can set back. So a
-receipt stops holding as soon as the file is written, replaced, copied or touched. It does not see
-a disk that decays below the file system, nor a process that already held the file mapped for writing, with
-unsaved changes, when it was hashed: `prejit verify` always hashes.
+A receipt records that this user hashed a file, that its digest was right, and the file's identity at that
+time. The identity includes ctime, which the kernel sets at every change and which no program can set back.
+So a receipt becomes invalid when the file is written, replaced, copied or touched. It does not detect a
+disk that decays below the file system, nor a process that had the file mapped for writing, with unsaved
+changes, when it was hashed. `prejit verify` uses no receipts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import final
 
-from prejit.runtime.base.files import Identity, digest_file, write_file
+from prejit.runtime.base.files import Identity, digest_file
 from prejit.runtime.errors import StoreError
-from prejit.runtime.store.directory import cache_root, read_own
+from prejit.runtime.store.directory import cache_root, read_own, write_own
 
 SETTLED_SECONDS = 2.0
-"""A file that changed less than this before it was hashed gets no receipt: a second change within the
-clock tick of the first would leave the same ctime ("racily clean" in git's terms)."""
+"""A file that changed less than this many seconds before it was hashed gets no receipt. A second change
+within the same tick of the clock would leave the same ctime ("racily clean" in git's terms)."""
 
 _MAX_BYTES = 64 << 20
 
@@ -48,17 +48,17 @@ class Receipts:
         return {}
 
     def holds(self, digest: str, identity: Identity) -> bool:
-        """Whether this very file was hashed before and had this digest."""
+        """Return whether a receipt says that this very file had this digest."""
         held = self._held.get(digest) == list(astuple(identity))
         if held:
             self._valid[digest] = astuple(identity)
         return held
 
     def digest_of(self, path: Path) -> str:
-        """The digest of a file: from its receipt, or hashed now.
+        """Return the digest of a file, from its receipt or by hashing it.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: the file cannot be read.
         """
         try:
             with open(path, "rb") as file:
@@ -73,19 +73,15 @@ class Receipts:
         return digest
 
     def add(self, digest: str, identity: Identity) -> None:
-        """Notes that the file was hashed just now and had this digest."""
+        """Add a receipt for a file that was hashed just now and had this digest."""
         if time.time() - identity.ctime_ns / 1e9 > SETTLED_SECONDS:
             self._valid[digest] = astuple(identity)
             self._added = True
 
     def save(self) -> None:
-        """Writes what holds, if anything was added; receipts of files that are gone are dropped.
+        """Write the valid receipts, if any was added. Receipts of files that are gone are dropped.
 
-        A cache directory that cannot be written costs only time: no error.
+        A cache directory that cannot be written is no error: it costs only time.
         """
-        if not self._added:
-            return
-        with contextlib.suppress(OSError, StoreError):
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_file(self._path, json.dumps(self._valid).encode())
-            self._path.chmod(0o600)
+        if self._added:
+            write_own(self._path, json.dumps(self._valid).encode())

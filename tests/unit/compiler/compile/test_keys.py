@@ -16,8 +16,7 @@ from prejit.compiler.targets import toolchain
 from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain
-from prejit.runtime.machine.catalogue import catalogue
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target, catalogue
 
 V3 = target("cpu-x86-64-v3")
 HOST = target("cpu-host")

@@ -33,7 +33,7 @@ from prejit.compiler.targets.build_host import jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target
 
 VERSIONS = (("jax", "0.12.0"), ("jaxlib", "0.12.0"))
 HOST = target("cpu-host")

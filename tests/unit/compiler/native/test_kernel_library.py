@@ -29,8 +29,8 @@ from prejit.compiler.targets.toolchain import Toolchain, host_toolchain
 from prejit.runtime.errors import BuildError, UsageError
 from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.names import kernel_target
-from prejit.runtime.machine import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.targets import catalogue
 
 TOY = Path(__file__).parents[3] / "toy_kernels"
 VERSIONS = {name: metadata.version(name) for name in ("jax", "jaxlib")}
@@ -229,7 +229,7 @@ def test_what_is_no_library_of_kernels_is_an_error(
 def test_a_target_gets_the_highest_level_that_it_has(
     name: str, changes: dict[str, Any], expected: str
 ) -> None:
-    names = {"gpu-l4": next(n for n in catalogue.catalogue() if "l4" in n)}
+    names = {"gpu-l4": next(n for n in catalogue() if "l4" in n)}
     chain = toolchain(names.get(name, name), **changes)
     found = level_of(chain.target)
     if isinstance(found, NoKernels):

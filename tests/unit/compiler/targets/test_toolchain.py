@@ -22,9 +22,8 @@ from prejit.compiler.targets.toolchain import (
 )
 from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import BuildError, RejectError, StoreError
-from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target, catalogue
 
 OURS = "--xla_cpu_parallel_codegen_split_count=1"
 V3 = target("cpu-x86-64-v3")

@@ -274,7 +274,7 @@ def test_a_report_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Any, str]] = [
-    ("rows", {}, "rows: expected an array"),
+    ("rows", {}, "rows: expected a list"),
     ("rows.0.p50", "fast", "rows[0].p50: expected float, found 'fast'"),
     ("rows.0.p50", None, "rows[0].p50: expected float, found None"),
     ("rows.0.p50", 1e9, "rows[0]: expected 0 < minimum <= p25"),

@@ -24,8 +24,8 @@ from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 from prejit.runtime.format.checks.safetensors import SAFETENSORS_DTYPES
-from prejit.runtime.machine.catalogue import PLATFORMS
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import PLATFORMS
 
 DTYPES = sorted({numpy for numpy, _ in SAFETENSORS_DTYPES.values()})
 MANIFEST_DTYPES = sorted(set(DTYPES) | set(TABLE_DTYPES))

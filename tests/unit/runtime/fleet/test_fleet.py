@@ -29,12 +29,11 @@ from prejit.runtime.fleet.report import FleetReport, explain_fleet
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REF_NAME, REQUIREMENT
 from prejit.runtime.format.opening import match, open_index
-from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.environment import effective_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.machine.target import Target
+from prejit.runtime.machine.targets import Target, catalogue
 from prejit.runtime.pages.fleet import fleet_page
 
 LEVELS = {name: catalogue()[f"cpu-x86-64-{name}"].cpu_features or () for name in ("v2", "v3", "v4")}

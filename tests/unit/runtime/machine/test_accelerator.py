@@ -17,8 +17,8 @@ import pytest
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.machine import accelerator
 from prejit.runtime.machine.accelerator import Accelerator, find_accelerator
-from prejit.runtime.machine.catalogue import catalogue
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.targets import catalogue
 
 
 @dataclass

@@ -683,8 +683,8 @@ def test_the_fallback_warning_names_the_axis_of_the_closest_target(two_levels: P
 @pytest.mark.parametrize(
     "module",
     [
-        *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.catalogue"),
-        *("machine.fingerprint", "machine.target", "format.checks", "format.layout"),
+        *("errors", "verdict", "base.typed_json", "machine.accelerator", "machine.targets"),
+        *("machine.fingerprint", "format.audit", "format.checks.config", "format.layout"),
         *("format.opening", "format.schema", "store.receipts", "fleet.report", "pages.fleet"),
     ],
 )

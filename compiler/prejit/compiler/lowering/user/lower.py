@@ -18,7 +18,7 @@ from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.errors import BuildError
-from prejit.runtime.machine.catalogue import PLATFORMS
+from prejit.runtime.machine.requirement import PLATFORMS
 
 if TYPE_CHECKING:
     from prejit.compiler.manifest import manifest

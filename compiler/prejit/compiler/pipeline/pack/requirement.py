@@ -13,7 +13,7 @@ from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.environment import effective_environment, effective_xla_flags
 from prejit.runtime.machine.requirement import Requirement
-from prejit.runtime.machine.target import CUDA
+from prejit.runtime.machine.targets import CUDA
 
 
 def requirement_of(

@@ -1,6 +1,23 @@
 """Every check of a bundle's files, numbered as in docs/bundle-format.md. No file access, no JAX.
 
-`oci` checks the index, the manifests and their descriptors; `config` the program table; `layers`,
-`safetensors` and `elf` the layers; `signatures` what each kind of program takes and returns. Imports
-`format.schema` and the modules beside it. Begin with `oci`.
+A check takes bytes and raises RejectError, which names the file at fault, or returns what the bytes mean. It
+trusts only what checks with a smaller number in the column "order" have verified:
+
+    order  number    checks                                      function
+    1      1         `oci-layout`                                oci.check_layout_file
+    2      2, 4      `index.json` and its descriptors            oci.check_index, check_descriptor
+    3      3         name and requirement of each target         oci.target_of
+    4      5, 6, 4   digest and content of each manifest         oci.check_digest, check_manifest
+    5      8         digests of all layers and configs           oci.check_digest (format.blobs)
+    6      5, 7      digest and content of a target's config     config.check_config, check_kernels_layer
+    7      9         the library of native kernels               layers.check_kernels
+    8      10        weights                                     safetensors.check_weights,
+                                                                 config.check_weight_sets
+    9      7, 9      a program, when it is used: its arrays, its config.check_arrays, layers.unpack,
+                     frame, the signature that XLA compiled      layers.check_signature
+    any    11        chat templates, when one is used            layers.check_chat
+    any    12        the generation config                       generation.defaults.check_generation
+
+`signatures` has the arguments and results of each kind of program, `elf` reads shared libraries. Imports
+`schema`, `names`, `arrays` and `limits` of `format`. Begin with `oci`.
 """

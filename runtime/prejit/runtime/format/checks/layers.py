@@ -1,4 +1,4 @@
-"""Checks of layers that are used as a whole: kernels, chat templates, signatures of programs."""
+"""Checks of layers: native kernels, programs and their signatures, chat templates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from prejit.runtime.format.schema import Chat, Kernels, Segment
 
 
 def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
-    """9. A library of kernels: the bytes that its digest names, which export what the config says.
+    """9. Check the digest of a library of kernels, and that it exports the kernels of the config.
 
-    The dynamic linker runs code of a library before anybody calls it; nothing unverified may reach it.
+    The dynamic linker runs code of a library before anybody calls it, so nothing unverified may reach it.
     """
     check_digest(content, kernels.digest, path)
     try:
@@ -34,7 +34,7 @@ def check_kernels(content: bytes, kernels: Kernels, path: str) -> None:
 
 
 Shape = tuple[str, tuple[int, ...]]
-"""dtype and shape of an array."""
+"""The dtype and the shape of an array."""
 
 
 def check_signature(
@@ -47,34 +47,38 @@ def check_signature(
     mesh: Mesh | None,
     path: str,
 ) -> None:
-    """9. A compiled program takes and gives what the program table says, and donates no more.
+    """9. Check that a compiled program agrees with the program table and donates no more arguments.
 
     Args:
-        arguments: of the compiled program, on each device.
-        results: of it, likewise.
+        arguments: the arguments of the compiled program, on each device.
+        results: the results of the compiled program, on each device.
         donated: numbers of the arguments whose memory it reuses.
         takes: weights and arguments, as the weights layer and the program table have them.
         gives: results, as the program table has them.
-        mesh: that splits them.
+        mesh: the mesh that splits them; None: one device.
         path: the program, for errors.
     """
     sides = (("arguments", arguments, takes), ("results", results, gives))
     for what, compiled, table in sides:
         if len(compiled) != len(table):
             raise RejectError(
-                path, f"{what}: expected {len(table)}, as the table; found {len(compiled)}"
+                path,
+                f"{what}: expected {len(table)} as in the program table, found {len(compiled)}",
             )
         for place, (found, array) in enumerate(zip(compiled, table, strict=True)):
             expected = array.dtype, _shard(array, mesh)
             if found != expected:
                 raise RejectError(
                     path,
-                    f"{what}[{place}]: expected {_spelled(expected)}, as the table; found {_spelled(found)}",
+                    f"{what}[{place}]: expected {_spelled(expected)} as in the program table, "
+                    f"found {_spelled(found)}",
                 )
     for place in sorted(donated):
         if place >= len(takes) or not takes[place].donated:
             raise RejectError(
-                path, f"arguments[{place}]: expected it kept, as the table; the program donates it"
+                path,
+                f"arguments[{place}]: expected an argument that is kept, as in the program table, "
+                "found one that the program donates",
             )
 
 
@@ -92,7 +96,7 @@ def _spelled(shape: Shape) -> str:
 
 
 def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
-    """9. A frame of a pack: digest, bounded decompression, digest. Gives the bytes that were verified."""
+    """9. Check a frame of a pack, decompress it with a bound, and return the bytes after a check."""
     check_digest(frame, segment.digest, path)
     if not 0 <= segment.raw_size <= limits.MAX_PROGRAM_BYTES:
         raise RejectError(
@@ -112,9 +116,9 @@ def unpack(frame: bytes, segment: Segment, path: str) -> bytes:
 
 
 def check_chat(content: bytes, path: str) -> Chat:
-    """11. A chat layer is canonical and holds at least one template, all of it Unicode.
+    """11. Check that a chat layer is canonical and holds at least one template, and only Unicode.
 
-    Whether a template parses is seen when it is first wanted: Jinja is no part of the format.
+    A template is parsed when it is first used, because Jinja is not part of the format.
     """
     chat = from_json(Chat, content, path)
     if not chat.templates:

@@ -1,7 +1,6 @@
-"""The checks between a file and its use, numbered in the order of docs/bundle-format.md. No file access.
+"""Checks of the files that OCI defines: `oci-layout`, `index.json`, manifests and their descriptors.
 
-Every function takes bytes and says whether they may be used; none of them reads, and none of them trusts
-what a later check is for. Each raises RejectError with the file at fault.
+Each check raises RejectError, which names the file at fault.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from prejit.runtime.format.schema import Descriptor, Index, Manifest, index_dige
 from prejit.runtime.machine.requirement import Requirement
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
+"""The hint for a bundle of a format that did not exist when this version was released."""
 
 _LAYER_CAPS = {
     CHAT_MEDIA_TYPE: limits.MAX_CHAT_BYTES,
@@ -44,17 +44,17 @@ _LAYER_CAPS = {
     KERNELS_MEDIA_TYPE: limits.MAX_KERNELS_BYTES,
     TOKENIZER_MEDIA_TYPE: limits.MAX_TOKENIZER_BYTES,
 }
-"""Of those that are read whole."""
+"""Maximum sizes of the layers that are read whole, by media type."""
 
 
 def check_layout_file(content: bytes, path: str) -> None:
-    """1. `oci-layout` has exactly the bytes that the format gives it."""
+    """1. Check that `oci-layout` has exactly the bytes that the format defines."""
     if content != OCI_LAYOUT:
         raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
 
 
 def check_index(content: bytes, path: str) -> Index:
-    """2. `index.json` is canonical, of a format we read, undamaged, and lists targets."""
+    """2. Check that `index.json` is canonical, of a known format and undamaged, and that it lists targets."""
     written = _format_of(content)
     if written is not None and written not in map(str, READABLE_FORMATS):
         newer = re.fullmatch("[1-9][0-9]{0,8}", written) and int(written) > FORMAT_VERSION
@@ -89,7 +89,7 @@ def check_index(content: bytes, path: str) -> Index:
 
 
 def _format_of(content: bytes) -> str | None:
-    """The format that an index says it is of, even where its other keys are of a later one."""
+    """Return the format that an index names, even if its other keys are those of a newer format."""
     try:
         found = json.loads(content)["annotations"][BUNDLE_FORMAT]
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -98,18 +98,20 @@ def _format_of(content: bytes) -> str | None:
 
 
 def target_of(descriptor: Descriptor, path: str) -> tuple[str, Requirement]:
-    """3. A target's name and requirement, from its descriptor in the index."""
+    """3. Return a target's name and requirement, from its descriptor in the index."""
     annotations = descriptor.annotations or {}
     name = annotations.get(REF_NAME)
     requirement = annotations.get(REQUIREMENT)
     if not name or requirement is None:
         raise RejectError(path, f"expected {REF_NAME} and {REQUIREMENT} on each target")
-    encoded = requirement.encode("ascii", "replace")  # what is not ASCII is not canonical either
+    encoded = requirement.encode(
+        "ascii", "replace"
+    )  # text that is not ASCII is not canonical either
     return name, from_json(Requirement, encoded, path)
 
 
 def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, path: str) -> None:
-    """4. A descriptor names a sha256 digest, the expected media type and a size under the cap."""
+    """4. Check that a descriptor has a sha256 digest, the expected media type and an allowed size."""
     if descriptor.mediaType != media_type:
         raise RejectError(path, f"expected media type {media_type}, found {descriptor.mediaType}")
     if not is_digest(descriptor.digest):
@@ -119,14 +121,14 @@ def check_descriptor(descriptor: Descriptor, media_type: str, max_bytes: int, pa
 
 
 def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
-    """5 and 8. A blob's bytes are those that its digest names."""
+    """5 and 8. Check that the digest of a blob's bytes is the expected one."""
     found = digest_of(content)
     if found != digest:
         raise RejectError(path, f"expected {digest}, found {found}")
 
 
 def check_manifest(content: bytes, path: str) -> Manifest:
-    """6. A target's manifest is canonical and names layers that we know, each once, programs among them."""
+    """6. Check that a manifest is canonical and has known layers, each once, and both layers of programs."""
     manifest = from_json(Manifest, content, path)
     if (manifest.schemaVersion, manifest.mediaType, manifest.artifactType) != (
         2,

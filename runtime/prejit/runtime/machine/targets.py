@@ -1,10 +1,19 @@
-"""A target: a class of machines that a bundle is built for."""
+"""Targets: the classes of machines that programs are compiled for. No JAX.
+
+The catalogue (catalogue/*.toml, one file for each platform) describes targets that anybody may use. The
+build side compiles for them, and `prejit explain --fleet` reports which of them a fleet lacks.
+"""
 
 from __future__ import annotations
 
+import math
+import tomllib
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
 
-from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 HOST = "cpu-host"
 """The target that is the machine which builds."""
@@ -127,3 +136,40 @@ class Target:
             xla_flags=xla_flags,
             environment=environment,
         )
+
+
+def chips(topology: str) -> int:
+    """The number of chips of a topology such as `2x2x1`."""
+    return math.prod(map(int, topology.split("x")))
+
+
+@cache
+def catalogue() -> dict[str, Target]:
+    """Every target that is described, by name; `cpu-host` is not among them."""
+    return {
+        entry["name"]: _target(entry)
+        for platform in PLATFORMS
+        for entry in _read(platform)["target"]
+    }
+
+
+@cache
+def capabilities() -> dict[str, Capability]:
+    """What GPUs of each compute capability share."""
+    return {name: Capability(**values) for name, values in _read("cuda")["capability"].items()}
+
+
+@cache
+def _read(platform: str) -> dict[str, Any]:
+    file = resources.files("prejit.runtime.machine") / "catalogue" / f"{platform}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _target(entry: dict[str, Any]) -> Target:
+    """A table of the catalogue as a Target."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    if "gpu" in values:
+        values["gpu"] = Gpu(**values["gpu"])
+    if "topology" in values:
+        values["device_count"] = chips(values["topology"])
+    return Target(**values)
