@@ -14,7 +14,7 @@ MismatchError Options Piece Prefix PrejitError PrejitWarning RejectError Request
 Stats StoreError Token TruncationWarning UsageError Usage fallback_counts load
 """
 COMPILER = """
-BuildError Built Bundle CheckpointError Encode Generate GpuTable Manifest ManifestError Mesh Model
+BuildError Built BundleTable CheckpointError Encode Generate GpuTable Manifest ManifestError Mesh Model
 NetworkError PlannedExecutable Program TargetTable build plan read_manifest
 """
 DOORS = {"prejit.runtime": RUNTIME.split(), "prejit.compiler": COMPILER.split()}
@@ -30,6 +30,12 @@ def test_a_door_has_these_names_and_no_others(door: str) -> None:
         assert inspect.getdoc(public), f"{name} has no docstring"
     with pytest.raises(AttributeError, match=rf"{door}.*no attribute 'nothing'"):
         module.nothing  # noqa: B018
+
+
+def test_a_name_of_both_doors_is_one_thing() -> None:
+    doors = [importlib.import_module(door) for door in DOORS]
+    for name in set(DOORS["prejit.runtime"]) & set(DOORS["prejit.compiler"]):
+        assert getattr(doors[0], name) is getattr(doors[1], name), name
 
 
 def test_no_package_takes_the_place_of_a_public_name(run_python: Any) -> None:

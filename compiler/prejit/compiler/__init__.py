@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prejit.compiler.api import build, plan
     from prejit.compiler.manifest.manifest import (
-        Bundle,
+        BundleTable,
         Encode,
         Generate,
         Manifest,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "prejit.compiler.api": ("build", "plan"),
     "prejit.compiler.manifest.manifest": (
-        *("Bundle", "Encode", "Generate", "Manifest", "Model", "Program"),
+        *("BundleTable", "Encode", "Generate", "Manifest", "Model", "Program"),
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.plan": ("PlannedExecutable",),
@@ -50,7 +50,7 @@ _HOMES = {
 __all__ = [
     "BuildError",
     "Built",
-    "Bundle",
+    "BundleTable",
     "CheckpointError",
     "Encode",
     "Generate",

@@ -1,6 +1,6 @@
 """A manifest as a value: what to compile and for which machines.
 
-    [bundle]      Bundle             name, license
+    [bundle]      BundleTable        name, license
     [model]       Model              source, dtype, evaluation; it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype
     [encode]      Encode             shapes
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ STRICT = {"strict": True, "extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class BundleTable:
     """`[bundle]`: the bundle that the build writes.
 
     Attributes:
@@ -118,7 +118,7 @@ class Program:
     name: str
     fn: str | Callable[..., Any]
     args: Any
-    buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     params: Any = None
 
     @property
@@ -147,7 +147,7 @@ class Manifest:
         path: the TOML file; None: the manifest was made in Python.
     """
 
-    bundle: Bundle
+    bundle: BundleTable
     model: Model | None
     generate: Generate | None
     encode: Encode | None
@@ -158,7 +158,7 @@ class Manifest:
 
     def __init__(
         self,
-        bundle: Bundle | str,
+        bundle: BundleTable | str,
         *,
         targets: Iterable[str | TargetTable | Target],
         programs: Iterable[Program] = (),
@@ -185,7 +185,7 @@ class Manifest:
         """
         mesh = mesh if mesh is not None and mesh.size > 1 else None
         set_ = object.__setattr__
-        set_(self, "bundle", Bundle(bundle) if isinstance(bundle, str) else bundle)
+        set_(self, "bundle", BundleTable(bundle) if isinstance(bundle, str) else bundle)
         set_(self, "model", model)
         set_(self, "generate", generate)
         set_(self, "encode", encode)

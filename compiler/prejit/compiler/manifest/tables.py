@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from prejit.compiler.base.wording import shown
 from prejit.compiler.manifest.checks import Problems, is_int_list
 from prejit.compiler.manifest.expected import expected, unknown_key
-from prejit.compiler.manifest.manifest import STRICT, Bundle, Encode, Generate, Model
+from prejit.compiler.manifest.manifest import STRICT, BundleTable, Encode, Generate, Model
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.compiler.targets.target_table import TargetTable
 
@@ -53,7 +53,7 @@ class ProgramTable:
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {
-    "bundle": (Bundle, False),
+    "bundle": (BundleTable, False),
     "model": (Model, False),
     "generate": (Generate, False),
     "encode": (Encode, False),
