@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from prejit.compiler import cli
 from prejit.runtime import errors
-from prejit.runtime.__main__ import parser
+from prejit.runtime.cli.parser import parser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

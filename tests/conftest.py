@@ -21,8 +21,15 @@ pytest_plugins = (
 
 
 LONGEST = (
-    *("test_fleet.py", "test_mesh.py", "test_parity.py", "test_build.py", "test_invariance.py"),
-    *("test_encode.py", "test_bench.py", "test_models.py", "test_kernel_linear.py"),
+    *("test_fleet.py", "test_mesh.py", "test_invariance.py", "test_build.py", "test_parity.py"),
+    *("test_fallback_processes.py", "test_kernel_linear.py", "test_accuracy.py", "test_stories.py"),
+    *(
+        "test_jax_coverage.py",
+        "test_golden.py",
+        "test_encode.py",
+        "test_bench.py",
+        "test_models.py",
+    ),
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
 

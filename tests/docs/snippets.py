@@ -18,7 +18,7 @@ import click
 import pytest
 
 from prejit.compiler import cli
-from prejit.runtime.__main__ import BUILD_COMMANDS, parser
+from prejit.runtime.cli.parser import BUILD_COMMANDS, parser
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prejit.compiler import cli
-from prejit.runtime.__main__ import parser
+from prejit.runtime.cli.parser import parser
 
 from .snippets import ROOT
 

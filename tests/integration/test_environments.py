@@ -156,7 +156,7 @@ def test_a_maker_that_was_killed_is_waited_for_by_its_pip_and_made_again(offline
     ],
     ids=["no such version", "conflict", "no network"],
 )
-def test_what_cannot_be_installed_is_told_and_leaves_nothing(
+def test_what_cannot_be_installed_is_reported_and_leaves_nothing(
     offline: Path,
     monkeypatch: pytest.MonkeyPatch,
     jax: str,
@@ -169,18 +169,18 @@ def test_what_cannot_be_installed_is_told_and_leaves_nothing(
     monkeypatch.setenv("PIP_PROXY", "127.0.0.1:9")  # nobody listens there
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    asked = wanted(jax, constraints)
+    spec = wanted(jax, constraints)
     with pytest.raises(
         kind, match=f"target cuda-x: cannot make its environment, .*{says}"
     ) as caught:
-        make_environment(asked)
+        make_environment(spec)
     assert type(caught.value) is kind
     assert "\n    | ERROR: " in str(caught.value), "pip's own words"
     assert hints in str(caught.value.hint)
-    assert not (offline / asked.key).exists()
+    assert not (offline / spec.key).exists()
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(offline: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(offline: Path) -> None:
     code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
     done = subprocess.run(
         [

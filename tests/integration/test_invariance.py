@@ -511,8 +511,8 @@ def low(
 ) -> Subject:
     table = table_of(forms, request.param, tmp_path_factory.mktemp("forms") / "forms.json")
     buckets = {"batch": (1, BATCH), "prompt": PROMPTS, "context": (144,), "draft_tokens": DRAFT}
-    # Where XLA compiles products, it does so as it does for users.
-    settings = {"dtype": request.param, "forms": table, "quick": not forms}
+    # What is bounded is the rounding of programs that are compiled as users' are.
+    settings = {"dtype": request.param, "forms": table, "quick": False}
     path = make_decoder("llama", **buckets, **settings)
     random = np.random.default_rng(3)
     texts = [random.integers(0, VOCABULARY, 144).tolist() for _ in range(BATCH - 1)]

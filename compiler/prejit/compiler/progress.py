@@ -1,4 +1,4 @@
-"""What a build tells while it runs, on stderr: a live display on a terminal, plain lines elsewhere."""
+"""The progress of a build, on stderr: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from types import TracebackType
 from typing import Any, TextIO, cast, final
 
 HEARTBEAT_SECONDS = 10.0
+"""Longest time without a line while something runs."""
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
-    """The display for a stream: live where it is a terminal that can redraw lines, else plain lines.
+    """Return the display for a stream: live on a terminal that can redraw lines, else plain lines.
 
     Args:
-        stream: where to; None: stderr. NO_COLOR is respected.
+        stream: the stream; None: stderr. NO_COLOR is respected.
     """
     stream = stream or sys.stderr
-    if stream is None:  # closed when this process was started
+    if stream is None:  # it was closed when this process started
         return Quiet()
     if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", ""):
         return Live(stream)
@@ -30,7 +31,7 @@ def open_progress(stream: TextIO | None = None) -> Progress:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Writes a line to a stream (None: stderr), if anybody reads it."""
+    """Write a line to a stream (None: stderr); a reader that has gone is no error."""
     stream = Unbreakable(stream or sys.stderr).as_text()
     stream.write(f"{text}\n")
     stream.flush()
@@ -38,27 +39,27 @@ def tell(text: str, stream: TextIO | None = None) -> None:
 
 @final
 class Unbreakable:
-    """A text stream that goes silent where writing fails: whoever reads it is gone, its disk is full.
+    """A text stream that drops its text once writing fails: its reader has gone, or its disk is full.
 
-    What a build says must not decide whether it succeeds.
+    Progress must not decide whether a build succeeds.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Wraps a stream; None: it is closed, and nothing is ever written."""
+        """Wrap a stream; None: a closed one, to which nothing is written."""
         self._stream = stream
         self._silent = stream is None
 
     def write(self, text: str) -> int:
-        """Writes text, or drops it."""
+        """Write text, or drop it."""
         self._attempt("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """Flushes what was written."""
+        """Flush the stream."""
         self._attempt("flush")
 
     def as_text(self) -> TextIO:
-        """This stream for what takes a TextIO; all else that those have comes from the wrapped one."""
+        """Return this stream as a TextIO; the wrapped stream has all other methods."""
         return cast("TextIO", self)
 
     def _attempt(self, method: str, *arguments: str) -> None:
@@ -70,7 +71,7 @@ class Unbreakable:
             self._silent = True
             with suppress(OSError, ValueError, AttributeError):
                 if (found := self._stream) is sys.stdout or found is sys.stderr:
-                    # Or Python fails on what is left in the buffer when it ends, with exit status 120.
+                    # Python would fail on the rest of the buffer at exit, with status 120.
                     descriptor, null = found.fileno(), os.open(os.devnull, os.O_WRONLY)
                     os.dup2(null, descriptor)
                     os.close(null)
@@ -80,32 +81,32 @@ class Unbreakable:
 
 
 class Progress(abc.ABC):
-    """Counts and tells. Any thread may call it; use it as a context manager around a build."""
+    """Counts programs and shows them. Any thread may call it; use it as a context manager."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._total = self._cached = self._finished = self._failed = 0
-        self._compiling: dict[str, float] = {}  # label: since when
+        self._compiling: dict[str, float] = {}  # label: start time
         self._phases: dict[str, float] = {}
-        self._seconds = 0.0  # spent on programs that are done
+        self._seconds = 0.0  # sum over the programs that are done
 
     def add(self, count: int = 1) -> None:
-        """There are more programs to get."""
+        """Add programs to the total."""
         with self._lock:
             self._total += count
 
     def cached(self) -> None:
-        """One of them was in the cache."""
+        """Count a program that was in the store."""
         with self._lock:
             self._cached += 1
 
     def started(self, program: str, target: str) -> None:
-        """A worker compiles a program."""
+        """Show that a worker compiles a program."""
         with self._lock:
             self._compiling[_label(program, target)] = _now()
 
     def finished(self, program: str, target: str) -> None:
-        """It has compiled it."""
+        """Show that a program was compiled."""
         with self._lock:
             self._finished += 1
             seconds = self._end(program, target)
@@ -114,7 +115,7 @@ class Progress(abc.ABC):
             )
 
     def failed(self, program: str, target: str, reason: str) -> None:
-        """It could not."""
+        """Show that a program did not compile."""
         with self._lock:
             self._failed += 1
             seconds = self._end(program, target)
@@ -125,7 +126,7 @@ class Progress(abc.ABC):
 
     @contextmanager
     def phase(self, label: str) -> Iterator[None]:
-        """Something else is under way: `lowering decode/b1-c128`, `hashing weights`."""
+        """Show other work while it runs: `lowering decode/b1-c128`, `packing weights`."""
         with self._lock:
             self._phases[label] = _now()
         try:
@@ -135,17 +136,17 @@ class Progress(abc.ABC):
                 self._phases.pop(label, None)
 
     def note(self, text: str) -> None:
-        """A line for the reader."""
+        """Show a line for the user."""
         with self._lock:
             self._tell(text)
 
     @abc.abstractmethod
     def _tell(self, text: str) -> None:
-        """Shows a line for good."""
+        """Show a line that stays."""
 
     @abc.abstractmethod
     def _tell_finished(self, text: str) -> None:
-        """Shows that one program is done."""
+        """Show that one program is done."""
 
     def __enter__(self) -> Progress:
         return self
@@ -168,14 +169,14 @@ class Progress(abc.ABC):
         return f"{self._finished + self._cached + self._failed}/{self._total}"
 
     def _running(self) -> list[tuple[str, float]]:
-        """What is under way, what has run longest first: label and seconds."""
+        """Return what runs, longest first: label and seconds."""
         now = _now()
         since = {**self._phases, **self._compiling}
         longest_first = sorted(since, key=since.__getitem__)
         return [(label, now - since[label]) for label in longest_first]
 
     def _seconds_left(self) -> float:
-        """A guess: the rest takes as long a program as those did that had to be compiled."""
+        """Return an estimate: each of the rest takes as long as the mean of those that were compiled."""
         done = self._finished + self._failed
         if not done or not self._compiling:
             return 0.0
@@ -187,7 +188,7 @@ class Progress(abc.ABC):
 
 @final
 class Quiet(Progress):
-    """Tells nothing."""
+    """Shows nothing."""
 
     def _tell(self, text: str) -> None:
         pass
@@ -248,11 +249,11 @@ class Plain(Progress):
 
 @final
 class Live(Progress):
-    """What runs, what is done and how long the rest may take, redrawn four times a second."""
+    """Shows what runs, what is done and how long the rest may take, four times a second."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        # Here and not above: where there is no terminal nobody waits for rich.
+        # Here and not above: without a terminal nobody must wait for the import of rich.
         from rich.console import Console
         from rich.live import Live as RichLive
 

@@ -69,7 +69,7 @@ def gone(collection: Collection) -> dict[str, int]:
 
 @contextmanager
 def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A process that has said "ready"; it ends with the block."""
+    """A process that has printed "ready"; it ends with the block."""
     setup = (
         "import sys\nfrom pathlib import Path\n"
         "from prejit.compiler.store.directory import DirectoryStore\n"
@@ -143,11 +143,11 @@ def test_a_dry_run_tells_the_same_and_removes_nothing(
     (environments_root / "half").mkdir(parents=True)
     (root / "v1" / "temp" / "leftover").touch()
     before = files(root)
-    told = collect(days=30, dry_run=True)
+    planned = collect(days=30, dry_run=True)
     assert files(root) == before
     assert (environments_root / "half").is_dir()
-    assert gone(told) == gone(collect(days=30))
-    assert gone(told) == {
+    assert gone(planned) == gone(collect(days=30))
+    assert gone(planned) == {
         **{"results": 1, "contents": 2, "reasons": 1},
         **{"environments": 1, "temporary files": 1},
     }
@@ -263,8 +263,8 @@ def test_environments_go_when_they_are_not_used_or_not_whole(
     assert {path.name for path in environments_root.iterdir()} == {
         *("used", "used.lock", "running", "running.lock"),
     }
-    [told] = [found for found in collection.found if found.reason == "not used"]
-    assert (told.name, told.size > 1000) == ("jax==0.12.0.1", True)
+    [removed] = [found for found in collection.found if found.reason == "not used"]
+    assert (removed.name, removed.size > 1000) == ("jax==0.12.0.1", True)
     assert used.is_dir()
     assert gone(collect(days=30)) == {"environments": 1}, "it runs no more"
 
@@ -338,17 +338,17 @@ def test_collecting_beside_builders_costs_them_nothing_but_compiles(tmp_path: Pa
 def test_the_command_says_what_it_freed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     age(root, 31)
     assert cli.run(["gc", "--cache", str(root), "--dry-run", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["dry_run"] is True
-    assert told["freed_bytes"] == sum(found["size"] for found in told["removed"]) > 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["dry_run"] is True
+    assert report["freed_bytes"] == sum(found["size"] for found in report["removed"]) > 0
     assert cli.run(["gc", "--cache", str(root), "--days", "32"]) == 0
     assert "freed 0 B" in capsys.readouterr().out
     assert cli.run(["gc", "--cache", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].split() == ["results", "1", *lines[3].split()[2:4], "0", "0", "B"]
     assert lines[-1].startswith("freed ")
-    assert told["freed_bytes"] < 1000
-    assert lines[-1] == f"freed {told['freed_bytes']} B"
+    assert report["freed_bytes"] < 1000
+    assert lines[-1] == f"freed {report['freed_bytes']} B"
 
 
 def test_gc_where_nothing_was_ever_built(tmp_path: Path) -> None:

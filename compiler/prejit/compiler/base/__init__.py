@@ -1,4 +1,5 @@
-"""What every room of the build side needs: the words of errors and strict reading of a user's JSON.
+"""What every package of the build side needs: the words of errors, and strict reading of JSON.
 
-Imports only the runtime's `errors`.
+`wording` shows values and suggests names; `json_file` reads a user's JSON within limits. This package imports
+`prejit.runtime.errors` alone.
 """

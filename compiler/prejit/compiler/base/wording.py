@@ -1,4 +1,4 @@
-"""How errors say a value, and the name that somebody may have meant."""
+"""How errors show a value, and suggest the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import Any
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of names that is most like name, or None where none is near.
-
-    Upper and lower case count as the same, so that `V3` finds `v3`.
-    """
+    """Return the name that is most like another, or None where none is near. Case does not count."""
     by_lower = {known.lower(): known for known in names}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The nearest name as an insertion, ` (did you mean "x"?)`, or nothing."""
+    """Return the nearest name as an insertion, ` (did you mean "x"?)`, or an empty text."""
     guess = nearest(name, names)
     return f" (did you mean {shown(guess)}?)" if guess is not None else ""
 
 
 def shown(value: Any) -> str:
-    """A value as TOML says it, shortened."""
+    """Return a value as TOML writes it, shortened."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value, ensure_ascii=False, default=str)

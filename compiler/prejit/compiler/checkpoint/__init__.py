@@ -1,4 +1,4 @@
-"""What a model directory holds: weights, tokenizer, chat templates, each checked.
+"""Read and check a model directory: weights, tokenizer and chat templates.
 
 Imports `models`. Begin with `source`, then `checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""The chat templates of a model directory, where transformers looks for them."""
+"""Read the chat templates of a model directory, from the files that transformers reads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _DEFAULT = "default"
 
 
 def read_chat(directory: Path) -> Chat | None:
-    """Reads chat templates and special tokens, as transformers' `from_pretrained` does.
+    """Return chat templates and special tokens, as transformers' `from_pretrained` does.
 
-    The first of these that is there: chat_template.jinja with additional_chat_templates/NAME.jinja;
-    `chat_template` of tokenizer_config.json, text or a list of {"name": ..., "template": ...};
-    chat_template.json (of models that were published with a processor).
+    The first of these that exists is read: chat_template.jinja with additional_chat_templates/NAME.jinja;
+    `chat_template` of tokenizer_config.json, a text or a list of {"name": ..., "template": ...};
+    chat_template.json (for models that were published with a processor).
 
     Args:
         directory: in the Hugging Face layout.
 
     Returns:
-        The templates, or None where the model has none.
+        The templates, or None if the model has none.
 
     Raises:
-        CheckpointError: a file cannot be read, or a template does not parse; names file and line.
+        CheckpointError: a file cannot be read, or a template does not parse; the error names file and line.
     """
     found = (
         _jinja_files(directory)
@@ -38,7 +38,7 @@ def read_chat(directory: Path) -> Chat | None:
 
     for name, (path, source) in found.items():
         try:
-            source.encode()  # JSON can spell what is no text
+            source.encode()  # JSON can hold surrogates, which UTF-8 cannot
             check_template(source)
         except ValueError as error:
             which = "" if path.suffix == ".jinja" else f" template {name!r},"
@@ -58,13 +58,13 @@ def _jinja_files(directory: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _json_templates(path: Path) -> dict[str, tuple[Path, str]]:
-    said = read_object(path, required=False).get("chat_template")
-    if said is None:
+    settings = read_object(path, required=False).get("chat_template")
+    if settings is None:
         return {}
-    if isinstance(said, str):
-        return {_DEFAULT: (path, said)}
+    if isinstance(settings, str):
+        return {_DEFAULT: (path, settings)}
     try:
-        named = {entry["name"]: (path, entry["template"]) for entry in said}
+        named = {entry["name"]: (path, entry["template"]) for entry in settings}
         if not all(isinstance(x, str) for name, (_, text) in named.items() for x in (name, text)):
             raise TypeError("a name or template is no text")
     except (TypeError, LookupError) as error:
@@ -75,12 +75,12 @@ def _json_templates(path: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
-    """`bos_token` and its like; special_tokens_map.json counts only beside files of old versions."""
-    said = read_object(directory / "tokenizer_config.json", required=False)
-    if "added_tokens_decoder" not in said:
-        said |= read_object(directory / "special_tokens_map.json", required=False)
+    """Return `bos_token` and others; special_tokens_map.json is read only beside files of old versions."""
+    settings = read_object(directory / "tokenizer_config.json", required=False)
+    if "added_tokens_decoder" not in settings:
+        settings |= read_object(directory / "special_tokens_map.json", required=False)
     tokens = {}
-    for name, token in said.items():
+    for name, token in settings.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text

@@ -1,13 +1,13 @@
-"""Published checkpoints: from a directory in the Hugging Face layout to the parameters of our modules.
+"""Read published checkpoints: from a directory in the Hugging Face layout to the parameters of a module.
 
-Torch naming and flax naming are both taken as they are published:
+Torch's names and flax's names are both accepted:
 
     torch   h.0.mlp.c_fc.weight, with or without the model's prefix; GPT-2's matrices (in, out)
     flax    h.0.mlp.c_fc.kernel, .scale and .embedding for .weight; matrices (in, out) as flax.linen has
             them, or (out, in) as transformers' FlaxConv1D has them
 
-Our parameters are called as in torch; which of the matrices are (out, in) and which (in, out), the module
-says. Opening reads no tensor and imports neither JAX nor transformers, so that a build that changes
+The module's parameters have torch's names; the module decides which matrices are (out, in) and which
+(in, out). Opening reads no tensor and imports neither JAX nor transformers, so that a build that changes
 nothing stays fast.
 """
 
@@ -37,17 +37,18 @@ _SUFFIX = ".safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}
 _FLAX_ENDS = {".kernel": ".weight", ".scale": ".weight", ".embedding": ".weight"}
 _TENSORFLOW_ENDS = {".gamma": ".weight", ".beta": ".bias"}
-"""Of norms in files that were TensorFlow's once: bert-base-uncased."""
+"""Names of norms in files that were converted from TensorFlow: bert-base-uncased."""
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a parameter comes from.
+    """The source of a parameter.
 
     Attributes:
         published: its name in the file.
-        transposed: whether its layout there is not ours.
+        tensor: the tensor in the file.
+        transposed: whether it must be transposed.
     """
 
     published: str
@@ -56,15 +57,15 @@ class _Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As our parameter."""
+        """The shape of the parameter."""
         return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
 
     def read(self) -> np.ndarray[Any, Any]:
         values = self.tensor.read()
-        with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
+        with np.errstate(over="ignore"):  # values beyond float32 are refused below
             values = np.ascontiguousarray(values.T if self.transposed else values, np.float32)
-        # A sum is no number where a value is none, costs half of what isfinite does, and makes no array.
-        # It may pass the largest float as well, so the values decide.
+        # A sum is not finite if a value is not. It costs half as much as isfinite and makes no array. The sum
+        # of large values may also overflow, so the values decide.
         with np.errstate(over="ignore", invalid="ignore"):
             suspect = not np.isfinite(values.sum())
         if suspect and (count := values.size - int(np.isfinite(values).sum())):
@@ -78,11 +79,11 @@ class _Source:
 
 @final
 class Checkpoint:
-    """A model's tensors, under the names and in the layout of our module's parameters.
+    """The tensors of a model, with the names and in the layout of the module's parameters.
 
     Attributes:
-        directory: that it was opened at.
-        files: what decides the tensors, in a fixed order: config.json, an index, the weights.
+        directory: the model's directory.
+        files: the files that decide the tensors, in a fixed order: config.json, an index, the weights.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class Checkpoint:
         """Use `open_checkpoint` or `open_encoder`.
 
         Args:
-            directory: of the model.
-            files: its own, without those of dense.
-            layout: of an encoder; None: a decoder's.
+            directory: the model's directory.
+            files: its files, without those of `dense`.
+            layout: the modules of an encoder; None for a decoder.
             dense: weights of an encoder's dense layers, in order.
-            out_in: as of models.decoder.
+            out_in: as in `models.registry.make_decoder`.
         """
         self._out_in = out_in
         self.directory = directory
@@ -112,24 +113,24 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters, in alphabetical order.
+        """The names of the parameters, in alphabetical order.
 
         Raises:
-            CheckpointError: the tensors do not fit config.json; names every one that is missing, too
-                many or of the wrong shape.
+            CheckpointError: the tensors do not fit config.json; the error names every tensor that is missing,
+                unexpected or of the wrong shape.
         """
         return tuple(self._sources)
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        """A parameter: float32, C-contiguous, in the module's shape.
+        """Read a parameter: float32, C-contiguous, in the module's shape.
 
-        Nothing is kept, except of flax's msgpack, which can only be read whole.
+        Nothing stays in memory, except with flax's msgpack, which can only be read whole.
 
         Args:
             name: one of `names`.
 
         Raises:
-            CheckpointError: as `names`; or the file is damaged, or values are NaN or infinite.
+            CheckpointError: as `names`, or the file is damaged, or values are NaN or infinite.
         """
         return self._sources[name].read()
 
@@ -155,7 +156,7 @@ class Checkpoint:
             problems += _tie(found, naming)
         for part, file in zip(self._layout.dense if self._layout else (), self._dense, strict=True):
             for name, tensor in tensors(file).items():
-                # Torch's, (out, in)
+                # torch stores (out, in)
                 ours = f"sentence.{part.name}.{name}"
                 transposed = ours in parameters and parameters[ours].in_out
                 problems += _not_float(f"{part.name}/{name}", tensor)
@@ -170,12 +171,12 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
-    """Finds the files of a checkpoint. The tensors are looked at when they are first wanted.
+    """Find the files of a checkpoint. Tensors are first read when they are needed.
 
     Args:
         directory: in the Hugging Face layout: config.json, and model.safetensors, or
             model.safetensors.index.json with its shards, or flax_model.msgpack.
-        out_in: whether the model's matrices are stored (out, in): as of models.decoder.
+        out_in: whether all matrices are stored (out, in), as in `models.registry.make_decoder`.
 
     Raises:
         CheckpointError: files are missing, or the index cannot be read.
@@ -203,14 +204,14 @@ def open_checkpoint(directory: Path, *, out_in: bool = False) -> Checkpoint:
 
 
 def open_encoder(directory: Path, *, out_in: bool = False) -> Checkpoint:
-    """As `open_checkpoint`, of an encoder: its transformer's files, and those of its other modules.
+    """Find the files of an encoder: those of its transformer and of its other modules.
 
     Args:
         directory: in the layout of sentence-transformers, or a plain one.
-        out_in: as of `open_checkpoint`.
+        out_in: as in `open_checkpoint`.
 
     Raises:
-        CheckpointError: as `open_checkpoint`; or a module or setting that is not built here.
+        CheckpointError: as `open_checkpoint`, or a module or setting is not supported.
     """
     layout = read_layout(directory)
     weights = open_checkpoint(layout.transformer).files[1:]
@@ -219,10 +220,10 @@ def open_encoder(directory: Path, *, out_in: bool = False) -> Checkpoint:
 
 
 def _dense_weights(directory: Path) -> Path:
-    """The weights of a dense layer.
+    """Return the file with the weights of a dense layer.
 
     Raises:
-        CheckpointError: there are none that are read here.
+        CheckpointError: there is no safetensors file.
     """
     file = directory / _SINGLE[0]
     if not file.is_file():
@@ -235,15 +236,17 @@ def _dense_weights(directory: Path) -> Path:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names, sorted."""
-    said = read_json(index, "fetch the index again, or save the model again with save_pretrained")
-    files = said.get("weight_map") if isinstance(said, dict) else None
+    """Return the files that an index names, sorted."""
+    content = read_json(
+        index, "fetch the index again, or save the model again with save_pretrained"
+    )
+    files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files:
         raise CheckpointError(
             f"{index}: weight_map: expected an object that gives each tensor its file, found {shown(files)}"
         )
     for tensor, name in files.items():
-        # A name alone: the files of a checkpoint lie beside its index.
+        # The files of a checkpoint lie beside its index, so a path is refused.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(_SUFFIX):
             raise CheckpointError(
                 f"{index}: weight_map: {shown(tensor)}: expected the name of a {_SUFFIX} file beside it, "
@@ -262,7 +265,7 @@ def _shards(index: Path) -> list[Path]:
 def _named(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
 ) -> tuple[dict[str, _Source], list[str]]:
-    """Published tensors by the names of our parameters, and what is wrong with them."""
+    """Return published tensors by the names of the module's parameters, and problems."""
     kernels_in_out = not _kernels_are_out_in(published, naming, parameters)
     found: dict[str, _Source] = {}
     problems = []
@@ -282,14 +285,14 @@ def _named(
 
 
 def _not_float(name: str, tensor: Tensor) -> list[str]:
-    """What is wrong with a tensor's type."""
+    """Return the problems with a tensor's type."""
     if tensor.dtype in _FLOATS:
         return []
     return [f"{name} is {tensor.dtype}, expected a float of 16 to 64 bits"]
 
 
 def _our_name(published: str, naming: Naming) -> str:
-    """`h.0.ln_1.scale` of a headless flax GPT-2 is our `transformer.h.0.ln_1.weight`."""
+    """Return the module's name: `h.0.ln_1.scale` of flax becomes `transformer.h.0.ln_1.weight`."""
     name = published.removeprefix("params.")
     for end, ours in (_FLAX_ENDS | _TENSORFLOW_ENDS).items():
         if name.endswith(end):
@@ -303,17 +306,17 @@ def _our_name(published: str, naming: Naming) -> str:
 def _kernels_are_out_in(
     published: Mapping[str, Tensor], naming: Naming, parameters: Mapping[str, Parameter]
 ) -> bool:
-    """Whether a flax checkpoint stores matrices (out, in), which those that are not square tell."""
-    told = []
+    """Return whether a flax checkpoint stores matrices (out, in), decided by those that are not square."""
+    out_in = []
     for name, tensor in published.items():
         parameter = parameters.get(_our_name(name, naming))
         if name.endswith(".kernel") and parameter and len(set(parameter.shape)) == 2:
-            told.append((tensor.shape == parameter.shape) != parameter.in_out)
-    return bool(told) and all(told)
+            out_in.append((tensor.shape == parameter.shape) != parameter.in_out)
+    return bool(out_in) and all(out_in)
 
 
 def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
-    """Leaves one tensor for head and embedding, as transformers does (modeling_utils.py, tie_weights)."""
+    """Keep one tensor for head and embedding, as transformers does (modeling_utils.py, tie_weights)."""
     head = found.pop(naming.head, None)
     if head is None:
         return []
@@ -328,7 +331,7 @@ def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
 
 
 def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) -> Iterable[str]:
-    """What is missing, too many, or of another shape than the module's parameters."""
+    """Yield what is missing, unexpected, or of another shape than the module's parameters."""
     if missing := sorted(parameters.keys() - found.keys()):
         yield f"missing {_listed(missing)}"
     if unexpected := sorted(found[name].published for name in found.keys() - parameters.keys()):
@@ -344,6 +347,6 @@ def _misfits(found: Mapping[str, _Source], parameters: Mapping[str, Parameter]) 
 
 
 def _listed(items: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first items, and the number of the others."""
     more = len(items) - _SHOWN
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

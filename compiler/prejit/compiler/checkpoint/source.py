@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory, or a repository of the Hugging Face Hub."""
+"""Find a model's directory: a local one, or a snapshot of a repository of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _FLAX_WEIGHTS = ("flax_model.safetensors", "flax_model.msgpack")
 
 
 def resolve_source(source: str, base_directory: Path) -> Path:
-    """The directory of a model, fetched where it is not local.
+    """Return the directory of a model, which is fetched if it is not local.
 
     Args:
         source: a directory, or `hf://org/name`, or `hf://org/name@revision` with a branch, tag or commit.
-        base_directory: that a relative directory starts from: the manifest's.
+        base_directory: the manifest's directory; a relative source starts there.
 
     Returns:
-        A directory in the Hugging Face layout; for hf:// a snapshot in the Hub's cache, which serves
-        without a network what it already holds (HF_HOME and HF_HUB_OFFLINE are honoured).
+        A directory in the Hugging Face layout; for hf:// a snapshot in the Hub's cache, which needs no
+        network for files that it holds (HF_HOME and HF_HUB_OFFLINE apply).
 
     Raises:
-        ManifestError: no such directory, or no such reference.
+        ManifestError: the directory does not exist, or the reference is malformed.
         NetworkError: the Hub does not answer, and the cache does not hold the snapshot.
         CheckpointError: the Hub has no such repository or revision, or does not let us read it.
     """
@@ -46,14 +46,14 @@ def resolve_source(source: str, base_directory: Path) -> Path:
 
 
 def find_source(source: str, base_directory: Path) -> Path | None:
-    """Return the directory of a model without any network; None: it has still to be fetched.
+    """Return the directory of a model without any network, or None if it must still be fetched.
 
     Args:
         source: as `resolve_source` takes it.
         base_directory: as `resolve_source` takes it.
 
     Raises:
-        ManifestError: there is no such directory, or no such reference.
+        ManifestError: as `resolve_source`.
     """
     match = _REFERENCE.fullmatch(source)
     if match is None:
@@ -74,7 +74,7 @@ def find_source(source: str, base_directory: Path) -> Path | None:
 
 
 def _snapshot(repository: str, revision: str | None) -> Path:
-    """A repository's snapshot, with the weights in one format only."""
+    """Fetch a repository's snapshot, with the weights in one format only."""
     directory = _fetch(repository, revision, _TEXT + _WEIGHTS)
     if not any(directory.glob("model*.safetensors")):
         directory = _fetch(repository, revision, _TEXT + _FLAX_WEIGHTS)

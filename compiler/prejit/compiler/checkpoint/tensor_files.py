@@ -1,7 +1,7 @@
-"""Files of tensors, read one tensor at a time: safetensors, flax's msgpack, and orbax directories.
+"""Read files of tensors one tensor at a time: safetensors, flax's msgpack, and orbax directories.
 
-Formats: github.com/huggingface/safetensors; flax/serialization.py; orbax.checkpoint. None of them runs
-code when read, unlike torch's pickles, which are not read here.
+Formats: github.com/huggingface/safetensors; flax/serialization.py; orbax.checkpoint. Reading them runs no
+code, unlike torch's pickles, which are not read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Tensor:
 
     Attributes:
         path: the file.
-        shape: as stored.
+        shape: the stored shape.
         dtype: the format's name for it.
-        read: gives the values; a new array each time, or a view of memory that is kept anyway.
+        read: returns the values: a new array each time, or a view of memory that stays allocated.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class Tensor:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or .msgpack file by name, not read yet.
+    """Return the tensors of a .safetensors or .msgpack file by name, without reading their values.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged.
@@ -47,14 +47,14 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_parameters(path: Path) -> dict[str, Values]:
-    """Parameters for a function of the user's, by name; nested names are joined by dots.
+    """Read parameters for a function of the user, by name; nested names are joined by dots.
 
     Args:
         path: a .safetensors file, or a checkpoint directory that orbax wrote (StandardCheckpointer,
             PyTreeCheckpointer, or one step of a CheckpointManager).
 
     Raises:
-        CheckpointError: it is neither, or cannot be read.
+        CheckpointError: the path is neither, or cannot be read.
     """
     if path.is_dir():
         return _orbax(path)
@@ -140,12 +140,12 @@ def _orbax(path: Path) -> dict[str, Values]:
 
 
 def _joined(path: tuple[Any, ...]) -> str:
-    """The name of a leaf: keys and indexes, joined by dots."""
+    """Return the name of a leaf: keys and indexes, joined by dots."""
     return ".".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path)
 
 
 def _without_value(named: Mapping[str, Values]) -> dict[str, Values]:
-    """Names of a flax nnx state end in `.value`, which is the variable's and not the parameter's."""
+    """Remove `.value` from names of a flax nnx state, where it names the variable's content."""
     if all(name.endswith(".value") for name in named):
         return {name.removesuffix(".value"): values for name, values in named.items()}
     return dict(named)

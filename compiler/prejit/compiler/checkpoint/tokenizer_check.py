@@ -1,8 +1,8 @@
-"""Does a model's tokenizer.json work as the server will use it? Found out here, in a process of its own.
+"""Check in a separate process that a model's tokenizer.json works as a server uses it.
 
-The file is a program of a stranger: regular expressions, tables and templates that the `tokenizers` library
-runs. It may fail on some texts only, panic, or run for ever. A build refuses such a file, because a bundle
-that holds it would load and then fail on its first text.
+The file is a program from outside: regular expressions, tables and templates that the `tokenizers` library
+runs. It may fail on some texts only, panic, or never end. A build refuses such a file, because a bundle with
+it would load and then fail on its first text.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _PROBES = {
     "white space": " \t\n\r\n  \u00a0\u200b\u3000 \n\n",
     "2 kB of mixed text": 'def f(x):\n    return {"é": x ** 2, "你": [1.5e-3, "😀"]}  # ok?\n' * 30,
 }
-"""Texts of many kinds. A tokenizer that a model is published with takes any text."""
+"""Texts of many kinds. The tokenizer of a published model accepts any text."""
 _CPU_SECONDS = 5
-"""Time limit of the process, which is a hundred times what it needs, for files up to 4 MB."""
+"""CPU time limit of the process for files up to 4 MB: a hundred times what it needs."""
 _BYTES_A_SECOND = 4 << 20
-"""Larger files get a second more for each of these."""
+"""Bytes of a larger file for which the limit grows by a second."""
 _WALL_SECONDS = 30
 _MEMORY_BYTES = 8 << 30
 _DECODED_AT_ONCE = 256
@@ -47,13 +47,13 @@ def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
     """Load a tokenizer and encode and decode a set of texts, within limits of time and memory.
 
     Args:
-        path: of the file, for errors.
-        content: its bytes.
-        vocab_size: of the model.
+        path: the file, for errors.
+        content: its content.
+        vocab_size: number of tokens of the model.
 
     Raises:
-        CheckpointError: the library does not read the file, or fails on a text, or does not end, or a text
-            has a token that the model does not have.
+        CheckpointError: the library cannot read the file, fails on a text, or does not end, or a text has a
+            token that the model does not have.
     """
     seconds = _CPU_SECONDS + len(content) // _BYTES_A_SECOND
     arguments = (json.dumps(sys.path), str(path), *map(str, (vocab_size, seconds, _MEMORY_BYTES)))
@@ -63,7 +63,7 @@ def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
             [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *arguments],
             input=content,
             capture_output=True,
-            # Threads would each reserve memory, of which there is a limit.
+            # Each thread would reserve memory, which is limited.
             env={**os.environ, "RUST_BACKTRACE": "0", "RAYON_NUM_THREADS": "1"},
             timeout=_WALL_SECONDS + seconds,
             check=False,
@@ -94,7 +94,7 @@ def check_tokenizer(path: Path, content: bytes, vocab_size: int) -> None:
 
 
 def _main(path: str, vocab_size: str, seconds: str, memory_bytes: str) -> None:
-    """Print what is being done, and at last the problem or null, as JSON."""
+    """Print each step, and at the end the problem or null as JSON."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
@@ -103,7 +103,7 @@ def _main(path: str, vocab_size: str, seconds: str, memory_bytes: str) -> None:
 
 
 def _problem(content: bytes, path: str, vocab_size: int) -> str | None:
-    """Return what is wrong with a tokenizer; None: nothing that was seen."""
+    """Return the problem of a tokenizer, or None if no check fails."""
     doing = "reading it"
     try:
         print(doing, flush=True)

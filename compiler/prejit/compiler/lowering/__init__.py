@@ -1,5 +1,8 @@
 """A model or a user's function -> StableHLO.
 
-`decoder`, `encoder`, `function` and `product` lower one kind each; `export` holds the common way through
-jax.export. Imports `models` and `manifest`. Begin with `decoder`.
+`decoder` lowers a decoder's programs, with `sampling` for the choice of tokens, `encoder` an encoder's.
+`user` lowers a function of the user, `product` one matrix product that is measured. Each passes a function to
+`export`, which lowers it through jax.export to a portable artifact: the StableHLO that is compiled for
+targets, and by the runtime in a fallback. The result is a `program.LoweredProgram`. Imports `models`,
+`native` and `manifest`. Begin with `decoder`.
 """

@@ -43,9 +43,9 @@ def lower_decoder(
     mesh: Mesh | None = None,
     forms: Forms | None = None,
 ) -> LoweredProgram:
-    """Lowers one of a decoder's programs at one bucket.
+    """Lower one of a decoder's programs at one bucket.
 
-    Arguments and results, beside weights and cache:
+    Arguments and results, besides weights and cache:
 
         prefill  tokens [B, T], start [B], length [B], sampling, history    -> chosen [B]
         decode   token [B], position [B], live [B], steps [], sampling, history*
@@ -54,15 +54,16 @@ def lower_decoder(
                                               -> chosen [T, B], accepted [B], history
         copy     source [b, K, s, H], target* [B, K, S, H], rows [B]        -> target
 
-    `sampling` are the arrays of sampling.SamplingInputs and `chosen` those of sampling.Chosen. The cache,
-    and what a star marks, is donated. On a mesh weights and cache are split; all else is on every device.
+    `sampling` stands for the arrays of sampling.SamplingInputs, `chosen` for those of sampling.Chosen. The
+    cache and arguments with a star are donated. On a mesh, weights and cache are split; everything else is on
+    every device.
 
     Args:
-        model: abstract; its parameters are the weights.
-        shape: of the model.
+        model: an abstract module; its parameters are the weights.
+        shape: the sizes of the model.
         spec: the program and its bucket; on a mesh, `data` divides its batch.
-        mesh: the devices that it runs on, which passed `check_mesh`; None: one.
-        forms: for a CPU with kernels; None: a portable program, for all platforms.
+        mesh: the devices, accepted by `check_mesh`; None for one device.
+        forms: the forms of products on a CPU with kernels; None for a portable program, for all platforms.
     """
     if spec.kind == "copy":
         return _lower_copy(shape, spec, mesh)
@@ -127,18 +128,19 @@ _RESULTS = {
     "decode": ("token", "position", *_CHOSEN, "history"),
     "verify": (*_CHOSEN, "accepted", "history"),
 }
-"""What the programs give beside the cache, in order."""
+"""Names of the results of each program, in order, without the cache."""
 
 _Decoding = tuple[jax.Array, jax.Array, jax.Array, Chosen, jax.Array, config.KVCache]
-"""Between two steps: how many are done, token, position, chosen so far, history, cache."""
+"""State between two steps: number of steps done, token, position, tokens chosen so far, history, cache."""
 
 
 @dataclass(frozen=True)
 class _DecoderFunctions:
-    """The functions behind a decoder's programs.
+    """The functions of a decoder's programs.
 
     Attributes:
-        graph, state: of the model, as nnx.split gives them.
+        graph: the graph of the model, from nnx.split.
+        state: its state, from nnx.split.
         splits_logits: whether a mesh splits the head by tokens.
     """
 
@@ -156,7 +158,7 @@ class _DecoderFunctions:
         history: jax.Array,
         cache: config.KVCache,
     ) -> tuple[Chosen, config.KVCache]:
-        """Puts tokens into the cache and chooses the one that follows them."""
+        """Write tokens into the cache and choose the token that follows them."""
         logits, cache = self._logits(weights, tokens, start, length, cache)
         return sample(logits, sampling, history, start + length), cache
 
@@ -171,14 +173,14 @@ class _DecoderFunctions:
         history: jax.Array,
         cache: config.KVCache,
     ) -> tuple[jax.Array, jax.Array, Chosen, jax.Array, config.KVCache]:
-        """Several tokens, one after the other: one call costs as much as its steps, and one dispatch.
+        """Choose several tokens, one after the other. A call costs its steps and one dispatch.
 
-        GPT-2-124M on two threads: the loop costs nothing, at one step or at eight.
+        With GPT-2-124M on two threads the loop itself costs nothing, for one step or eight.
         """
 
         def step(carry: _Decoding) -> _Decoding:
             done, token, position, chosen, history, cache = carry
-            # Left to itself, a mesh would split all that the loop carries by rows, and gather it again.
+            # Without this, XLA splits the loop's state by rows on a mesh, and gathers it again.
             token, position, all_live = map(linear.split, (token, position, live))
             history = record(history, token, all_live)
             logits, cache = self._logits(weights, token[:, None], position, live, cache)
@@ -214,19 +216,19 @@ class _DecoderFunctions:
         history: jax.Array,
         cache: config.KVCache,
     ) -> tuple[Chosen, jax.Array, jax.Array, config.KVCache]:
-        """One pass over a row's next token and drafts of those that follow it.
+        """Check drafts of the tokens that follow a row's next token, in one pass.
 
-        A draft is right where it is what would have been chosen, by sampling as well: the random numbers of
-        a position do not depend on how it is reached. So the tokens are those of decode, step by step
-        (Leviathan et al. 2023, arXiv 2211.17192, gives the idea; drafts by prompt lookup: Saxena 2023).
-        What wrong drafts leave in the cache lies behind the next start and counts for nothing.
+        A draft is accepted if it equals the token that is chosen there. That holds for sampling too: the
+        random numbers of a position do not depend on how it is reached. So the tokens equal those of decode
+        step by step (the idea: Leviathan et al. 2023, arXiv 2211.17192; drafts by prompt lookup: Saxena
+        2023). Rejected drafts stay in the cache behind the next start, where they are ignored.
         """
         logits, cache = self._logits(weights, tokens, start, length, cache, every=True)
         chosen = sample_each(logits, sampling, tokens, history, start)
         places = jnp.arange(1, tokens.shape[1])[:, None]
         right = (places < length) & (tokens.T[1:] == chosen.token[:-1])
         right = jnp.concatenate([(length > 0)[None], right]).astype(jnp.int32)
-        counts = jnp.cumprod(right, 0)  # 1 as long as all drafts before were right, too
+        counts = jnp.cumprod(right, 0)  # 1 while all drafts so far are right
         for token, counted in zip(tokens.T, counts, strict=True):
             history = record(history, token, counted)
         return chosen, jnp.sum(counts, 0, dtype=jnp.int32), history, cache
@@ -244,9 +246,9 @@ class _DecoderFunctions:
         module = nnx.merge(self.graph, with_parameters(self.state, weights))
         rows = (linear.split(whole, "data") for whole in (tokens, start, length))
         logits, cache = module(*rows, cache, every=every)
-        # Choosing a token goes over the vocabulary many times: all logits are gathered once before it, and
-        # every device chooses every row's, so that nothing else need be sent. Were they not said to be
-        # split first, XLA would gather the head's weights instead.
+        # Choosing a token passes over the vocabulary many times. So all logits are gathered once, and every
+        # device chooses for every row; nothing else is sent. Without the first split below, XLA would gather
+        # the head's weights instead.
         if self.splits_logits:
             logits = linear.split(logits, "data", *[None] * (logits.ndim - 2), "tensor")
         return linear.split(linear.split(logits, "data")), cache
@@ -255,7 +257,7 @@ class _DecoderFunctions:
 def _lower_copy(
     shape: config.DecoderConfig, spec: ProgramSpec, mesh: Mesh | None
 ) -> LoweredProgram:
-    """Copies rows of one array of a cache into another that is larger: to grow it, or to fill a slot."""
+    """Copy rows of a cache's array into a larger one, to grow the cache or to fill a slot."""
     bucket = spec.bucket
     source = _key_value(shape, bucket["source_batch"], bucket["source_context"])
     target = _key_value(shape, bucket["batch"], bucket["context"])
@@ -294,6 +296,6 @@ def _lower_copy(
 
 
 def _key_value(shape: config.DecoderConfig, batch: int, context: int) -> jax.ShapeDtypeStruct:
-    """The keys, or values, of one layer."""
+    """Return the shape of the keys, or the values, of one layer."""
     size = (batch, shape.num_kv_heads, context, shape.head_size)
     return jax.ShapeDtypeStruct(size, jnp.dtype(shape.cache_dtype))

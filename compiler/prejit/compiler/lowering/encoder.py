@@ -21,18 +21,18 @@ from prejit.runtime.format.arrays import Array
 def lower_encoder(
     model: sentence.SentenceEncoder, spec: ProgramSpec, forms: Forms | None = None
 ) -> LoweredProgram:
-    """Lowers one of an encoder's three programs at one bucket.
+    """Lower one of an encoder's three programs at one bucket.
 
         embed: weights, tokens [B, T]              -> hidden [B, T, D]
-        layer: weights, length [B], hidden         -> hidden                 run once for each layer
+        layer: weights, length [B], hidden         -> hidden                 runs once for each layer
         pool:  weights, length [B], hidden         -> embedding [B, D']
 
     In row b the first length[b] tokens are valid. A layer's `hidden` is donated.
 
     Args:
-        model: abstract; its parameters are the weights.
-        spec: kind `embed`, `layer` or `pool`, with its bucket.
-        forms: as of lower_decoder.
+        model: an abstract module; its parameters are the weights.
+        spec: the program, of kind `embed`, `layer` or `pool`, with its bucket.
+        forms: as in `lower_decoder`.
     """
     batch, count = spec.bucket["batch"], spec.bucket["length"]
     transformer = model.transformer
@@ -86,7 +86,7 @@ def lower_encoder(
 
 
 def _estimate(kind: str, weights: Shapes, rows: int, hidden: tuple[int, ...]) -> int:
-    """Microseconds at 100 operations a nanosecond and 20 bytes a nanosecond, on a CPU."""
+    """Return microseconds on a CPU that computes 100 operations and moves 20 bytes per nanosecond."""
     batch, count, width = hidden
     size = sum(math.prod(value.shape) for value in weights.values() if len(value.shape) > 1)
     operations = 0 if kind == "embed" else 2 * rows * size

@@ -1,7 +1,8 @@
-"""Lowering: from a function of arrays to a portable program (StableHLO), once for all targets.
+"""Export a function of arrays as a portable program (StableHLO) through jax.export, once for all targets.
 
-What is compiled for a target and what the runtime falls back to is the same portable program. Weights are
-arguments, never constants. Nothing of this machine's paths is in it: equal inputs give equal bytes.
+The same portable program is compiled for every target, and by the runtime when it falls back. Weights are
+arguments, never constants. Locations are stripped, so a program holds no paths of this machine: equal inputs
+give equal bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def export_program(
     platforms: tuple[str, ...] = PLATFORMS,
     **options: Any,
 ) -> export.Exported:
-    """A function for several platforms; options are those of jax.jit."""
+    """Export a function for several platforms; options are those of jax.jit."""
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no paths of this machine
     jitted = jax.jit(function, keep_unused=True, **options)
     own_calls = [export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS.values()]
@@ -36,10 +37,10 @@ def export_program(
 def export_with(
     forms: Forms | None, function: Callable[..., Any], values: tuple[Any, ...], **options: Any
 ) -> export.Exported:
-    """A function for a CPU with kernels; as _export, where there are none."""
+    """Export a function for a CPU with kernels; without forms do what `export_program` does."""
     if forms is None:
         return export_program(function, values, **options)
-    # What is traced is cached by the function: another one, as the forms are not among its arguments.
+    # jax caches traces by function, and the forms are not among its arguments: the lambda is a new one.
     with using(forms):
         return export_program(lambda *inputs: function(*inputs), values, ("cpu",), **options)
 
@@ -51,15 +52,15 @@ def export_on(
     places: tuple[Any, ...],
     donated: tuple[int, ...],
 ) -> export.Exported:
-    """A function for a mesh that need not be there.
+    """Export a function for a mesh of devices that this machine need not have.
 
     Args:
         mesh: the devices.
-        function: what is exported.
+        function: the function.
         values: the shapes of its arguments.
-        places: the mesh axis that splits each dimension, of each argument; weights by their names.
-        donated: which arguments are. The last of them is the last result too; all others are on every
-            device.
+        places: for each argument the mesh axis that splits each dimension; for weights a dict by name.
+        donated: the positions of donated arguments. The last result is split like the last of them; all
+            other results are on every device.
     """
     sizes = (mesh.data, mesh.tensor)
     abstract = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))

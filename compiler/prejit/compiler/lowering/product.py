@@ -1,4 +1,4 @@
-"""Lower one matrix product, in the form that is to be measured."""
+"""Lower one matrix product in one form, to measure it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from prejit.compiler.native.products import KERNEL, Product
 
 
 def lower_product(product: Product, form: str) -> bytes:
-    """One form of a product, to be measured: a program for a CPU, its kernels without a library's name.
+    """Return a program for a CPU that computes a product in one form; its kernel calls are not bound yet.
 
-    x [1, rows, inputs], matrix, a factor for each output where it is int8 -> [1, rows, outputs], as models
-    compute it for one sequence: kernels treat 32 positions of one unlike 32 sequences that decode.
+    x [1, rows, inputs], matrix, scales if its dtype has them -> [1, rows, outputs], as models compute it for
+    one sequence: kernels treat 32 positions of one sequence differently from 32 sequences that decode.
     """
     contracted = 0 if product.in_out else 1
     sizes = (product.outputs, product.inputs)

@@ -1,19 +1,19 @@
-"""Choosing the next token on the device: part of every program of a decoder that gives tokens.
+"""Choose the next token on the device, in every program of a decoder that returns tokens.
 
-What is done to the logits, in this order (transformers, generation/logits_process.py and the order of
-generation/utils.py; vLLM, v1/sample/sampler.py, where transformers has none):
+The logits are changed in this order (transformers, generation/logits_process.py and the order of
+generation/utils.py; vLLM, v1/sample/sampler.py, for steps that transformers does not have):
 
-1. Repetition penalty (CTRL, arXiv:1909.05858, section 4.1; RepetitionPenaltyLogitsProcessor): positive logits
-   of tokens that stand in the prompt or were generated are divided by it, negative ones multiplied.
-2. Frequency and presence penalty (OpenAI's API reference), over generated tokens alone: less
-   `count * frequency + (count > 0) * presence`.
-3. Bias: OpenAI's logit_bias, and token masks as -inf.
-4. Greedy rows take the largest. For the others: temperature, top-k, top-p, min-p (TemperatureLogitsWarper,
-   TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper), then a draw.
+1. Repetition penalty (CTRL, arXiv:1909.05858, section 4.1; RepetitionPenaltyLogitsProcessor), for tokens of
+   the prompt and generated ones: positive logits are divided by it, negative ones multiplied.
+2. Frequency and presence penalty (OpenAI's API reference), for generated tokens only:
+   `count * frequency + (count > 0) * presence` is subtracted.
+3. Bias is added: OpenAI's logit_bias, and token masks as -inf.
+4. Greedy rows take the largest logit. The others apply temperature, top-k, top-p and min-p
+   (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper), then draw.
 
-Where transformers cuts through tokens of equal logits, here they all stay. The best token always stays. A
-sort costs XLA:CPU more than the whole decode step of a small model, so there is none: the smallest logit that
-stays is found by bisection over the 2**32 float values, exactly. A part that no row wants is skipped.
+Tokens of equal logits all stay, where transformers may keep some of them. The best token always stays. There
+is no sort, because XLA:CPU needs more time for one than for the whole decode step of a small model: bisection
+over the 2**32 float values finds the smallest logit that stays, exactly. A step that no row needs is skipped.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from jax import lax
 from prejit.compiler.models.layers.rows import each_row
 
 TOP_LOGPROBS = 20
-"""How many of the most likely tokens are given with their log-probabilities; all of a smaller vocabulary."""
+"""Number of most likely tokens returned with their log-probabilities; all if the vocabulary is smaller."""
 
 _PADDED_TO = 128
 _LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
 class SamplingInputs(NamedTuple):
-    """How each row's token is chosen: arguments of a program, in this order.
+    """The sampling options of each row: arguments of a program, in this order.
 
     Attributes:
         temperature: float32 [B]; 0 takes the most likely token.
         top_k: int32 [B]; 0 keeps all.
         top_p: float32 [B]; 1 keeps all.
-        min_p: float32 [B], 0 to 1: of the probability of the most likely token; 0 keeps all.
+        min_p: float32 [B], 0 to 1, relative to the probability of the most likely token; 0 keeps all.
         repetition_penalty: float32 [B], more than 0; 1 is none.
         presence_penalty: float32 [B]; 0 is none.
         frequency_penalty: float32 [B]; 0 is none.
         seed: uint32 [B, 2]; a threefry key for each row.
         bias: float32 [B, V], added to the logits; -inf forbids a token.
-        logprobs: int32 [B]; 0 where log-probabilities are not wanted.
+        logprobs: int32 [B]; 0 if log-probabilities are not needed.
     """
 
     temperature: jax.Array
@@ -63,15 +63,15 @@ class SamplingInputs(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The next token of each row; n is TOP_LOGPROBS, or V where that is smaller.
+    """The next token of each row; n is TOP_LOGPROBS, or V if that is smaller.
 
-    Log-probabilities are of the model's own logits, before penalties, bias and temperature (vLLM's default).
-    Where no row wants them they are 0, and so are the top tokens.
+    Log-probabilities are those of the model's own logits, before penalties, bias and temperature (vLLM's
+    default). If no row needs them, they and the top tokens are 0.
 
     Attributes:
-        token: int32 [B]; -1 where there is none: the row's bias forbids every token, a logit is NaN, or the
-            largest is infinite.
-        logprob: float32 [B], of the token; -inf where the bias forbids every one.
+        token: int32 [B]; -1 if the row's bias forbids every token, a logit is NaN, or the largest logit is
+            infinite.
+        logprob: float32 [B], of the token; -inf if the bias forbids every token.
         top_tokens: int32 [B, n], the most likely first.
         top_logprobs: float32 [B, n].
     """
@@ -83,7 +83,7 @@ class Chosen(NamedTuple):
 
 
 def sampling_shapes(batch: int, vocab: int) -> SamplingInputs:
-    """Shapes and dtypes of the arguments, as jax.ShapeDtypeStruct."""
+    """Return shapes and dtypes of the arguments."""
 
     def shape(dtype: type, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *sizes), dtype)
@@ -105,15 +105,15 @@ def sampling_shapes(batch: int, vocab: int) -> SamplingInputs:
 def sample(
     logits: jax.Array, sampling: SamplingInputs, history: jax.Array, position: jax.Array
 ) -> Chosen:
-    """The next token of each row, with its log-probability.
+    """Choose the next token of each row.
 
     Args:
-        logits: float32 [B, V], as the model gives them.
-        sampling: of each row.
-        history: int32 [B, V]: twice the times that the token was generated, plus 1 if it stands in the
+        logits: float32 [B, V], from the model.
+        sampling: the options of each row.
+        history: int32 [B, V], twice the number of times that the token was generated, plus 1 if it is in the
             prompt.
-        position: int32 [B]; where the new token will stand. With the seed it decides the random numbers,
-            so a token depends neither on its batch nor on how its prompt was split into chunks.
+        position: int32 [B], the position of the new token. Position and seed decide the random numbers, so a
+            token depends neither on its batch nor on the chunks of its prompt.
     """
     return _sample(logits, sampling, lambda: history, position)
 
@@ -125,14 +125,14 @@ def sample_each(
     history: jax.Array,
     start: jax.Array,
 ) -> Chosen:
-    """What `sample` would choose after each of several tokens, if the text went on with them so far.
+    """Return what `sample` would choose after each of several tokens.
 
     Args:
         logits: float32 [B, T, V], after each token.
-        sampling: of each row.
+        sampling: the options of each row.
         tokens: int32 [B, T].
-        history: int32 [B, V], before the first of them.
-        start: int32 [B], the position of the first.
+        history: int32 [B, V], before the first of these tokens.
+        start: int32 [B], the position of the first of these tokens.
 
     Returns:
         Arrays whose first axes are [T, B].
@@ -163,12 +163,12 @@ def _sample(
     history: Callable[[], jax.Array],
     position: jax.Array,
 ) -> Chosen:
-    """As `sample`; the history is made only where a row has penalties."""
+    """Do what `sample` does, computing the history only if a row has penalties."""
     allowed = _adjusted(logits, sampling, history)
     greedy = _first_largest(allowed)
 
     def draw() -> jax.Array:
-        # XLA:CPU vectorizes no loop over a single row of odd size: 3.9 ms for 50257 logits, padded 0.8.
+        # XLA:CPU does not vectorize a loop over one row of odd size: 50257 logits take 3.9 ms, padded 0.8.
         padding = -logits.shape[1] % _PADDED_TO
         padded = jnp.pad(allowed, ((0, 0), (0, padding)), constant_values=-jnp.inf)
         noise = _gumbel(sampling.seed, position, padded.shape[1])
@@ -198,11 +198,11 @@ def _sample(
 
 
 def record(history: jax.Array, token: jax.Array, live: jax.Array) -> jax.Array:
-    """The history with each live row's token counted once more; in place where it is donated.
+    """Return the history with each live row's token counted once more, in place if it is donated.
 
     Args:
-        history: int32 [B, V], as for `sample`.
-        token: int32 [B]; -1 is no token.
+        history: int32 [B, V], as in `sample`.
+        token: int32 [B]; -1 stands for no token.
         live: int32 or bool [B].
     """
     counted = (live != 0) & (token >= 0)
@@ -212,20 +212,20 @@ def record(history: jax.Array, token: jax.Array, live: jax.Array) -> jax.Array:
         found = lax.dynamic_slice(history, at, (1, 1)) + jnp.where(counted[row], 2, 0)
         return lax.dynamic_update_slice(history, found, at)
 
-    # On XLA:CPU a scatter is a loop and costs more.
+    # XLA:CPU compiles a scatter to a loop, which costs more.
     return each_row(len(history), count, history)
 
 
 def _adjusted(
     logits: jax.Array, sampling: SamplingInputs, history: Callable[[], jax.Array]
 ) -> jax.Array:
-    """Logits [B, V] after penalties and bias."""
+    """Return logits [B, V] after penalties and bias."""
     penalised = (
         (sampling.repetition_penalty != 1)
         | (sampling.presence_penalty != 0)
         | (sampling.frequency_penalty != 0)
     )
-    # The bias is added inside, since a branch that gave the logits back unchanged would copy them.
+    # Both branches add the bias: a branch that returns the logits unchanged would copy them.
     adjusted: jax.Array = lax.cond(
         jnp.any(penalised),
         lambda: _penalised(logits, sampling, history()) + sampling.bias,
@@ -237,7 +237,7 @@ def _adjusted(
 def _penalised(logits: jax.Array, sampling: SamplingInputs, history: jax.Array) -> jax.Array:
     repetition = sampling.repetition_penalty[:, None]
     scaled = jnp.where(logits < 0, logits * repetition, logits / repetition)
-    # Infinity here would forbid a token, or leave no other; rows without the penalty keep every bit.
+    # Infinity would forbid a token, or all others. Rows without the penalty keep every bit.
     scaled = jnp.clip(scaled, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     logits = jnp.where((history > 0) & (repetition != 1), scaled, logits)
     count = history >> 1
@@ -246,20 +246,19 @@ def _penalised(logits: jax.Array, sampling: SamplingInputs, history: jax.Array) 
 
 
 def _kept(adjusted: jax.Array, sampling: SamplingInputs) -> jax.Array:
-    """What is drawn from, as logits [B, V] of which the largest is 0; -inf for what cannot be drawn."""
-    # The largest becomes 0 first, so that no temperature can make two logits infinite and equal. Rows that
-    # may choose nothing become NaN, of which the filters keep nothing; so do greedy ones, not drawn from.
+    """Return the logits [B, V] to draw from: the largest is 0, and -inf cannot be drawn."""
+    # The largest becomes 0 first, so that no temperature makes two logits infinite and equal. Rows that may
+    # choose nothing become NaN, and the filters keep none of them; so do greedy rows, which do not draw.
     shifted = adjusted - jnp.max(adjusted, -1, keepdims=True)
     scaled = shifted / sampling.temperature[:, None]
     return _filter(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def _first_largest(values: jax.Array) -> jax.Array:
-    """Index of the largest of each row, int32 [B]: the first of equals.
+    """Return the index of the largest value of each row, int32 [B]: the first of equal ones.
 
-    It is that of the end where a value is NaN, the largest is infinite, or all are -inf.
-
-    As jnp.argmax, which XLA:CPU does not vectorize: 50257 values take it 0.25 ms, these two passes 0.09.
+    It is V if a value is NaN, the largest is infinite, or all are -inf. XLA:CPU does not vectorize
+    jnp.argmax: for 50257 values it takes 0.25 ms, these two passes 0.09.
     """
     number = values.shape[1]
     largest = jnp.max(values, -1, keepdims=True)
@@ -268,26 +267,26 @@ def _first_largest(values: jax.Array) -> jax.Array:
 
 
 def _at(values: jax.Array, token: jax.Array) -> jax.Array:
-    """Of values [B, V] the one of each row's token, [B]."""
+    """Return the value of each row's token, [B], from values [B, V]."""
     return jnp.take_along_axis(values, token[:, None], 1, mode="clip")[:, 0]
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, number: int) -> jax.Array:
-    """Noise [B, V] that makes the largest sum a draw from the softmax: the Gumbel-max trick (Gumbel 1954)."""
+    """Return noise [B, V] for the Gumbel-max trick (Gumbel 1954): the largest sum is a softmax draw."""
     bits = _threefry(
         (seed[:, :1], seed[:, 1:]),
         (position[:, None].astype(jnp.uint32), lax.iota(jnp.uint32, number)[None]),
     )
-    # The middles of 2**23 equal parts: never 0, never 1.
+    # The midpoints of 2**23 equal intervals: never 0, never 1.
     uniform = (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
     return -jnp.log(-jnp.log(uniform))
 
 
 def _threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The first word of Threefry-2x32 with 20 rounds, uint32 (Salmon et al. 2011, "Parallel random numbers").
+    """Return the first word of Threefry-2x32 with 20 rounds, uint32 (Salmon et al. 2011).
 
-    jax.random's, but for the loop over rounds that it makes on CPUs: unrolled, all noise is one kernel. Of a
-    program of 776 kB that spares 85, and a third of the time.
+    It equals jax.random's, which loops over the rounds on CPUs. Unrolled, all noise is one kernel: that saves
+    85 of the 776 kB of a program, and a third of the time.
     """
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
@@ -336,15 +335,15 @@ def _filter(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Ar
 
 
 def _sortable(values: jax.Array) -> jax.Array:
-    """uint32 keys in the order of float32 values: the sign bit flipped, negative values mirrored."""
+    """Return uint32 keys in the order of float32 values: sign bit flipped, negative values mirrored."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest uint32 [B] for which `holds`, which must be true up to it and false above.
+    """Return the largest uint32 [B] for which `holds`, which is true up to some value and false above.
 
-    Sets one bit after another, the highest first: 32 passes over the rows.
+    It sets one bit after another, the highest first: 32 passes over the rows.
     """
 
     def set_bit(place: jax.Array, found: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import DTYPES
 
 MAX_SIZE = 2**31 - 1
-"""The largest bucket and the largest extent of an array: XLA indexes with 32 bits in places."""
+"""Largest bucket and largest extent of an array: XLA uses 32-bit indexes in places."""
 EXAMPLE = 'a shape such as "float32[{batch}, 128]"'
 SIZE = f"an integer from 1 to {MAX_SIZE}"
 
@@ -18,7 +18,7 @@ _EXTENT = re.compile(r"\s*(?:([0-9]{1,10})|\{([A-Za-z_][A-Za-z0-9_]*)\})\s*", re
 
 
 def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape that a shape string means: `float32[{batch}, 128]`, `int32[]`.
+    """Return the dtype and shape of a shape string: `float32[{batch}, 128]`, `int32[]`.
 
     Args:
         text: the shape string.
@@ -38,7 +38,11 @@ def parse_shape(text: str, buckets: Mapping[str, int]) -> tuple[str, tuple[int, 
 
 
 def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
-    """A shape string as its dtype and its extents; a variable stands as its name."""
+    """Return the dtype and the extents of a shape string; a variable stands as its name.
+
+    Raises:
+        ValueError: the text has another form, or an unknown dtype.
+    """
     match = re.fullmatch(r"\s*([^\[\]\s]+)\s*\[([^\[\]]*)\]\s*", text)
     if match is None:
         raise ValueError(f"expected {EXAMPLE}; found {shown(text)}")
@@ -61,6 +65,6 @@ def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
 
 
 def undefined(variable: str, defined: Iterable[str]) -> str:
-    """The error of a variable that has no sizes."""
+    """Return the problem with a variable that has no sizes."""
     known = f"defined: {', '.join(defined)}" if defined else "none is defined in buckets"
     return f"undefined bucket variable {shown(variable)}{did_you_mean(variable, defined)}; {known}"

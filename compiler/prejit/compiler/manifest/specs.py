@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Encode, Generate, Manifest
 
 ENCODER_KINDS = ("embed", "layer", "pool")
-"""Of an encoder's programs, in the order in which they run."""
+"""The kinds of an encoder's programs, in the order in which they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class ProgramSpec:
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
             `encode/b8-t128/layer`, `score/batch8`, `score`.
-        kind: as of `bundle.Program`.
+        kind: as in `schema.Program`.
         bucket: static sizes by name.
-        section: the manifest's [[program]] that it comes from, by name; empty for a decoder's.
+        section: name of the [[program]] that it comes from; empty for programs of the model.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ProgramSpec:
 
 
 def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
-    """Every program of a manifest: those of its model for each bucket, then the user's functions."""
+    """Return every program of a manifest: for each bucket of its model, then for the user's functions."""
     specs: list[ProgramSpec] = []
     if (sizes := manifest.generate) is not None:
         specs += _decoder_specs(sizes)
@@ -47,11 +47,11 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
 
 
 def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
-    """A decoder's programs.
+    """Yield a decoder's programs.
 
-    A prefill bucket longer than a context is left out for that context: no prompt could fill it. Caches are
-    copied from the smallest batch into every other (a new row for a slot, a prefix for a new row), and
-    from each context into the next (a text that grows).
+    A context has no prefill longer than itself, which no prompt could fill. Copies go from the smallest batch
+    to every other (a new row for a slot, a prefix for a new row), and from each context to the next (a
+    text that grows).
     """
     for batch in sizes.batch:
         for place, context in enumerate(sizes.context):
@@ -70,10 +70,10 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
 
 
 def _encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:
-    """An encoder's programs: three for each bucket.
+    """Yield an encoder's programs: three for each bucket.
 
-    An encoder is not one program, because its layers are all the same: a program of one layer, run for each
-    with other weights, loads and compiles in a fraction of the time (docs/architecture.md has the figures).
+    All layers of an encoder are the same. One program that runs for each layer with other weights compiles
+    and loads in a fraction of the time that one program of all layers takes.
     """
     for batch, length in encode.shapes:
         for kind in ENCODER_KINDS:

@@ -1,4 +1,4 @@
-"""Where each key of a TOML file stands, which tomllib does not tell."""
+"""Find the line of each key of a TOML file; tomllib does not return them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SCALAR = re.compile(
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line, from 1, of every table, key and list item of a TOML document.
+    """Return the line, from 1, of every table, key and list item of a TOML document.
 
     Args:
-        text: TOML that `tomllib.loads` accepts. Of anything else only the beginning is told.
+        text: TOML that `tomllib.loads` accepts. Other texts give the lines up to the first mistake.
     """
     scanner = _Scanner(text.replace("\r\n", "\n"))
     with suppress(AttributeError, RecursionError):  # no match: not TOML; or nested without end
@@ -34,7 +34,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 @final
 class _Scanner:
-    """Reads only as much of TOML as is needed to tell where things are."""
+    """Reads as much of TOML as is needed to find where keys are."""
 
     def __init__(self, text: str) -> None:
         self.lines: dict[KeyPath, int] = {}
@@ -102,7 +102,7 @@ class _Scanner:
         return tomllib.loads(f"key = {part}")["key"] if part[0] in "\"'" else part
 
     def _resolve(self, parts: list[str]) -> KeyPath:
-        """A header's path: each array of tables on the way means its last table."""
+        """Return a header's path; each array of tables in it stands for its last table."""
         path: KeyPath = ()
         for part in parts:
             path = (*path, part)

@@ -9,11 +9,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from prejit.compiler.store.directory import ZIG
+from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 
 _STATIC_RUNTIME = ("-static-libstdc++", "-static-libgcc")
@@ -65,7 +67,26 @@ class Compiler:
         return "\n".join(lines[:_MAX_ERROR_LINES]) or f"ended with exit code {done.returncode}"
 
 
-def find_compilers(level: str, cache_root: Path) -> Iterator[Compiler]:
+VersionOf = Callable[[list[str], str], str | None]
+"""Returns the first line that a command prints about its version; None: the command fails.
+
+Its arguments are the command and what identifies the program: the digest of its file, or its release."""
+
+
+def run_version(command: list[str], program: str) -> str | None:
+    """Run a command and return the first line that it prints; None: it cannot be run, or fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.splitlines() or [""])[0].strip()
+
+
+def find_compilers(
+    level: str, cache_root: Path, version_of: VersionOf = run_version
+) -> Iterator[Compiler]:
     """Yield the C++ compilers of this machine, in the order in which to try them.
 
     They are $CXX, g++, clang++ and c++, then the `ziglang` wheel. With CXX=zig it is the wheel only: its
@@ -74,6 +95,7 @@ def find_compilers(level: str, cache_root: Path) -> Iterator[Compiler]:
     Args:
         level: the x86-64 level to compile for.
         cache_root: directory of the build cache, in which zig keeps its own.
+        version_of: returns the version of a compiler.
 
     Raises:
         UsageError: CXX has a quote that is not closed.
@@ -89,7 +111,10 @@ def find_compilers(level: str, cache_root: Path) -> Iterator[Compiler]:
     of_machine = (chosen, ["g++"], ["clang++"], ["c++"]) if chosen != ["zig"] else ()
     for command in of_machine:
         path = shutil.which(command[0]) if command else None
-        if path is None or (version := _first_line([path, *command[1:], "--version"])) is None:
+        if path is None:
+            continue
+        version = version_of([path, *command[1:], "--version"], _digest(path))
+        if version is None:
             continue
         called = " ".join((os.path.realpath(path), *command[1:]))  # c++ is often g++
         if called in seen:
@@ -108,7 +133,7 @@ def find_compilers(level: str, cache_root: Path) -> Iterator[Compiler]:
     if importlib.util.find_spec("ziglang") is None:
         return
     zig = (sys.executable, "-m", "ziglang")
-    if (version := _first_line([*zig, "version"])) is not None:
+    if (version := version_of([*zig, "version"], _release("ziglang"))) is not None:
         machine = f"x86_64-linux-gnu.{_ZIG_GLIBC}"
         places = {
             f"ZIG_{kind}_CACHE_DIR": str(cache_root / ZIG / kind.lower())
@@ -119,15 +144,20 @@ def find_compilers(level: str, cache_root: Path) -> Iterator[Compiler]:
         yield Compiler((*zig, "c++"), f"zig {version}", f"zig {version}", flags, (), places)
 
 
-def _first_line(command: list[str]) -> str | None:
-    """Return the first line that a command prints, or None where it cannot be run or fails."""
+def _digest(path: str) -> str:
+    """Return the digest of a file; an empty text where it cannot be read."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=60, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.splitlines() or [""])[0].strip()
+        return digest_of(Path(path).read_bytes())
+    except OSError:
+        return ""
+
+
+def _release(package: str) -> str:
+    """Return the version of an installed package; an empty text where it has none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _short_name(version: str) -> str:

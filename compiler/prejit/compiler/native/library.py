@@ -14,9 +14,10 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from prejit.compiler.native.compilers import Compiler, find_compilers
+from prejit.compiler.native.compilers import Compiler, find_compilers, run_version
 from prejit.compiler.progress import Progress, Quiet
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key
@@ -153,7 +154,7 @@ def build_kernels(
         return NoKernels(f"expected sources of kernels in {sources}, found none")
     failures = []
     progress = progress or Quiet()
-    for compiler in find_compilers(level, cache.root):
+    for compiler in find_compilers(level, cache.root, partial(_noted_version, cache)):
         key = _key(toolchain, level, compiler, sources, headers)
         if (known := _find(cache, key)) is not None:
             return known
@@ -184,7 +185,7 @@ def find_kernels(
 ) -> KernelLibrary | NoKernels | None:
     """Return what `build_kernels` would return if that is in the cache, else None.
 
-    Compilers are run to get their versions, and for nothing else.
+    It starts no compiler: builds note the versions of compilers in the cache.
 
     Raises:
         StoreError: the cache, the sources or the headers cannot be read.
@@ -194,11 +195,39 @@ def find_kernels(
     if isinstance(inputs, NoKernels):
         return inputs
     level, headers = inputs
-    compilers = list(find_compilers(level, cache.root))
-    for compiler in compilers:
-        if known := _find(cache, _key(toolchain, level, compiler, sources, headers)):
-            return known
-    return None if compilers else _no_compiler()
+    found = False
+    try:
+        for compiler in find_compilers(level, cache.root, partial(_known_version, cache)):
+            found = True
+            if known := _find(cache, _key(toolchain, level, compiler, sources, headers)):
+                return known
+    except _UnknownVersionError:  # of a compiler that a build tries first
+        return None
+    return None if found else _no_compiler()
+
+
+class _UnknownVersionError(Exception):
+    """No build has noted the version of a compiler."""
+
+
+def _noted_version(cache: Store, command: list[str], program: str) -> str | None:
+    """Return what a compiler prints about its version, and note it in the cache for `find_kernels`."""
+    version, key = run_version(command, program), _version_key(command, program)
+    if cache.get(key) != {"version": version}:
+        cache.put(key, {"version": version})
+    return version
+
+
+def _known_version(cache: Store, command: list[str], program: str) -> str | None:
+    """Return the version of a compiler that a build has noted."""
+    if (known := cache.get(_version_key(command, program))) is None:
+        raise _UnknownVersionError(command[0])
+    version: str | None = known["version"]
+    return version
+
+
+def _version_key(command: list[str], program: str) -> Key:
+    return Key("compiler", command[0], (("program", program), ("arguments", " ".join(command[1:]))))
 
 
 def _inputs(toolchain: Toolchain, sources: Path) -> tuple[str, Path] | NoKernels:

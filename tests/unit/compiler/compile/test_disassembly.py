@@ -406,7 +406,7 @@ def test_a_function_is_found_in_the_string_table_of_its_object() -> None:
         code(RET),
         executable(code(RET))[:-4],
         executable(code(RET))[3:],  # without the first message
-        b"\x02\x08\x03" + field(1, b"") + field(2, b""),  # does not say what LLVM was told
+        b"\x02\x08\x03" + field(1, b"") + field(2, b""),  # lacks the list of what LLVM may use
     ],
 )
 def test_what_is_no_executable_is_an_error(other: bytes) -> None:
@@ -450,7 +450,7 @@ def test_every_extension_of_iced_is_decided() -> None:
 
 
 def test_names_are_those_that_machines_are_compared_by() -> None:
-    # `crc32` is sse4.2 in a fingerprint; `sahf` is told from its instructions.
+    # `crc32` is sse4.2 in a fingerprint; `sahf` is recognized by its instructions.
     assert {*LLVM_NAMES.values(), "crc32", "sahf"} == set(CPU_FEATURES)
     assert len(set(LLVM_NAMES.values())) == len(LLVM_NAMES)
 

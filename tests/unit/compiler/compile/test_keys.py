@@ -13,8 +13,9 @@ from prejit.compiler.compile import keys
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.compile.keys import executable_key
 from prejit.compiler.targets import toolchain
+from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.targets.toolchain import Toolchain, Tuned, gpu_config, host_toolchain
+from prejit.compiler.targets.toolchain import Toolchain, Tuned, host_toolchain
 from prejit.runtime.machine.targets import Target, catalogue
 
 V3 = target("cpu-x86-64-v3")

@@ -269,7 +269,7 @@ def failure(cache: DirectoryStore, command: tuple[str, ...], bad: CompileJob) ->
     return caught.value
 
 
-def test_an_out_of_memory_kill_is_told_with_program_target_and_last_lines(
+def test_an_out_of_memory_kill_is_reported_with_program_target_and_last_lines(
     cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     error = failure(cache, fake, job(cache, "decode", "signal:9", V3))
@@ -300,13 +300,13 @@ def test_an_out_of_memory_kill_is_told_with_program_target_and_last_lines(
         ("raise:", ["  bad for cpu-host: XLA does not like it"]),
     ],
 )
-def test_a_crash_is_told_with_its_text(
+def test_a_crash_is_reported_with_its_text(
     cache: DirectoryStore, fake: tuple[str, str], portable: str, lines: list[str]
 ) -> None:
     assert str(failure(cache, fake, job(cache, "bad", portable))).splitlines()[1:] == lines
 
 
-def test_a_bug_of_ours_is_told_with_its_traceback(
+def test_a_bug_of_ours_is_reported_with_its_traceback(
     cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     text = str(failure(cache, fake, job(cache, "bad", "bug:")))
@@ -314,7 +314,7 @@ def test_a_bug_of_ours_is_told_with_its_traceback(
     assert "| ZeroDivisionError: a bug" in text
 
 
-def test_a_worker_process_that_is_killed_is_told_at_once(
+def test_a_worker_process_that_is_killed_is_reported_at_once(
     cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     start = time.monotonic()
@@ -331,7 +331,7 @@ def test_a_worker_that_babbles_is_killed(
     assert "bad for cpu-host: its worker was killed by SIGKILL" in text
 
 
-def test_only_what_the_failed_program_wrote_is_told(
+def test_only_what_the_failed_program_wrote_is_reported(
     cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     jobs = [job(cache, "a", "warn:"), job(cache, "b", "exit:7")]
@@ -348,7 +348,7 @@ def test_real_xla_tells_of_a_flag_that_it_does_not_know(
         compiled(cache, job(cache, "f", b"whatever"))
 
 
-def test_a_portable_program_that_is_damaged_is_told(
+def test_a_portable_program_that_is_damaged_is_reported(
     cache: DirectoryStore, fake: tuple[str, str]
 ) -> None:
     one = job(cache, "a", "ok:")
@@ -367,7 +367,9 @@ def test_a_cache_that_cannot_be_written_is_a_store_error(
         run(cache, fake, job(cache, "a", f"break-cache:{broken}"))
 
 
-def test_a_worker_that_cannot_be_started_is_told_for_every_program(cache: DirectoryStore) -> None:
+def test_a_worker_that_cannot_be_started_is_reported_for_every_program(
+    cache: DirectoryStore,
+) -> None:
     jobs = [job(cache, f"p{n}", f"ok:{n}") for n in range(3)]
     with pytest.raises(BuildError, match="3 of 3 programs") as caught:
         run(cache, ("/nonexistent",), *jobs)
@@ -397,7 +399,7 @@ def test_jobs_are_taken_while_others_run(
         assert pool.compiled == 3
 
 
-def test_a_long_compile_is_told_by_a_heartbeat(
+def test_a_long_compile_is_reported_by_a_heartbeat(
     cache: DirectoryStore, fake: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"

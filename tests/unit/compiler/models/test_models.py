@@ -499,7 +499,7 @@ _UNUSABLE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
-    ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "of which frequencies can be made"),
+    ("llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "that give finite frequencies"),
     ("llama", {"rope_scaling": {**YARN, "factor": -2.0}}, "factor: expected"),
     ("llama", {"rope_scaling": {**YARN, "beta_fast": []}}, "beta_fast"),
     ("llama", {"rope_scaling": {**YARN, "attention_factor": 0.0}}, "attention_factor"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,23 @@ def test_a_plan_compiles_no_kernels_and_traces_no_model(
     assert once_more.reasons() == {"first build of this program"}
     assert not compiled.exists()
     assert not list((tmp_path / "m" / "cache").rglob("actions/native/*"))
+
+
+def test_a_plan_starts_no_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy_library: tuple[Any, bytes]
+) -> None:
+    (tmp_path / "made.so").write_bytes(toy_library[1])
+    write_compiler(tmp_path, monkeypatch, f"cp {tmp_path}/made.so $out")
+    found = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    found.lower_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", None)
+        bare = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+        assert "its kernels have still to be compiled" in bare.reasons()
+    found.kernels()
+    monkeypatch.setattr(subprocess, "Popen", None)
+    again = planned(tmp_path / "m", model, "cpu-x86-64-v2")
+    assert "its kernels have still to be compiled" not in again.reasons()
 
 
 def test_a_plan_imports_neither_jax_nor_what_reads_models(

@@ -167,7 +167,7 @@ def test_a_result_without_its_blob_is_not_stored(cache: DirectoryStore) -> None:
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])
-def test_an_unusable_directory_is_told_at_once(tmp_path: Path, root: str) -> None:
+def test_an_unusable_directory_is_reported_at_once(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write the build cache") as caught:
         DirectoryStore.open(tmp_path / root)
@@ -250,7 +250,7 @@ while True:
     assert found >= len(blobs) - 5  # each kill may cost the one result that was under way
 
 
-def test_a_full_disk_is_told_and_leaves_no_temp_files(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_temp_files(tmp_path: Path) -> None:
     # The limit on a file's size fails where a full disk does: in write, flush or close.
     code = """
 import resource

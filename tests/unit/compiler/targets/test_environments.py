@@ -1,4 +1,4 @@
-"""Environments of workers, without making one: what is wanted, what is found, which interpreter."""
+"""Environments of workers, without making one: their specifications, what is found, and the worker in one."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_kill_while_one_is_deleted_leaves_none(monkeypatch: pytest.MonkeyPatch
     assert environments.find(WANTED) is None
 
 
-def test_a_directory_that_cannot_be_written_is_told(
+def test_a_directory_that_cannot_be_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -68,7 +68,7 @@ def test_an_interpreter_without_venv_is_not_taken(machine: Path) -> None:
     assert find_interpreter("0.12.0.1", "cpu-host") == f"{bare}x"
 
 
-def test_one_that_is_too_new_is_told_from_one_that_is_too_old(machine: Path) -> None:
+def test_one_that_is_too_new_is_distinguished_from_one_that_is_too_old(machine: Path) -> None:
     script(machine / "bin" / "python3.100", "exit 9")
     with pytest.raises(BuildError, match=r"needs Python 3\.97 to 3\.99, found only 3\.100 \("):
         find_interpreter("0.12.0.1", "cpu-host")

@@ -105,12 +105,12 @@ def test_the_command_lists_people_a_table_and_scripts_json(
     assert "580.65.06" in text
     assert text.count("the first download: ") == 2, "once a platform"
     assert cli.run(["targets", "--json"]) == 0
-    told = {row["name"]: row for row in json.loads(capsys.readouterr().out)["targets"]}
-    assert list(told) == list(names())
-    assert told["cuda-h200"]["builds"] is True
-    assert told["cuda-h200"]["how"] == DOWNLOAD
-    assert told["cuda-h200"]["compute_capability"] == "9.0"
-    assert told["cpu-host"]["packages"] == []
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["targets"]}
+    assert list(rows) == list(names())
+    assert rows["cuda-h200"]["builds"] is True
+    assert rows["cuda-h200"]["how"] == DOWNLOAD
+    assert rows["cuda-h200"]["compute_capability"] == "9.0"
+    assert rows["cpu-host"]["packages"] == []
 
 
 def test_listing_imports_no_jax(run_python: Callable[..., object]) -> None:

@@ -46,14 +46,14 @@ L4 = Fingerprint(
 )
 
 
-def table(**said: Any) -> TargetTable:
-    return TargetTable(**{"name": "mine", **said})
+def table(**given: Any) -> TargetTable:
+    return TargetTable(**{"name": "mine", **given})
 
 
-def wrong(said: TargetTable, at: Path, mesh: Mesh | None = None) -> tuple[str, str]:
+def wrong(given: TargetTable, at: Path, mesh: Mesh | None = None) -> tuple[str, str]:
     """The key and the problem that a table is refused with."""
     with pytest.raises(TableError) as caught:
-        resolve(said, at, mesh)
+        resolve(given, at, mesh)
     return caught.value.key, str(caught.value)
 
 
@@ -62,12 +62,12 @@ def test_every_name_is_a_target() -> None:
 
 
 def test_the_catalogue_has_what_it_promises() -> None:
-    asked = {
+    listed = {
         *("cpu-x86-64-v2", "cpu-x86-64-v3", "cpu-x86-64-v4"),
         *("cuda-t4", "cuda-a10g", "cuda-l4", "cuda-a100", "cuda-h100", "cuda-h200", "cuda-b200"),
         *("tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v5e-2x2", "tpu-v5p-2x2x1", "tpu-v6e-2x2"),
     }
-    assert asked <= catalogue().keys()
+    assert listed <= catalogue().keys()
 
 
 @pytest.mark.parametrize("name", list(catalogue()))
@@ -110,7 +110,7 @@ def test_the_host_target_has_no_limits() -> None:
     assert can_build(host) is None
 
 
-def test_an_unknown_target_is_told_with_the_nearest_and_all() -> None:
+def test_an_unknown_target_is_reported_with_the_nearest_and_all() -> None:
     with pytest.raises(UsageError) as caught:
         target("cpu-x86-v3")
     assert "expected a target, one of cpu-host, cpu-x86-64-v2," in str(caught.value)
@@ -132,8 +132,8 @@ def test_a_pinned_version_is_part_of_the_name(tmp_path: Path) -> None:
 
 
 def test_a_table_goes_before_the_catalogue(tmp_path: Path) -> None:
-    said = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
-    found = resolve(said, tmp_path, None)
+    given = table(name="cuda-l4", memory_bytes=20_000_000_000, xla_flags=("--xla_a=1",))
+    found = resolve(given, tmp_path, None)
     assert found.memory_bytes == 20_000_000_000
     assert found.xla_flags == ("--xla_a=1",)
     assert found.gpu == target("cuda-l4").gpu
@@ -158,24 +158,24 @@ def test_a_fingerprint_of_a_cpu_is_a_target(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> None:
-    said = {
+    given = {
         "platform": "cuda",
         "device_kind": "NVIDIA GeForce RTX 4090",
         "compute_capability": "8.9",
         "memory_bytes": 25_000_000_000,
         "gpu": GpuTable(128, 1_008_000_000_000, 75_497_472, 2520),
     }
-    found = resolve(table(**said), tmp_path, None)
+    found = resolve(table(**given), tmp_path, None)
     assert found.gpu is not None
     assert found.gpu.core_count == 128
     for missing in ("device_kind", "compute_capability", "memory_bytes", "gpu"):
-        key, problem = wrong(table(**{**said, missing: None}), tmp_path)
+        key, problem = wrong(table(**{**given, missing: None}), tmp_path)
         assert key == missing
         assert problem.startswith("missing; ")
 
 
 @pytest.mark.parametrize(
-    ("said", "key", "problem"),
+    ("given", "key", "problem"),
     [
         ({"name": "cuda-h1000"}, "name", 'unknown target "cuda-h1000" (did you mean "cuda-h100"?)'),
         ({"name": "a b", "platform": "cpu"}, "name", "expected letters, digits"),
@@ -199,9 +199,9 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
     ],
 )
 def test_a_table_that_is_no_target_is_refused_at_its_key(
-    said: dict[str, Any], key: str, problem: str, tmp_path: Path
+    given: dict[str, Any], key: str, problem: str, tmp_path: Path
 ) -> None:
-    found_key, found = wrong(table(**said), tmp_path)
+    found_key, found = wrong(table(**given), tmp_path)
     assert found_key == key
     assert problem in found
 

@@ -1,4 +1,4 @@
-"""What a target is compiled with, and its part of the key."""
+"""Toolchains: the flags, variables and descriptions that a target is compiled with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
     Toolchain,
     Tuned,
-    gpu_config,
     host_toolchain,
     read_tuning,
 )

@@ -24,7 +24,7 @@ def numbered(bundle: Bundle, batch: int, context: int, offset: int = 0) -> KVCac
     """A cache in which all values differ."""
     cache = KVCache(bundle.decoder, batch, context)
     for place, array in enumerate(cache.arrays):
-        size = array.shape
+        size = to_numpy(array).shape
         values = np.arange(np.prod(size), dtype=np.float32).reshape(size) + 1e6 * place + offset
         cache.arrays[place] = bundle.decoder.device.put(values)
     return cache

@@ -14,7 +14,7 @@ from prejit.runtime.format.arrays import DTYPES, Array
 
 
 def shapes_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
-    """The pytree of shapes that a manifest's args mean at a bucket."""
+    """Return the shapes of a manifest's args at a bucket, as a pytree."""
     if isinstance(args, dict):
         return {name: shapes_of(item, bucket, f"{where}.{name}") for name, item in args.items()}
     if isinstance(args, list | tuple):
@@ -29,7 +29,7 @@ def shapes_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
 
 
 def arrays_of(tree: Any) -> tuple[Array, ...]:
-    """The leaves of a manifest's args."""
+    """Return the arrays of a manifest's args."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return tuple(_array_of(path, leaf) for path, leaf in leaves)
 
@@ -40,13 +40,13 @@ def _array_of(path: tuple[Any, ...], leaf: Any) -> Array:
 
 
 def results_of(tree: Any, what: str) -> tuple[Array, ...]:
-    """The leaves of what a function returns.
+    """Return the arrays in the results of a function.
 
-    A bundle returns arrays in dicts with text as keys, and in tuples. Nodes of other types come back as
-    one of these: lists, and types that have no names, as tuples; named tuples and dataclasses as dicts.
+    A bundle returns dicts with text keys, tuples, and arrays in them. Other nodes are returned as one of
+    these: lists and types without names as tuples, named tuples and dataclasses as dicts.
 
     Raises:
-        BuildError: something would come back as another value, or not at all.
+        BuildError: a bundle could not return a value, or would return another one.
     """
     arrays: dict[tuple[str, ...], Array] = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)

@@ -1,4 +1,4 @@
-"""Find calls in a traced function and their lines in the user's code, for errors."""
+"""Find primitives in a traced function, with their lines in the user's code, for errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLBACKS = {
     "pure_callback": "jax.pure_callback",
     "io_callback": "jax.experimental.io_callback",
 }
-"""Primitives that call Python while the program runs, and what one writes to get them."""
+"""Primitives that call Python while the program runs, with the functions that create them."""
 
 PALLAS = "pallas_call"
 
@@ -26,14 +26,14 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_calls(traced: ClosedJaxpr, *primitives: str) -> list[tuple[str, str]]:
-    """Finds primitives in a traced function, and in all functions that it calls.
+    """Find primitives in a traced function and in all functions that it calls.
 
     Args:
         traced: the function.
         *primitives: names of primitives.
 
     Returns:
-        The name of each that is found with `file:line` of the user's code, or an empty text.
+        The name of each one found, with `file:line` in the user's code or an empty text.
     """
     return [
         (equation.primitive.name, _place(equation))
@@ -57,7 +57,7 @@ _JAXPRS = (ClosedJaxpr, Jaxpr)
 
 
 def _place(equation: Any) -> str:
-    """The innermost line that is neither of jax, flax and prejit nor of Python's own library."""
+    """Return the innermost line outside of jax, flax, prejit and Python's standard library."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not _is_library(frame.file_name):

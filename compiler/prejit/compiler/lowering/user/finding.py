@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A function of the user's, ready to be lowered.
+    """A function of the user, ready to be lowered.
 
     Attributes:
         function: takes a flat dict of weights, then the arguments of the manifest.
-        weights: their shapes, by flat name; sorted.
-        values: the weights themselves where they come from the object (a flax.nnx module).
-        modules: among which it was found.
+        weights: shapes of the weights by flat name, sorted.
+        values: values of the weights, from the manifest's params or the flax.nnx module.
+        modules: the modules that it was found in.
     """
 
     function: Callable[..., Any]
@@ -43,22 +43,22 @@ def find_function(
     modules: UserModules,
     nested: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> UserFunction:
-    """Imports what `function` of a [[program]] names.
+    """Import the function that a [[program]] names, and wrap it.
 
-    That is a function, called as function(params, ...) where the manifest gives params, else as
-    function(...); a flax.linen module, applied to params; or a flax.nnx module, whose parameters are its
-    own unless the manifest gives params.
+    It is a function, called as function(params, ...) if the manifest gives params, else as function(...); a
+    flax.linen module, which is applied to params; or a flax.nnx module, whose parameters are its own unless
+    the manifest gives params.
 
     Args:
         program: the section of the manifest.
         at: the manifest, for errors.
-        parameters: flat, names joined by dots; None where the manifest gives none.
-        modules: those beside the manifest.
-        nested: returns the first argument of the function from its flat weights; None: nested dicts, by the
-            dots in names.
+        parameters: values by flat name, joined by dots; None if the manifest gives no params.
+        modules: the modules beside the manifest.
+        nested: makes the first argument of the function from its flat weights; None for nested dicts, by
+            the dots in names.
 
     Raises:
-        ManifestError: the module or the attribute is not there, raises, or is nothing that can be called.
+        ManifestError: the module or the attribute does not exist, raises, or cannot be called.
     """
     found = program.fn
     if isinstance(found, str):

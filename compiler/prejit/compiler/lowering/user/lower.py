@@ -31,17 +31,17 @@ def lower_function(
     at: str,
     platforms: Sequence[str],
 ) -> LoweredProgram:
-    """Lowers a function of the user's at one bucket: for every platform, if it can be.
+    """Lower a function of the user at one bucket, for every platform that is possible.
 
     Args:
         user: the function.
         program: its section of the manifest.
         spec: the program.
         at: the manifest, for errors.
-        platforms: those of the manifest's targets, for which it must be possible.
+        platforms: the platforms of the manifest's targets, for which it must be possible.
 
     Raises:
-        BuildError: it cannot be traced or lowered; the cause says why.
+        BuildError: it cannot be traced or lowered.
     """
     shapes = shapes_of(program.args, spec.bucket, f"{at}: program {program.name!r}: args")
     args, kwargs = ((), shapes) if isinstance(shapes, dict) else (tuple(shapes), {})
@@ -59,7 +59,7 @@ def lower_function(
         exported, refused = _export_where_possible(function, values, wanted)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
-    with user.modules.tracing(what):  # makes nodes of the user's own types
+    with user.modules.tracing(what):  # creates nodes of the user's own types
         results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return LoweredProgram(
         exported.mlir_module_serialized,
@@ -71,10 +71,10 @@ def lower_function(
 
 
 def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
-    """Refuses a function that calls Python while it runs, which a server does not have.
+    """Refuse a function that calls Python while it runs, which a bundle cannot hold.
 
     Raises:
-        BuildError: what it calls, and where.
+        BuildError: it does; the error names each call and its line.
     """
     calls = [
         f"{CALLBACKS[name]}{f' at {place}' if place else ''}"
@@ -91,9 +91,9 @@ def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
 def _export_where_possible(
     function: Callable[..., Any], values: tuple[Any, ...], wanted: tuple[str, ...]
 ) -> tuple[export.Exported | None, dict[str, Exception]]:
-    """A function for all platforms, or for those of the targets; else each platform's error."""
+    """Export a function for all platforms, or those of the targets; else return each platform's error."""
     for platforms in (PLATFORMS, wanted):
-        with contextlib.suppress(Exception):  # it calls what only some platforms have
+        with contextlib.suppress(Exception):  # it calls something that only some platforms have
             return export_program(function, values, platforms), {}
     refused: dict[str, Exception] = {}
     for platform in wanted:
@@ -101,13 +101,13 @@ def _export_where_possible(
             export_program(function, values, (platform,))
         except Exception as error:
             refused[platform] = error
-    if not refused:  # each alone, but not together
+    if not refused:  # each platform lowers alone, but not together
         export_program(function, values, wanted)
     return None, refused
 
 
 def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what: str) -> BuildError:
-    """The error of a function that does not lower for some platforms of the manifest's targets."""
+    """Return the error for a function that does not lower for some platforms of the targets."""
     platforms = " and ".join(refused)
     error = next(iter(refused.values()))
     hint = (

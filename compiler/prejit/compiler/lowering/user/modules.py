@@ -1,10 +1,10 @@
-"""The user's own modules: imported from beside their manifest, and kept apart from every other manifest's.
+"""Import the user's modules from beside their manifest, separate from those of every other manifest.
 
 One command may build several manifests, each with a `model.py` beside it. While a manifest's code runs, its
-directory is first on `sys.path` and its modules are in `sys.modules`; afterwards both are as they were. So
-relative imports, imports inside of functions and everything that finds a class by the name of its module work
-as in a process of its own. The working directory, environment variables and jax's settings are kept apart
-too: modules change them.
+directory is first on `sys.path` and its modules are in `sys.modules`; afterwards both are restored. So
+relative imports, imports inside functions, and everything that finds a class by the name of its module work
+as in a separate process. The working directory, environment variables and jax's settings are separate too,
+because modules change them.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 @final
 class UserModules:
-    """The modules beside one manifest. Not for several threads at once: Python has one table of modules."""
+    """The modules beside one manifest. It is not thread-safe: Python has one table of modules."""
 
     def __init__(self, directory: Path | None) -> None:
-        """Imports nothing yet.
+        """Import nothing yet.
 
         Args:
-            directory: of the manifest; None: the manifest was made in Python, and its functions run among
-                the modules of this process.
+            directory: the manifest's directory; None if the manifest was made in Python, and its functions
+                use the modules of this process.
         """
         self._apart = directory is not None
         self._directory = str((directory or Path()).absolute())
-        self._roots = {self._directory}  # where modules of the user's are looked for
-        self._path: list[str] = []  # sys.path, as the user's code left it
+        self._roots = {self._directory}  # directories of the user's modules
+        self._path: list[str] = []  # sys.path as the user's code left it
         self._path_before: list[str] = []
         self._own: dict[str, ModuleType] = {}
         self._settings = _Settings()
         self._depth = 0
 
     def find(self, function: str, where: str) -> Any:
-        """Imports what `function` of a [[program]] names.
+        """Import the object that `function` of a [[program]] names.
 
         Args:
             function: `module:attribute`.
             where: the place in the manifest, for errors.
 
         Raises:
-            ManifestError: there is no such module or attribute, or the module raises.
+            ManifestError: the module or attribute does not exist, or the module raises.
         """
         module_name, _, attribute = function.partition(":")
         with self.in_use():
@@ -83,13 +83,13 @@ class UserModules:
 
     @contextmanager
     def tracing(self, what: str) -> Iterator[None]:
-        """Runs a function of the user's: whatever it raises but KeyboardInterrupt becomes a BuildError.
+        """Run code of the user inside the block; any exception but KeyboardInterrupt becomes a BuildError.
 
         Args:
-            what: cannot be done then, and where the manifest asks for it.
+            what: what failed then, with its place in the manifest, for the error.
 
         Raises:
-            BuildError: what was raised, with the line of the user's code.
+            BuildError: the code raised; the error holds the line of the user's code.
         """
         with self.in_use():
             try:
@@ -117,7 +117,7 @@ class UserModules:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Makes the modules the ones that are imported, and sends what they print to stderr. It nests."""
+        """Use these modules inside the block, and send what they print to stderr. Blocks may nest."""
         self._depth += 1
         try:
             if self._depth > 1 or not self._apart:
@@ -135,7 +135,7 @@ class UserModules:
         self._path_before = path
         sys.path[:] = self._path or [self._directory, *path]
         sys.modules.update(self._own)
-        importlib.invalidate_caches()  # the module may have been written just now
+        importlib.invalidate_caches()  # the module may be newer than the importer's caches
         self._settings.apply()
         try:
             with _printing_to_stderr():
@@ -158,7 +158,7 @@ class UserModules:
             before.since(_Settings.now()).apply()
 
     def _is_own(self, name: str) -> bool:
-        """Whether a module was found beside the manifest, or where the user's code added to sys.path."""
+        """Return whether a module is from the manifest's directory, or one that the user's code added."""
         spec = getattr(sys.modules.get(name.partition(".")[0]), "__spec__", None)
         if spec is None:
             return False
@@ -166,7 +166,7 @@ class UserModules:
         return any(os.path.dirname(os.path.abspath(place)) in self._roots for place in places)
 
     def _describe(self, error: BaseException) -> str:
-        """What was raised, and the line of the user's code at which it was."""
+        """Return the text of an exception, with the line of the user's code that raised it."""
         text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
         if isinstance(error, SyntaxError) and error.filename is not None:
             return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
@@ -181,7 +181,7 @@ class UserModules:
         return f"{text} ({file}, line {line})"
 
     def _is_users(self, frame: FrameType) -> bool:
-        """Whether code lies in a directory of the user's, and is of no package installed below it."""
+        """Return whether code is in a directory of the user, and not in a package installed there."""
         file = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package == "prejit" or package in sys.stdlib_module_names:
@@ -194,7 +194,7 @@ class UserModules:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What belongs to the process and a module may change; None: an environment variable that is not set."""
+    """Settings of the process that a module may change. None stands for an unset environment variable."""
 
     environ: Mapping[str, str | None] = field(default_factory=dict)
     jax: Mapping[str, Any] = field(default_factory=dict)
@@ -202,15 +202,15 @@ class _Settings:
 
     @classmethod
     def now(cls) -> _Settings:
-        """As they are."""
+        """Return the present settings."""
         jax = sys.modules.get("jax")
         directory = None
-        with suppress(OSError):  # it was deleted
+        with suppress(OSError):  # the directory was deleted
             directory = os.getcwd()
         return cls(dict(os.environ), {} if jax is None else dict(jax.config.values), directory)
 
     def since(self, before: _Settings) -> _Settings:
-        """Those that differ from what they were before."""
+        """Return the settings that differ from those before."""
         names = {*self.environ, *before.environ}
         environ = {
             name: self.environ.get(name)
@@ -227,14 +227,14 @@ class _Settings:
         )
 
     def apply(self) -> None:
-        """Makes them so."""
+        """Apply the settings to the process."""
         for name, value in self.environ.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
         for name, value in self.jax.items():
-            with suppress(Exception):  # some only change before jax has a device, and then stay
+            with suppress(Exception):  # some cannot change once jax has a device
                 sys.modules["jax"].config.update(name, value)
         if self.directory is not None:
             with suppress(OSError):
@@ -244,13 +244,13 @@ class _Settings:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # of a class of the user's own
+    except Exception:  # the user's class may fail in __str__
         return "no text"
 
 
 @contextmanager
 def _printing_to_stderr() -> Iterator[None]:
-    """Sends stdout to stderr, also that of C code and of child processes: stdout is for our own data."""
+    """Send stdout to stderr, also that of C code and child processes: stdout is for prejit's data."""
     with ExitStack() as stack:
         stderr = Unbreakable(sys.stderr)
         with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it

@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2018, arXiv 1810.04805) as published by Hugging Face (models/bert/modeling_bert.py).
 
-Of a checkpoint with a head only the transformer is taken: `cls` (masked tokens and next sentence), `pooler`,
-`classifier` and `qa_outputs` are left out. Every token is of the first segment, as where one sentence is
+Only the transformer of a checkpoint is read: heads (`cls` for masked tokens and next sentence, `pooler`,
+`classifier` and `qa_outputs`) are ignored. Every token belongs to the first segment, as when one sentence is
 tokenized.
 
 Shapes: B batch, T tokens, D width.
@@ -30,7 +30,7 @@ NAMING = Naming(
 
 
 def check(config: Any) -> None:
-    """Checks that a config is built here.
+    """Check that a configuration is supported.
 
     Raises:
         CheckpointError: a setting that is not supported.
@@ -43,17 +43,17 @@ def check(config: Any) -> None:
 
 
 def max_tokens(config: Any) -> int:
-    """Of one sequence."""
+    """Return the maximum tokens of a sequence."""
     return int(config.max_position_embeddings)
 
 
 def build(config: Any) -> Bert:
-    """The transformer."""
+    """Return the transformer."""
     return Bert(config)
 
 
 class Bert(nnx.Module):
-    """The transformer, as encoder.Transformer says. Parameters have the names of the published tensors."""
+    """The transformer (see sentence.Transformer). Parameters have the names of the published tensors."""
 
     def __init__(self, config: Any, padding: int | None = None) -> None:
         self.embeddings = Embeddings(config, padding)
@@ -61,7 +61,7 @@ class Bert(nnx.Module):
 
     @property
     def layers(self) -> nnx.List[Layer]:
-        """In order."""
+        """The layers in order."""
         return self.encoder.layer
 
 
@@ -69,7 +69,7 @@ class Embeddings(nnx.Module):
     """Tokens, positions and the first segment, summed and normalized."""
 
     def __init__(self, config: Any, padding: int | None) -> None:
-        """Makes the tables.
+        """Create the tables.
 
         Args:
             config: of transformers.
@@ -83,13 +83,13 @@ class Embeddings(nnx.Module):
         self.padding = padding
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens [B, T] to [B, T, D]."""
+        """Map tokens [B, T] to [B, T, D]."""
         segment = self.token_type_embeddings(jnp.zeros((), jnp.int32))
         places = self.position_embeddings(self._positions(tokens)) + segment
         return self.LayerNorm(self.word_embeddings(tokens) + places)
 
     def _positions(self, tokens: jax.Array) -> jax.Array:
-        """Int32 [T] or [B, T]."""
+        """Return the positions of tokens: int32 [T] or [B, T]."""
         if self.padding is None:
             return jnp.arange(tokens.shape[1])
         # modeling_roberta.py, create_position_ids_from_input_ids
@@ -98,7 +98,7 @@ class Embeddings(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """What holds the layers."""
+    """The list of layers, under the published name."""
 
     def __init__(self, config: Any) -> None:
         self.layer = nnx.List([Layer(config) for _ in range(config.num_hidden_layers)])
@@ -113,7 +113,7 @@ class Layer(nnx.Module):
         self.output = Output(config.intermediate_size, config)
 
     def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         x = self.attention(x, length)
         return self.output(self.intermediate(x), x)
 
@@ -126,7 +126,7 @@ class Attention(nnx.Module):
         self.output = Output(config.hidden_size, config)
 
     def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         return self.output(self.self(x, length), x)
 
 
@@ -141,7 +141,7 @@ class SelfAttention(nnx.Module):
         self.value = product(width, width)
 
     def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         return attention(self.query(x), self.key(x), self.value(x), length, self.num_heads)
 
 
@@ -153,7 +153,7 @@ class Intermediate(nnx.Module):
         self.activation = config.hidden_act
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, inner]."""
+        """Map x [B, T, D] to [B, T, inner]."""
         return self.dense(x, activation=self.activation)
 
 

@@ -1,8 +1,8 @@
 """DistilBERT (Sanh et al. 2019, arXiv 1910.01108) as published by Hugging Face.
 
-Of a checkpoint with a head (models/distilbert/modeling_distilbert.py) only the transformer is taken:
-`vocab_transform`, `vocab_layer_norm`, `vocab_projector`, `pre_classifier`, `classifier` and `qa_outputs`
-are left out.
+Its code is models/distilbert/modeling_distilbert.py. Only the transformer of a checkpoint is read: heads
+(`vocab_transform`, `vocab_layer_norm`, `vocab_projector`, `pre_classifier`, `classifier` and `qa_outputs`)
+are ignored.
 
 Shapes: B batch, T tokens, D width.
 """
@@ -32,11 +32,11 @@ NAMING = Naming(
 )
 
 _EPSILON = 1e-12
-"""Of every norm: no setting, the reference has it in its code."""
+"""Epsilon of every norm. It is a constant in the code of the reference, not a setting."""
 
 
 def check(config: Any) -> None:
-    """Checks that a config is built here.
+    """Check that a configuration is supported.
 
     Raises:
         CheckpointError: a setting that is not supported.
@@ -45,17 +45,17 @@ def check(config: Any) -> None:
 
 
 def max_tokens(config: Any) -> int:
-    """Of one sequence."""
+    """Return the maximum tokens of a sequence."""
     return int(config.max_position_embeddings)
 
 
 def build(config: Any) -> DistilBert:
-    """The transformer."""
+    """Return the transformer."""
     return DistilBert(config)
 
 
 class DistilBert(nnx.Module):
-    """The transformer, as encoder.Transformer says. Parameters have the names of the published tensors."""
+    """The transformer (see sentence.Transformer). Parameters have the names of the published tensors."""
 
     def __init__(self, config: Any) -> None:
         self.embeddings = Embeddings(config)
@@ -63,7 +63,7 @@ class DistilBert(nnx.Module):
 
     @property
     def layers(self) -> nnx.List[Layer]:
-        """In order."""
+        """The layers in order."""
         return self.transformer.layer
 
 
@@ -76,13 +76,13 @@ class Embeddings(nnx.Module):
         self.LayerNorm = LayerNorm(config.dim, _EPSILON)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens [B, T] to [B, T, D]."""
+        """Map tokens [B, T] to [B, T, D]."""
         positions = self.position_embeddings(jnp.arange(tokens.shape[1]))
         return self.LayerNorm(self.word_embeddings(tokens) + positions)
 
 
 class Stack(nnx.Module):
-    """What holds the layers."""
+    """The list of layers, under the published name."""
 
     def __init__(self, config: Any) -> None:
         self.layer = nnx.List([Layer(config) for _ in range(config.n_layers)])
@@ -98,7 +98,7 @@ class Layer(nnx.Module):
         self.output_layer_norm = LayerNorm(config.dim, _EPSILON)
 
     def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         x = self.sa_layer_norm(self.attention(x, length))
         return self.output_layer_norm(self.ffn(x))
 
@@ -114,7 +114,7 @@ class Attention(nnx.Module):
         self.out_lin = product(config.dim, config.dim)
 
     def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         query, keys, values = self.q_lin(x), self.k_lin(x), self.v_lin(x)
         mixed = attention(query, keys, values, length, self.num_heads)
         return self.out_lin(mixed, residual=x)
@@ -129,5 +129,5 @@ class MLP(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D]."""
         return self.lin2(self.lin1(x, activation=self.activation), residual=x)

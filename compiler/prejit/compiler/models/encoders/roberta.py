@@ -1,8 +1,8 @@
 """RoBERTa (Liu et al. 2019, arXiv 1907.11692) as published by Hugging Face.
 
-Its code is models/roberta/modeling_roberta.py. It is BERT, but positions are counted from behind the
-padding token's id. Of a checkpoint with a head only the transformer is taken: `lm_head`, `pooler`,
-`classifier` and `qa_outputs` are left out.
+Its code is models/roberta/modeling_roberta.py. It is BERT with positions that start after the padding
+token's id. Only the transformer of a checkpoint is read: heads (`lm_head`, `pooler`, `classifier` and
+`qa_outputs`) are ignored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ check = bert.check
 
 
 def max_tokens(config: Any) -> int:
-    """Of one sequence: the table of positions has unused rows before the first."""
+    """Return the maximum tokens of a sequence: the table of positions has unused rows before the first."""
     return int(config.max_position_embeddings - config.pad_token_id - 1)
 
 
 def build(config: Any) -> bert.Bert:
-    """The transformer."""
+    """Return the transformer."""
     return bert.Bert(config, padding=config.pad_token_id)

@@ -1,4 +1,4 @@
-"""What encoder families share: attention without a cache, norms, and what makes a sentence of its tokens.
+"""The parts that encoder families share: attention without a cache, and the embedding of a sentence.
 
 Pooling, dense layers and normalisation are those of sentence-transformers (Reimers and Gurevych 2019, arXiv
 1908.10084, section 3; the definitions are sentence_transformers/models/Pooling.py, Dense.py, Normalize.py).
@@ -22,18 +22,18 @@ from prejit.compiler.models.layers.config import require
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-"""Instead of minus infinity: a row without a token has then some value, not NaN."""
+"""The score of a hidden token. With minus infinity a row without a token would become NaN."""
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """What lowering and encoding need to know of any encoder.
+    """The sizes of an encoder, which lowering and encoding need.
 
     Attributes:
         family: `bert`, `roberta`, `distilbert`.
-        vocab_size: tokens that it knows.
-        width: of an embedding.
-        max_tokens: of a sentence, special tokens included.
+        vocab_size: number of tokens in its vocabulary.
+        width: width of an embedding.
+        max_tokens: maximum tokens of a sentence, special tokens included.
         pooling: modes joined by `+`, as sentence-transformers names them: `mean`, `cls+max`.
         normalized: whether embeddings have length 1.
     """
@@ -51,7 +51,7 @@ class EncoderSource:
     """A published encoder.
 
     Attributes:
-        config: of its transformer, by transformers.
+        config: transformers' configuration of its transformer.
         layout: its modules.
     """
 
@@ -60,33 +60,33 @@ class EncoderSource:
 
 
 class Transformer(Protocol):
-    """What every encoder family's module has.
+    """The interface of every encoder family's module.
 
     Attributes:
-        embeddings: int32 [B, T] to float32 [B, T, D].
+        embeddings: maps tokens, int32 [B, T], to float32 [B, T, D].
     """
 
     embeddings: nnx.Module
 
     @property
     def layers(self) -> nnx.List[Any]:
-        """In order; each takes float32 [B, T, D] and how many tokens of each row are valid, int32 [B].
+        """The layers in order. Each maps float32 [B, T, D] and the number of valid tokens, int32 [B].
 
-        It gives [B, T, D]. What it gives for padding means nothing, but is finite.
+        It returns [B, T, D]. Results for padding are meaningless, but finite.
         """
         ...
 
 
 class SentenceEncoder(nnx.Module):
-    """A transformer, and what makes an embedding of its hidden states."""
+    """A transformer, and the modules that make an embedding from its hidden states."""
 
     def __init__(self, source: EncoderSource, prefix: str, transformer: nnx.Module) -> None:
-        """Puts it together.
+        """Build an encoder.
 
         Args:
-            source: says what follows the transformer.
-            prefix: what tensors of a checkpoint with a head have before their names: `bert.`.
-            transformer: of the family.
+            source: describes the modules that follow the transformer.
+            prefix: prefix of the transformer's tensors in a checkpoint with a head: `bert.`.
+            transformer: the transformer of the family.
         """
         self.name = prefix.removesuffix(".")
         setattr(self, self.name, transformer)
@@ -94,11 +94,11 @@ class SentenceEncoder(nnx.Module):
 
     @property
     def transformer(self) -> Any:
-        """The Transformer."""
+        """The transformer (see Transformer)."""
         return getattr(self, self.name)
 
     def __call__(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Embeddings float32 [B, D'].
+        """Return the embeddings, float32 [B, D'].
 
         Args:
             tokens: int32 [B, T]; in row b the first length[b] are valid, the rest is padding.
@@ -107,7 +107,7 @@ class SentenceEncoder(nnx.Module):
         return self.sentence(self.hidden(tokens, length), length)
 
     def hidden(self, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Hidden states of the last layer, float32 [B, T, D]; those of padding mean nothing."""
+        """Return the hidden states of the last layer, float32 [B, T, D]; those of padding are meaningless."""
         x: jax.Array = self.transformer.embeddings(tokens)
         for layer in self.transformer.layers:
             x = layer(x, length)
@@ -115,7 +115,7 @@ class SentenceEncoder(nnx.Module):
 
 
 class Sentence(nnx.Module):
-    """Pooling, dense layers and normalisation. Dense layers are called by their directories."""
+    """Pooling, dense layers and normalization. Dense layers have the names of their directories."""
 
     def __init__(self, layout: SentenceLayout) -> None:
         self.pooling = layout.pooling
@@ -125,7 +125,7 @@ class Sentence(nnx.Module):
             setattr(self, part.name, Dense(part))
 
     def __call__(self, hidden: jax.Array, length: jax.Array) -> jax.Array:
-        """Hidden states [B, T, D] to embeddings [B, D']."""
+        """Map hidden states [B, T, D] to embeddings [B, D']."""
         x = jnp.concatenate([POOLING[mode](hidden, length) for mode in self.pooling], axis=-1)
         for name in self.dense:
             x = getattr(self, name)(x)
@@ -140,15 +140,15 @@ class Dense(nnx.Module):
         self.activation = part.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, in] to [B, out]."""
+        """Map x [B, in] to [B, out]."""
         return DENSE_ACTIVATIONS[self.activation](self.linear(x))
 
 
 def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
-    """A linear layer whose matrix is stored (in, out), as XLA:CPU wants it for several tokens at once.
+    """Return a linear layer whose matrix is stored (in, out), the fastest order for XLA:CPU with many tokens.
 
-    What is stored (out, in) it transposes on every call: MiniLM's shapes, 1 x 16 tokens, cost 2 x as much,
-    1 x 128 1.5 x. Where a bundle has kernels it is stored (out, in), as they read it.
+    XLA transposes a matrix stored (out, in) on every call: in MiniLM's shapes 1 x 16 tokens cost 2 x as much,
+    1 x 128 tokens 1.5 x. A bundle with kernels stores it (out, in), as they read it.
     """
     return Linear(inputs, outputs, bias=bias, in_out=not forms.are_stored_out_in())
 
@@ -156,12 +156,12 @@ def product(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
 def attention(
     query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, heads: int
 ) -> jax.Array:
-    """Attention of every token to all valid tokens of its row.
+    """Return attention of every token to all valid tokens of its row.
 
     Args:
         query: float32 [B, T, D], D = N * H.
-        keys: likewise.
-        values: likewise.
+        keys: float32 [B, T, D].
+        values: float32 [B, T, D].
         length: int32 [B].
         heads: N.
 
@@ -183,12 +183,12 @@ def attention(
 
 
 def is_valid(count: int, length: jax.Array) -> jax.Array:
-    """Bool [B, T]: which of T tokens of each row are no padding."""
+    """Return bool [B, T]: which of T tokens of each row are not padding."""
     return jnp.arange(count) < length[:, None]
 
 
 def normalized(x: jax.Array) -> jax.Array:
-    """X [B, D] with length 1 along D, as torch.nn.functional.normalize."""
+    """Return x [B, D] with length 1 along D, as torch.nn.functional.normalize does."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
@@ -234,7 +234,7 @@ POOLING: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last_token,
 }
-"""By their names in SentenceLayout: hidden states [B, T, D] and lengths to [B, D]."""
+"""Functions that map hidden states [B, T, D] and lengths to [B, D], by their names in SentenceLayout."""
 
 DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
@@ -247,9 +247,9 @@ DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def check_activation(config: Any, key: str) -> None:
-    """Checks the activation that a config names.
+    """Check that the activation of a configuration is supported.
 
     Raises:
-        CheckpointError: it is none of ACTIVATIONS.
+        CheckpointError: it is not in ACTIVATIONS.
     """
     require(config, key, getattr(config, key), ACTIVATIONS)

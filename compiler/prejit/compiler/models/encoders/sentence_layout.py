@@ -1,14 +1,14 @@
-"""The sentence-transformers layout: which modules make an embedding of a transformer's hidden states. No JAX.
+"""Read the sentence-transformers layout: the modules that make an embedding from hidden states. No JAX.
 
     modules.json                 the modules in order, each with its type and its directory
     sentence_bert_config.json    max_seq_length, in the transformer's directory
     config.json, ...             the transformer, in the directory itself or in 0_Transformer
     1_Pooling/config.json        pooling modes
     2_Dense/config.json          a linear layer with an activation; its weights beside it
-    2_Normalize                  nothing in it
+    2_Normalize                  empty
 
-A directory without modules.json gets mean pooling and no normalisation, which is what sentence-transformers
-makes of one (sentence_transformers/SentenceTransformer.py, _load_auto_model).
+A directory without modules.json gets mean pooling and no normalization, as in sentence-transformers
+(sentence_transformers/SentenceTransformer.py, _load_auto_model).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POOLING_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Keys of a pooling config with their modes, in the order in which several are put side by side."""
+"""Keys of a pooling config with their modes, in the order in which results are concatenated."""
 
 ACTIVATIONS = (
     "torch.nn.modules.linear.Identity",
@@ -40,16 +40,16 @@ ACTIVATIONS = (
     "torch.nn.modules.activation.SiLU",
     "torch.nn.modules.activation.Sigmoid",
 )
-"""Of a dense layer."""
+"""Supported activations of a dense layer."""
 
 _MODULES = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize")
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT")
-"""The last three in files of before 2020."""
+"""Names of the first module; files from before 2020 have the last three."""
 _WIDTHS = ("word_embedding_dimension", "embedding_dimension")
 _WIDEST = 2**20
-"""Largest width of a dense layer."""
+"""Maximum width of a dense layer."""
 _UNLIMITED = 10**9
-"""A model_max_length of transformers that says nothing is larger."""
+"""transformers writes a larger model_max_length where there is no limit."""
 _LAYOUT = "expected a directory in the sentence-transformers layout"
 _HINT = "write the model as a JAX function or flax module and compile it as a [[program]]"
 
@@ -59,11 +59,12 @@ class DenseModule:
     """A linear layer with an activation.
 
     Attributes:
-        name: of its directory: `2_Dense`.
-        inputs, outputs: widths.
-        bias: whether it has one.
-        activation: as torch names it, one of ACTIVATIONS.
-        directory: with its weights.
+        name: name of its directory: `2_Dense`.
+        inputs: width of its input.
+        outputs: width of its output.
+        bias: whether it has a bias.
+        activation: torch's name, one of ACTIVATIONS.
+        directory: holds its weights.
     """
 
     name: str
@@ -79,14 +80,14 @@ class SentenceLayout:
     """A published encoder's modules.
 
     Attributes:
-        directory: of all of it.
+        directory: the model's directory.
         transformer: directory of the transformer and its tokenizer.
-        pooling: modes, side by side.
-        width: that pooling expects of the transformer; None: no file says.
-        dense: linear layers behind pooling.
-        normalized: whether embeddings are given length 1 at the end.
-        max_tokens: of a sentence; None: no file says.
-        files: JSON files that decide all this, in a fixed order.
+        pooling: modes whose results are concatenated.
+        width: width that pooling expects from the transformer; None if no file has it.
+        dense: linear layers that follow pooling.
+        normalized: whether embeddings are normalized to length 1 at the end.
+        max_tokens: maximum tokens of a sentence; None if no file has it.
+        files: the JSON files that decide all this, in a fixed order.
     """
 
     directory: Path
@@ -100,10 +101,10 @@ class SentenceLayout:
 
 
 def read_layout(directory: Path) -> SentenceLayout:
-    """Reads a sentence-transformers directory, or a plain directory of a model.
+    """Read a sentence-transformers directory, or a plain directory of a model.
 
     Raises:
-        CheckpointError: a module or a setting that is not built here, or a file that cannot be read; names
+        CheckpointError: a module or setting is not supported, or a file cannot be read; the error names
             file, key, value and what is allowed.
     """
     file = directory / "modules.json"
@@ -144,7 +145,7 @@ def read_layout(directory: Path) -> SentenceLayout:
 
 
 def _modules(file: Path) -> Iterator[tuple[str, Path]]:
-    """What each module is, by its last name, and its directory."""
+    """Yield the kind of each module, the last part of its type, and its directory."""
     listed = read_list(file, _LAYOUT)
     for place, module in enumerate(listed):
         kind, path = (
@@ -163,21 +164,21 @@ def _modules(file: Path) -> Iterator[tuple[str, Path]]:
             raise CheckpointError(
                 f"{file}: [{place}].path: expected the name of a directory beside it, found {shown(path)}"
             )
-        if name != "Dropout":  # which does nothing where nothing is trained
+        if name != "Dropout":  # Dropout does nothing at inference
             yield name, file.parent / str(path)
 
 
 def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
-    """The modes, and the width that is expected."""
-    said = read_object(file, _LAYOUT)
-    _known_keys(file, said, (*POOLING_KEYS, *_WIDTHS, "pooling_mode", "include_prompt"))
-    # include_prompt decides which tokens count where a prompt was put before the sentence: none is here.
+    """Return the modes, and the width that pooling expects."""
+    settings = read_object(file, _LAYOUT)
+    _known_keys(file, settings, (*POOLING_KEYS, *_WIDTHS, "pooling_mode", "include_prompt"))
+    # include_prompt concerns tokens of a prompt before the sentence, and _check_prompts refuses prompts.
     for key in (*POOLING_KEYS, "include_prompt"):
-        _expect(file, said, key, [True, False])
-    if "pooling_mode" not in said:
-        said.setdefault("pooling_mode_mean_tokens", True)  # as the reference's constructor has it
-    modes = tuple(mode for key, mode in POOLING_KEYS.items() if said.get(key))
-    if (named := said.get("pooling_mode")) is not None:
+        _expect(file, settings, key, [True, False])
+    if "pooling_mode" not in settings:
+        settings.setdefault("pooling_mode_mean_tokens", True)  # the default of the reference
+    modes = tuple(mode for key, mode in POOLING_KEYS.items() if settings.get(key))
+    if (named := settings.get("pooling_mode")) is not None:
         every = tuple(POOLING_KEYS.values())
         chosen = [named] if isinstance(named, str) else named
         for mode in chosen if isinstance(chosen, list) else [chosen]:
@@ -188,39 +189,39 @@ def _pooling(file: Path) -> tuple[tuple[str, ...], int | None]:
         raise CheckpointError(
             f"{file}: expected one of {', '.join(POOLING_KEYS)} to be true, found none", hint=_HINT
         )
-    width = next((said[key] for key in _WIDTHS if type(said.get(key)) is int), None)
+    width = next((settings[key] for key in _WIDTHS if type(settings.get(key)) is int), None)
     return modes, width
 
 
 def _dense(directory: Path) -> DenseModule:
     file = directory / "config.json"
-    said = read_object(file, _LAYOUT)
+    settings = read_object(file, _LAYOUT)
     names = ("in_features", "out_features", "bias", "activation_function")
-    _known_keys(file, said, (*names, "module_input_name", "module_output_name"))
+    _known_keys(file, settings, (*names, "module_input_name", "module_output_name"))
     for key in ("module_input_name", "module_output_name"):
-        _expect(file, said, key, ["sentence_embedding", None])
-    _expect(file, said, "bias", [True, False])
-    said.setdefault("activation_function", "torch.nn.modules.activation.Tanh")
-    _expect(file, said, "activation_function", ACTIVATIONS)
+        _expect(file, settings, key, ["sentence_embedding", None])
+    _expect(file, settings, "bias", [True, False])
+    settings.setdefault("activation_function", "torch.nn.modules.activation.Tanh")
+    _expect(file, settings, "activation_function", ACTIVATIONS)
     for key in names[:2]:
-        if type(said.get(key)) is not int or not 0 < said[key] <= _WIDEST:
+        if type(settings.get(key)) is not int or not 0 < settings[key] <= _WIDEST:
             raise CheckpointError(
-                f"{file}: {key}: expected an integer from 1 to {_WIDEST}, found {shown(said.get(key))}"
+                f"{file}: {key}: expected an integer from 1 to {_WIDEST}, found {shown(settings.get(key))}"
             )
     return DenseModule(
         directory.name,
-        said["in_features"],
-        said["out_features"],
-        said.get("bias", True),
-        said["activation_function"],
+        settings["in_features"],
+        settings["out_features"],
+        settings.get("bias", True),
+        settings["activation_function"],
         directory,
     )
 
 
 def _max_seq_length(transformer: Path) -> int | None:
-    """Of sentence_bert_config.json, whose other settings are checked; else the tokenizer's."""
+    """Return the limit of sentence_bert_config.json, or else the tokenizer's; check the other settings."""
     file = transformer / "sentence_bert_config.json"
-    said = read_object(file, _LAYOUT, required=False)
+    settings = read_object(file, _LAYOUT, required=False)
     defaults: dict[str, list[Any]] = {
         "do_lower_case": [False],
         "transformer_task": ["feature-extraction"],
@@ -232,10 +233,10 @@ def _max_seq_length(transformer: Path) -> int | None:
             None,
         ],
     }
-    _known_keys(file, said, ("max_seq_length", *defaults))
+    _known_keys(file, settings, ("max_seq_length", *defaults))
     for key, allowed in defaults.items():
-        _expect(file, said, key, allowed)
-    limit = said.get("max_seq_length")
+        _expect(file, settings, key, allowed)
+    limit = settings.get("max_seq_length")
     if limit is None:
         return _model_max_length(transformer)
     if type(limit) is not int or limit < 1:
@@ -247,25 +248,25 @@ def _max_seq_length(transformer: Path) -> int | None:
 
 def _model_max_length(directory: Path) -> int | None:
     file = directory / "tokenizer_config.json"
-    said = read_object(file, _LAYOUT, required=False)
-    limit = said.get("model_max_length")
+    settings = read_object(file, _LAYOUT, required=False)
+    limit = settings.get("model_max_length")
     return limit if type(limit) is int and 0 < limit < _UNLIMITED else None
 
 
 def _check_prompts(file: Path) -> None:
-    """A prompt that is put before every sentence unasked would be missing here."""
+    """Refuse a default prompt and truncation, which a bundle does not apply."""
     if file.is_file():
-        said = read_object(file, _LAYOUT)
-        _expect(file, said, "default_prompt_name", [None])
-        _expect(file, said, "truncate_dim", [None])
+        settings = read_object(file, _LAYOUT)
+        _expect(file, settings, "default_prompt_name", [None])
+        _expect(file, settings, "truncate_dim", [None])
 
 
 def _present(directory: Path, *names: str) -> list[Path]:
     return [directory / name for name in names if (directory / name).is_file()]
 
 
-def _known_keys(file: Path, said: Mapping[str, Any], known: Collection[str]) -> None:
-    for key, value in said.items():
+def _known_keys(file: Path, settings: Mapping[str, Any], known: Collection[str]) -> None:
+    for key, value in settings.items():
         if key not in known:
             raise CheckpointError(
                 f"{file}: {key}: expected one of {', '.join(known)}; found {key} with {shown(value)}"
@@ -274,12 +275,12 @@ def _known_keys(file: Path, said: Mapping[str, Any], known: Collection[str]) -> 
             )
 
 
-def _expect(file: Path, said: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
-    # True is 1 in Python, and a setting that is 1 is not what was meant.
-    if key in said and not any(
-        said[key] == value and type(said[key]) is type(value) for value in allowed
+def _expect(file: Path, settings: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
+    # In Python True equals 1, but a setting of 1 is not the boolean that is expected.
+    if key in settings and not any(
+        settings[key] == value and type(settings[key]) is type(value) for value in allowed
     ):
         raise CheckpointError(
-            f"{file}: {key}: expected {' or '.join(map(shown, allowed))}; found {shown(said[key])}",
+            f"{file}: {key}: expected {' or '.join(map(shown, allowed))}; found {shown(settings[key])}",
             hint=_HINT,
         )

@@ -33,7 +33,7 @@ __all__ = ["NAMING", "Block", "build", "describe", "norm_of"]
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Gemma 2.
+    """Return the sizes of a Gemma 2.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -46,7 +46,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Gemma 2 for contexts up to `context`; None: as long as it was made for."""
+    """Return A Gemma 2 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, config.head_dim, context=context)
 
     def block(window: int | None) -> Block:
@@ -69,7 +69,7 @@ def build(config: Any, context: int | None) -> RotaryDecoder:
 
 
 def norm_of(config: Any) -> Callable[[int], RMSNorm]:
-    """What makes a norm from its width: scales are published less 1."""
+    """Return the function that makes a norm from its width. Scales are published minus 1."""
     return partial(RMSNorm, epsilon=config.rms_norm_eps, offset=1.0)
 
 

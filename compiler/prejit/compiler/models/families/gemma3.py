@@ -1,7 +1,7 @@
 """Gemma 3, its text model: Gemma 2 with norms of queries and keys instead of a bound of the scores.
 
-Layers with a window turn their heads at one base frequency, those that see all at another. A directory
-of a model that reads images too (`gemma3`) gives its text model; the rest is left where it is.
+Layers with a window turn their heads at one base frequency, layers without one at another. From a directory
+of a model that also reads images (`gemma3`) only the text model is read.
 
 Sources: Gemma Team 2025, arXiv 2503.19786; transformers 5, models/gemma3/modeling_gemma3.py, with which the
 logits agree.
@@ -24,7 +24,7 @@ _PARTS = ("vision_tower.", "multi_modal_projector.")
 NAMING = replace(
     rotary_decoder.NAMING,
     ignored=(*_PARTS, *(f"model.{part}" for part in _PARTS)),
-    # as transformers 5, 4.52 and older have saved models that read images
+    # the names in which transformers 5, 4.52 and older saved models that read images
     moved=(
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),
@@ -34,14 +34,14 @@ NAMING = replace(
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Gemma 3.
+    """Return the sizes of a Gemma 3.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
     """
     both_ways = config.use_bidirectional_attention
     require(config, "use_bidirectional_attention", both_ways, [None, False])
-    # transformers' text model has no bound of the scores, whatever its configuration says
+    # transformers' text model has no bound of the scores, whatever the configuration holds
     require(config, "attn_logit_softcapping", config.attn_logit_softcapping, [None])
     windows(config)
     for layer_type in set(config.layer_types):
@@ -50,7 +50,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Gemma 3 for contexts up to `context`; None: as long as it was made for."""
+    """Return A Gemma 3 for contexts up to `context`, or as long as it was made for if None."""
     size, norm = config.head_dim, gemma2.norm_of(config)
 
     def block(layer_type: str, window: int | None) -> gemma2.Block:

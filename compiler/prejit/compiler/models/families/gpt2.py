@@ -40,7 +40,7 @@ SPLIT = Split(outputs=("c_attn", "c_fc"), inputs=("c_proj",), vocabulary=("wte",
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a GPT-2.
+    """Return the sizes of a GPT-2.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -64,7 +64,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> GPT2:
-    """A GPT-2, the same for every context."""
+    """Return a GPT-2, which is the same for every context."""
     return GPT2(config)
 
 
@@ -93,7 +93,7 @@ class GPT2(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All but the head."""
+    """The decoder without its head."""
 
     def __init__(self, config: Any) -> None:
         self.wte = Embedding(config.vocab_size, config.n_embd)
@@ -104,7 +104,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Tokens [B, T] to the hidden states [B, 1, D] or [B, T, D] of those that are wanted."""
+        """Return the hidden states that results need, [B, 1, D] or [B, T, D], and the cache."""
         x = split(self.wte(tokens) + self.wpe(new.positions), "data")
         layers: list[LayerCache] = []
         for block, layer in zip(self.h, cache, strict=True):
@@ -114,7 +114,7 @@ class Transformer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each on the normalized sum of what came before."""
+    """Attention and MLP, each applied to the norm of its input and added to it."""
 
     def __init__(self, config: Any, layer: int) -> None:
         self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
@@ -125,7 +125,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, new: NewTokens, layer: LayerCache, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
-        """X [B, T, D] to [B, T, D]; in the last block to those that are wanted."""
+        """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache."""
         kept = new.wanted(x) if last else x
         x, layer = self.attn(self.ln_1(x), new, layer, kept, last=last)
         return self.mlp(self.ln_2(x), x), layer
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
             self.scale /= layer + 1
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """X [B, T, D] to query, keys and values, each [B, T, N, H].
+        """Map x [B, T, D] to query, keys and values, each [B, T, N, H].
 
         On a mesh a device's part of the outputs is not query, keys and values of its own heads. So the
         outputs are gathered, [B, T, 3D], once: without these three steps XLA sends parts around, in 9
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, new: NewTokens, layer: LayerCache, residual: jax.Array, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
-        """X [B, T, D] to [B, T, D], or [B, 1, D] of the wanted if `last`, plus a residual; and the cache."""
+        """Map x [B, T, D] to [B, T, D], or [B, 1, D] if `last`, plus a residual; return it and the cache."""
         if forms.has_kernels():
             packed = self.c_attn(x).reshape(*x.shape[:2], 3 * self.num_heads, -1)
             mixed, layer = new.attend_packed(packed, self.num_heads, layer, self.scale, last=last)
@@ -178,5 +178,5 @@ class MLP(nnx.Module):
         self.activation = config.activation_function
 
     def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
-        """X [B, T, D] to [B, T, D], plus a residual."""
+        """Map x [B, T, D] to [B, T, D], plus a residual."""
         return self.c_proj(self.c_fc(x, activation=self.activation), residual=residual)

@@ -1,4 +1,4 @@
-"""Llama: rotary positions, RMSNorm, grouped-query attention, gated MLP; Llama 1 to 3 and their kin.
+"""Llama 1 to 3 and models of the same form: rotary positions, RMSNorm, grouped-query attention, gated MLP.
 
 Sources: Touvron et al. 2023 (Llama 2), arXiv 2307.09288; Grattafiori et al. 2024 (Llama 3),
 arXiv 2407.21783; transformers 5, models/llama/modeling_llama.py, with which the logits agree.
@@ -24,7 +24,7 @@ __all__ = ["NAMING", "build", "describe"]
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Llama.
+    """Return the sizes of a Llama.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -34,7 +34,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Llama for contexts up to `context`; None: as long as it was made for."""
+    """Return A Llama for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context)
     heads = Heads.of(config, rotary)
     width, bias = config.hidden_size, config.attention_bias

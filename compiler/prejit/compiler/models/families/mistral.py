@@ -1,4 +1,4 @@
-"""Mistral: a Llama without biases, of which every token sees a window of those before it.
+"""Mistral: a Llama without biases, in which every token sees a window of the tokens before it.
 
 Sources: Jiang et al. 2023, arXiv 2310.06825; transformers 5, models/mistral/modeling_mistral.py, with which
 the logits agree.
@@ -25,7 +25,7 @@ __all__ = ["NAMING", "build", "describe"]
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Mistral.
+    """Return the sizes of a Mistral.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -36,7 +36,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Mistral for contexts up to `context`; None: as long as it was made for."""
+    """Return A Mistral for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context)
     heads = Heads.of(config, rotary, window(config))
     width, inner = config.hidden_size, config.intermediate_size

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: a Llama with fused projections, which may turn a part of each head alone.
+"""Phi-3, 3.5 and 4: a Llama with fused projections, which may turn only a part of each head.
 
 Sources: Abdin et al. 2024, arXiv 2404.14219; transformers 5, models/phi3/modeling_phi3.py, with which the
 logits agree. For LongRoPE see rope.py.
@@ -30,7 +30,7 @@ __all__ = ["NAMING", "build", "describe"]
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Phi-3.
+    """Return the sizes of a Phi-3.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -41,7 +41,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Phi-3 for contexts up to `context`; None: as long as it was made for."""
+    """Return A Phi-3 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context, partial=True)
     heads = Heads.of(config, rotary, window(config))
     width, inner = config.hidden_size, config.intermediate_size
@@ -82,7 +82,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """One layer, of which one half gates the other by its activation, and one back to D."""
+    """A layer whose one half gates the other by its activation, and a second layer back to D."""
 
     def __init__(self, width: int, inner: int, activation: str) -> None:
         self.gate_up_proj = Linear(width, 2 * inner, bias=False)
@@ -90,7 +90,7 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """X [B, T, D] to [B, T, D], plus a residual."""
+        """Map x [B, T, D] to [B, T, D], plus a residual."""
         outputs = self.gate_up_proj(x)
         gate, up = (
             split(part, "data", None, "tensor")
@@ -100,7 +100,7 @@ class MLP(nnx.Module):
 
 
 def _parts(outputs: jax.Array, ends: list[int]) -> list[jax.Array]:
-    """The outputs of a fused layer, parted at these places; each part is whole on every device of a mesh.
+    """Return the outputs of a fused layer, divided at these places; each part is whole on every device.
 
     A device's share of the outputs is no set of heads, nor a half with its other half. See
     gpt2.Attention.project.

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: a Llama with biases on queries, keys and values, and windows in some layers if asked.
+"""Qwen 2 and 2.5: a Llama with biases on queries, keys and values, and optional windows in some layers.
 
 Sources: Yang et al. 2024, arXiv 2407.10671; transformers 5, models/qwen2/modeling_qwen2.py, with which the
 logits agree.
@@ -25,7 +25,7 @@ __all__ = ["NAMING", "build", "describe"]
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Qwen 2.
+    """Return the sizes of a Qwen 2.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -36,7 +36,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Qwen 2 for contexts up to `context`; None: as long as it was made for."""
+    """Return A Qwen 2 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context)
     width, inner = config.hidden_size, config.intermediate_size
 

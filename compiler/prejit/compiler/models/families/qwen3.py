@@ -1,4 +1,4 @@
-"""Qwen 3: a Llama whose queries and keys are normalized along the head, with windows in some layers if asked.
+"""Qwen 3: a Llama whose queries and keys are normalized along the head, with optional windows in some layers.
 
 Sources: Yang et al. 2025, arXiv 2505.09388; transformers 5, models/qwen3/modeling_qwen3.py, with which the
 logits agree.
@@ -27,7 +27,7 @@ __all__ = ["NAMING", "build", "describe"]
 
 
 def describe(config: Any) -> DecoderConfig:
-    """The sizes of a Qwen 3.
+    """Return the sizes of a Qwen 3.
 
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
@@ -38,7 +38,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """A Qwen 3 for contexts up to `context`; None: as long as it was made for."""
+    """Return A Qwen 3 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context)
     norm = partial(RMSNorm, epsilon=config.rms_norm_eps)
     width, inner, bias = config.hidden_size, config.intermediate_size, config.attention_bias

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a KV cache."""
+"""Attention of new tokens over a KV cache, in XLA's form and by the native kernel."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from prejit.compiler.models.layers.rows import each_row
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Where the new tokens of each row stand. The tokens of a row are `length` valid ones, then padding.
+    """The positions of the new tokens of each row: `length` valid tokens, then padding.
 
     Attributes:
-        start: int32 [B], the position of the first.
-        length: int32 [B], how many of the T are valid.
+        start: int32 [B], the position of the first new token.
+        length: int32 [B], the number of valid tokens.
         count: T.
-        every: whether a model gives its results after every token; else after the last valid one.
+        every: whether the model computes results for every token; otherwise for the last valid one only.
     """
 
     start: jax.Array
@@ -32,11 +32,11 @@ class NewTokens:
 
     @property
     def positions(self) -> jax.Array:
-        """Int32 [B, T]."""
+        """The position of each new token: int32 [B, T]."""
         return self.start[:, None] + jnp.arange(self.count)
 
     def wanted(self, x: jax.Array) -> jax.Array:
-        """Of x [B, T, ...] what belongs to the last valid token of each row, [B, 1, ...]; or all of it."""
+        """Return the part of x [B, T, ...] that results need: the last valid token of each row, or all."""
         if self.count == 1 or self.every:
             return x
         index = jnp.maximum(self.length - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
@@ -54,20 +54,20 @@ class NewTokens:
         window: int | None = None,
         cap: float | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Puts the new tokens into the cache, and gives what they take from it.
+        """Write the new tokens into the cache and attend to it.
 
         Args:
             query: float32 [B, T, N, H].
             keys: float32 [B, T, K, H].
             values: float32 [B, T, K, H].
             layer: the cache.
-            scale: of the scores.
-            last: whether only wanted tokens are of interest.
-            window: how many tokens each one sees, itself the last of them; None: all up to its own.
-            cap: scores come nearer and nearer to it and never pass it; None: they are free.
+            scale: factor of the scores.
+            last: whether this is the last layer, which computes only what results need.
+            window: number of tokens that each one sees, itself included; None for all up to its own.
+            cap: soft bound of the scores: cap * tanh(score / cap); None for no bound.
 
         Returns:
-            float32 [B, T, N * H], or [B, 1, N * H] of the wanted; the cache.
+            float32 [B, T, N * H], or [B, 1, N * H] in the last layer; the cache.
         """
         if last:
             query = self.wanted(query)
@@ -91,14 +91,14 @@ class NewTokens:
     def attend_packed(
         self, packed: jax.Array, heads: int, layer: LayerCache, scale: float, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
-        """As attend, by the kernel, of arrays that are not taken apart.
+        """Do what `attend` does, with the kernel, on an array that holds query, keys and values together.
 
         Args:
             packed: float32 [B, T, N + 2 K, H]: query, keys, values.
             heads: N.
             layer: the cache.
-            scale: of the scores.
-            last: whether only wanted tokens are of interest.
+            scale: factor of the scores.
+            last: as in `attend`.
         """
         query = self.wanted(packed) if last else packed
         mixed, layer = kernel_calls.attention(
@@ -118,22 +118,22 @@ class NewTokens:
         return mixed.reshape(*query.shape[:2], -1), layer
 
     def _first(self, query: jax.Array) -> jax.Array:
-        """The position of the first query of each row: of all new tokens, or of those that are wanted."""
+        """Return the position of the first query of each row: the first new token, or the last valid one."""
         if query.shape[1] == self.count:
             return self.start
         return self.start + jnp.maximum(self.length - 1, 0)
 
     def write(self, layer: LayerCache, keys: jax.Array, values: jax.Array) -> LayerCache:
-        """The cache with the keys and values [B, T, K, H] of the valid tokens at their positions.
+        """Return the cache with the keys and values [B, T, K, H] of the valid tokens at their positions.
 
-        In place where the cache is donated. Without the conditional XLA:CPU duplicates the update into
-        whatever reads the cache next and copies all of it, four times a step: 100 ms instead of 28 at
-        S = 1024. Its predicate must depend on an argument, or it would be folded away.
+        The update is in place if the cache is donated. Without the conditional XLA:CPU duplicates the update
+        into whatever reads the cache next and copies all of it, four times a step: 100 ms instead of 28 at
+        S = 1024. Its predicate must depend on an argument, or XLA would fold it away.
         """
         if jax.sharding.get_abstract_mesh().empty:
             return self._write(layer, keys, values)
-        # Every device writes into its own part. Left to itself, XLA would gather a cache that is split by
-        # rows: that each row is updated on one device alone is more than it finds out.
+        # With shard_map every device writes into its own part. Without it XLA gathers a cache that is split
+        # by rows: it does not see that each row is updated on one device only.
         rows, cache = PartitionSpec("data"), PartitionSpec("data", "tensor")
         new = PartitionSpec("data", None, "tensor")
 
@@ -157,13 +157,13 @@ class NewTokens:
         return updated
 
     def _update(self, cache: jax.Array, new: jax.Array) -> jax.Array:
-        """One row after another: a scatter costs more, and a chain of updates stays in place."""
+        """Write one row after another: a scatter costs more, and a chain of updates stays in place."""
         _, heads, slots, size = cache.shape
         block = (1, heads, self.count, size)
 
         def update(row: int | jax.Array, cache: jax.Array) -> jax.Array:
-            # A block that would run past the end is moved back by `shift`, and its content forward:
-            # XLA clamps the position of an update, so it would overwrite earlier positions.
+            # XLA clamps the position of an update, so a block that runs past the end would overwrite earlier
+            # positions. Such a block is moved back by `shift`, and its content forward.
             at = jnp.clip(self.start[row], 0, slots - self.count)
             shift = self.start[row] - at
             token = jnp.arange(self.count) - shift
@@ -182,7 +182,7 @@ class NewTokens:
 
 
 def _shifted(block: jax.Array, shift: jax.Array) -> jax.Array:
-    """A block [1, K, T, H] moved forward by shift >= 0 positions; what comes in is arbitrary."""
+    """Return a block [1, K, T, H] moved forward by shift >= 0 positions; the first `shift` are arbitrary."""
     count = block.shape[2]
     if count == 1:
         return block
@@ -198,18 +198,18 @@ def attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """Attention of each token to the cache up to its own position.
+    """Return attention of each token to the cache up to its own position.
 
-    The cache is read as it lies: only the query is rearranged, so that the G = N / K query heads that
-    share a key/value head are rows of one product with it.
+    The cache is not rearranged. The query is, so that the G = N / K query heads that share a key/value head
+    are rows of one product with it.
 
     Args:
         query: float32 [B, T, N, H].
         layer: the cache with the new tokens in it.
-        positions: int32 [B, T], of the new tokens.
-        scale: of the scores.
-        window: how many tokens each one sees, itself the last of them; None: all up to its own.
-        cap: scores come nearer and nearer to it and never pass it; None: they are free.
+        positions: int32 [B, T], the positions of the new tokens.
+        scale: factor of the scores.
+        window: as in `NewTokens.attend`.
+        cap: as in `NewTokens.attend`.
 
     Returns:
         float32 [B, T, N * H].
@@ -226,7 +226,7 @@ def attention(
     slot = jnp.arange(slots)
     visible = slot <= positions[:, None, None, :, None]
     if window is not None:
-        # Padding may stand beyond the end, where its window would be empty and its softmax no number.
+        # Padding may stand beyond the end, where its window would be empty and its softmax NaN.
         last = jnp.minimum(positions, slots - 1)
         visible &= slot > last[:, None, None, :, None] - window
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
@@ -235,6 +235,6 @@ def attention(
 
 
 def _batched_dot(x: jax.Array, cache: jax.Array, contracted: int) -> jax.Array:
-    """Product over an axis of the cache and the last of x, for each row and key/value head, in float32."""
+    """Return the product over the last axis of x and one of the cache, for each row and key/value head."""
     cache = cache.astype(jnp.float32)
     return lax.dot_general(x, cache, (((3,), (contracted,)), ((0, 1), (0, 1))))

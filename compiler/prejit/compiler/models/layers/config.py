@@ -1,7 +1,7 @@
-"""What decoder families share: linear layers, attention over a KV cache, writing into the cache.
+"""What every model family describes: sizes, tensor names, the split over a mesh, the call.
 
-The forms were chosen by measuring XLA:CPU on two threads, with jax 0.10.2 and 0.12.0 alike; figures in
-comments come from there. Nothing here depends on the platform for its values.
+Figures in comments of the layers are of XLA:CPU on two threads, with jax 0.10.2 and 0.12.0 alike. No layer
+depends on the platform for its values.
 
 Shapes: B batch, T new positions, S cache positions, L layers, N query heads, K key/value heads,
 H head size, D model width, V vocabulary.
@@ -20,7 +20,7 @@ from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
 
 LayerCache = tuple[jax.Array, jax.Array]
-"""Keys and values of one layer, each [B, K, S, H] of the cache's dtype."""
+"""Keys and values of one layer, each [B, K, S, H] in the dtype of the cache."""
 
 KVCache = tuple[LayerCache, ...]
 """One LayerCache for each of the L layers."""
@@ -29,18 +29,20 @@ BRING_YOUR_OWN = (
     'bring the model as a flax module of your own: [[program]] with function = "my_package.model:model", '
     'args = its inputs, params = "model.safetensors"; a plain JAX function does as well'
 )
-"""The hint of errors about a model that is not built here."""
+"""The hint of errors about a model that is not supported."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What lowering and generation need to know of any decoder.
+    """Return the sizes of a decoder, which lowering and generation need.
 
     Attributes:
         family: model_type of config.json: `gpt2`, `llama`, `gemma3_text`.
-        vocab_size: V, logits of a token.
-        num_layers, num_kv_heads, head_size: L, K, H; the cache is L x (keys, values) of [B, K, S, H].
-        cache_dtype: NumPy's name.
+        vocab_size: V, the number of logits.
+        num_layers: L; the cache is L pairs (keys, values) of [B, K, S, H].
+        num_kv_heads: K.
+        head_size: H.
+        cache_dtype: dtype of the cache, in NumPy's name.
         max_positions: the longest context that the model was made for.
     """
 
@@ -55,15 +57,16 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Naming:
-    """How the published checkpoints of a family name what its module calls otherwise or has not.
+    """How the tensor names of a family's published checkpoints differ from its module's parameter names.
 
     Attributes:
-        prefix: that checkpoints of the model without a head leave out: `transformer.`.
-        head, embedding: a checkpoint of a tied model may hold either, or both with equal values.
-        in_out: ends of the names of matrices that torch publishes (in, out).
-        buffers: ends of the names of tensors that are no parameters.
-        ignored: starts of the names of tensors that the model has no use for: an image encoder.
-        moved: starts of published names, each with ours.
+        prefix: prefix that is missing in checkpoints of the model without a head: `transformer.`.
+        head: name of the head's matrix.
+        embedding: name of the embedding's. A checkpoint of a tied model may hold either, or both if equal.
+        in_out: suffixes of matrices that torch publishes (in, out).
+        buffers: suffixes of tensors that are not parameters.
+        ignored: prefixes of tensors that the model does not use, such as those of an image encoder.
+        moved: pairs of a published prefix and the module's.
     """
 
     prefix: str
@@ -77,17 +80,16 @@ class Naming:
 
 @dataclass(frozen=True)
 class Split:
-    """Which parameters of a family the `tensor` axis of a mesh splits, by the last names of their modules.
+    """The layers of a family that the `tensor` axis of a mesh splits, each by the last part of its name.
 
     As in Shoeybi et al. 2019 (Megatron-LM), arXiv 1909.08053, section 3: a block sums over the devices
-    twice, after attention and after the MLP. Every parameter that is not named is on every device.
+    twice, after attention and after the MLP. All other parameters are on every device.
 
     Attributes:
         outputs: linear layers split by their outputs, with their biases: a device has some of the heads,
             or a part of the MLP.
-        inputs: linear layers split by their inputs: what devices give adds up, and the bias is added to
-            that.
-        vocabulary: tables and heads split by tokens, where the vocabulary divides.
+        inputs: linear layers split by their inputs: the results of the devices are added, then the bias.
+        vocabulary: tables and heads split by tokens, if the mesh divides the vocabulary.
     """
 
     outputs: tuple[str, ...]
@@ -96,7 +98,7 @@ class Split:
 
 
 class Decoder(Protocol):
-    """What every family's module is called as."""
+    """The signature of every family's module."""
 
     def __call__(
         self,
@@ -107,36 +109,36 @@ class Decoder(Protocol):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """Logits after the new tokens, and the cache with them in it.
+        """Return the logits after the new tokens, and the cache that holds these tokens.
 
         Prefill, chunked prefill, decode and the verification of drafts are this one function. Only valid
-        tokens enter the cache, and none beyond its end.
+        tokens are written into the cache, and none beyond its end.
 
         Args:
             tokens: int32 [B, T], T <= S; in row b the first length[b] are valid, the rest is padding.
-            start: int32 [B]; the position of tokens[b, 0].
-            length: int32 [B]; 0 for a row that rests, whose logits then mean nothing.
-            cache: holds the positions before start. What lies behind them counts for nothing, if finite.
-            every: whether logits are wanted after every token, not after the last one alone.
+            start: int32 [B], the position of tokens[b, 0].
+            length: int32 [B]; 0 for an idle row, whose logits are then meaningless.
+            cache: holds the positions before start. Later positions are ignored, but must be finite.
+            every: whether to return logits after every token rather than after the last valid one.
 
         Returns:
-            float32 [B, V], for the last valid token of each row, and the cache; with `every`
-            float32 [B, T, V], where those of padding mean nothing.
+            float32 [B, V] for the last valid token of each row, and the cache. With `every` float32
+            [B, T, V], in which logits of padding are meaningless.
         """
         ...
 
 
 def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:
-    """Checks a value of config.json.
+    """Check that a value of config.json is one of the allowed ones.
 
     Args:
-        config: of transformers.
-        key: as config.json says it; a dot leads into a table.
-        value: of the key.
-        allowed: what it may be.
+        config: transformers' configuration.
+        key: the key in config.json; a dot leads into an object.
+        value: its value.
+        allowed: the allowed values.
 
     Raises:
-        CheckpointError: it is none of those.
+        CheckpointError: the value is not allowed.
     """
     allowed = list(allowed)
     if value not in allowed:
@@ -148,7 +150,7 @@ def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:
 
 
 def unsupported(config: Any, message: str) -> CheckpointError:
-    """The error for a model that is not built here, with the name of its file."""
+    """Return the error for a model that is not supported, with the path of its config.json."""
     return CheckpointError(
         f"{Path(config.name_or_path, 'config.json')}: {message}",
         hint=BRING_YOUR_OWN,

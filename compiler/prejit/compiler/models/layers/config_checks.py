@@ -1,15 +1,16 @@
 """Check the type and range of every value in config.json before a model family reads it.
 
-transformers takes most numbers as they are: models without heads, with a billion layers, or divided by 0. A
-family's code and XLA then fail somewhere, or a bundle is built that writes nonsense. So what the families
-read is checked here, twice: as the file says it, before transformers computes with it, and as transformers
-completes it.
+transformers accepts almost any number: no heads, a billion layers, a division by 0. Then the code of a
+family or XLA fails somewhere, or the build makes a bundle that generates nonsense. So the values that
+families read are checked twice: in the file, before transformers computes with them, and in the configuration
+that transformers completes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +18,37 @@ from prejit.compiler.base.wording import shown
 from prejit.runtime.errors import CheckpointError
 
 MAX_LAYERS = 1000
-"""Largest number of layers. Each is traced and compiled; published models have up to 126."""
+"""Maximum number of layers. Each is traced and compiled; published models have up to 126."""
 
 _HINT = "correct config.json, or take the one that was published with the weights"
 
 
 @dataclass(frozen=True)
-class _Int:
-    """An integer from `low` to `high`, or null where `optional`."""
-
-    low: int
-    high: int
-    optional: bool = False
-
-    def __str__(self) -> str:
-        return f"an integer from {self.low} to {self.high}{' or null' if self.optional else ''}"
-
-    def allows(self, value: Any) -> bool:
-        """Whether a value is such a number."""
-        return type(value) is int and self.low <= value <= self.high
-
-
-@dataclass(frozen=True)
 class _Number:
-    """A number from `low` to `high`, or null where `optional`."""
+    """A number from `low` to `high`, an integer if `whole`, or null if `optional`."""
 
     low: float
     high: float
     optional: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
-        return f"a number from {self.low:g} to {self.high:g}{' or null' if self.optional else ''}"
+        low, high = (str(n) if self.whole else f"{n:g}" for n in (self.low, self.high))
+        kind = "an integer" if self.whole else "a number"
+        return f"{kind} from {low} to {high}{' or null' if self.optional else ''}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is such a number; NaN is none."""
-        return type(value) in (int, float) and self.low <= value <= self.high
+        """Return whether a value is such a number; NaN is not."""
+        types: tuple[type, ...] = (int,) if self.whole else (int, float)
+        return type(value) in types and self.low <= value <= self.high
+
+
+_integer = partial(_Number, whole=True)
 
 
 @dataclass(frozen=True)
 class _Type:
-    """A value of one of Python's types, or null where `optional`."""
+    """A value of one of Python's types, or null if `optional`."""
 
     kind: type
     optional: bool = False
@@ -66,13 +58,13 @@ class _Type:
         return f"{name}{' or null' if self.optional else ''}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a value has the type."""
+        """Return whether a value has the type."""
         return type(value) is self.kind
 
 
 @dataclass(frozen=True)
 class _List:
-    """A list of what `item` allows, or null where `optional`."""
+    """A list of values that `item` allows, or null if `optional`."""
 
     item: _Number | _Type
     optional: bool = False
@@ -81,22 +73,22 @@ class _List:
         return f"a list, each {self.item}{' or null' if self.optional else ''}"
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is such a list."""
+        """Return whether a value is such a list."""
         return isinstance(value, list | tuple) and all(map(self.item.allows, value))
 
 
-_Check = _Int | _Number | _Type | _List
+_Check = _Number | _Type | _List
 
 _LARGEST = 2**31 - 1
-_WIDTH = _Int(1, 2**20)
-_INNER = _Int(1, 2**22)
-_HEADS = _Int(1, 2**14)
-_LAYERS = _Int(1, MAX_LAYERS)
-_VOCABULARY = _Int(1, 2**24)
-_POSITIONS = _Int(1, _LARGEST)
+_WIDTH = _integer(1, 2**20)
+_INNER = _integer(1, 2**22)
+_HEADS = _integer(1, 2**14)
+_LAYERS = _integer(1, MAX_LAYERS)
+_VOCABULARY = _integer(1, 2**24)
+_POSITIONS = _integer(1, _LARGEST)
 _BOOL = _Type(bool)
 _TEXT = _Type(str)
-# The bounds of other numbers keep them, and their squares, normal float32 numbers.
+# Within these bounds the numbers and their squares are normal float32 numbers.
 _EPSILON = _Number(1e-30, 1.0)
 _SCALE = _Number(1e-6, 1e12)
 _FACTOR = _Number(1e-6, 1e9)
@@ -113,15 +105,15 @@ _ROTARY: Mapping[str, _Check] = {
     "tie_word_embeddings": _BOOL,
     "rope_parameters": _Type(dict),
 }
-_HEAD_SIZE: Mapping[str, _Check] = {"head_dim": _Int(1, 2**14, optional=True)}
-# A family says itself which windows and kinds of layers it builds.
-_WINDOW: Mapping[str, _Check] = {"sliding_window": _Int(0, _LARGEST, optional=True)}
+_HEAD_SIZE: Mapping[str, _Check] = {"head_dim": _integer(1, 2**14, optional=True)}
+# The family checks which windows and kinds of layers it supports.
+_WINDOW: Mapping[str, _Check] = {"sliding_window": _integer(0, _LARGEST, optional=True)}
 _LAYER_TYPES: Mapping[str, _Check] = {"layer_types": _List(_TEXT)}
 _ACTIVATION: Mapping[str, _Check] = {"hidden_act": _TEXT}
 _BIAS: Mapping[str, _Check] = {"attention_bias": _BOOL}
 _QWEN: Mapping[str, _Check] = {
     "use_sliding_window": _BOOL,
-    "max_window_layers": _Int(0, _LARGEST),
+    "max_window_layers": _integer(0, _LARGEST),
 }
 _GEMMA: Mapping[str, _Check] = {
     **{**_ROTARY, **_HEAD_SIZE, **_WINDOW, **_LAYER_TYPES, **_BIAS},
@@ -148,7 +140,7 @@ _FAMILIES: Mapping[str, Mapping[str, _Check]] = {
         "n_embd": _WIDTH,
         "n_head": _HEADS,
         "n_layer": _LAYERS,
-        "n_inner": _Int(1, 2**22, optional=True),
+        "n_inner": _integer(1, 2**22, optional=True),
         "layer_norm_epsilon": _EPSILON,
         "activation_function": _TEXT,
         "tie_word_embeddings": _BOOL,
@@ -163,7 +155,7 @@ _FAMILIES: Mapping[str, Mapping[str, _Check]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "bert": _BERT,
-    "roberta": {**_BERT, "pad_token_id": _Int(0, 2**22)},
+    "roberta": {**_BERT, "pad_token_id": _integer(0, 2**22)},
     "distilbert": {
         "vocab_size": _VOCABULARY,
         "dim": _WIDTH,
@@ -174,13 +166,13 @@ _FAMILIES: Mapping[str, Mapping[str, _Check]] = {
         "activation": _TEXT,
     },
 }
-"""The keys that each model_type's family reads, and what their values must be."""
+"""The keys that the family of each model_type reads, with the check of each value."""
 
 _ROPE: Mapping[str, _Check] = {
     "rope_theta": _SCALE,
     "partial_rotary_factor": _Number(1e-6, 1.0, optional=True),
 }
-_PRETRAINED = _Int(2, _LARGEST)
+_PRETRAINED = _integer(2, _LARGEST)
 _ROPE_KINDS: Mapping[str, Mapping[str, _Check]] = {
     "linear": {"factor": _FACTOR},
     "llama3": {
@@ -206,35 +198,39 @@ _ROPE_KINDS: Mapping[str, Mapping[str, _Check]] = {
         "long_factor": _List(_FACTOR),
     },
 }
-"""The keys of `rope_parameters` that rope.py reads, by rope_type."""
+"""The keys of `rope_parameters` that rope.py reads, with the check of each value, by rope_type."""
 
 
 def check_file(
-    file: Path, said: Mapping[str, Any], family: str, aliases: Mapping[str, str], prefix: str = ""
+    file: Path,
+    content: Mapping[str, Any],
+    family: str,
+    aliases: Mapping[str, str],
+    prefix: str = "",
 ) -> None:
-    """Check what a file says itself. A key that is missing or null is left to transformers.
+    """Check the values in a file. transformers completes a key that is missing or null.
 
     Args:
         file: config.json.
-        said: its content, or that of the object in it at `prefix`.
-        family: model_type, one that is built here.
-        aliases: other names of keys, each with the one that the family reads: transformers'
+        content: its content, or that of the object in it at `prefix`.
+        family: a supported model_type.
+        aliases: other names of keys, each with the name that the family reads: transformers'
             `attribute_map`.
-        prefix: of keys in errors: `text_config.`.
+        prefix: prefix of keys in errors: `text_config.`.
 
     Raises:
-        CheckpointError: a value has another type or lies out of range; names the file, the key, and what
-            is allowed.
+        CheckpointError: a value has another type or is out of range; the error names the file, the key and
+            what is allowed.
     """
     checks = _FAMILIES[family]
-    for key, value in said.items():
+    for key, value in content.items():
         check = checks.get(aliases.get(key, key))
         if check is not None and value is not None and not check.allows(value):
             raise _error(file, prefix + key, check, value)
     if "rope_parameters" in checks:
-        _check_said(file, prefix, said, _ROPE)
+        _check_present(file, prefix, content, _ROPE)
         for key in ("rope_scaling", "rope_parameters"):
-            _check_rope_said(file, prefix + key, said.get(key))
+            _check_file_rope(file, prefix + key, content.get(key))
 
 
 def check_config(file: Path, config: Any) -> None:
@@ -242,7 +238,7 @@ def check_config(file: Path, config: Any) -> None:
 
     Args:
         file: config.json.
-        config: of transformers, of a family that is built here.
+        config: transformers' configuration of a supported family.
 
     Raises:
         CheckpointError: as `check_file`.
@@ -258,13 +254,13 @@ def check_config(file: Path, config: Any) -> None:
 
 
 def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -> None:
-    """Check how heads turn: `rope_parameters`, or one of its parts.
+    """Check `rope_parameters`, or one of its parts.
 
     Args:
         file: config.json.
-        key: of the parameters, for errors.
-        parameters: what is found there.
-        kind: its rope_type; None: only what all kinds have.
+        key: the key of the parameters, for errors.
+        parameters: their value.
+        kind: their rope_type; None checks only the keys that all kinds have.
 
     Raises:
         CheckpointError: as `check_file`.
@@ -275,25 +271,25 @@ def check_rope(file: Path, key: str, parameters: Any, kind: str | None = None) -
     _check(file, f"{key}.", {name: parameters.get(name) for name in checks}, checks)
 
 
-def _check_rope_said(file: Path, key: str, said: Any) -> None:
-    """Check `rope_scaling` or `rope_parameters` as the file has them: flat, or by kinds of layers."""
-    if said is None:
+def _check_file_rope(file: Path, key: str, content: Any) -> None:
+    """Check `rope_scaling` or `rope_parameters` of the file, which may be flat or by kinds of layers."""
+    if content is None:
         return
-    if not isinstance(said, dict):
-        raise _error(file, key, _Type(dict, optional=True), said)
-    kind = said.get("rope_type", said.get("type"))
+    if not isinstance(content, dict):
+        raise _error(file, key, _Type(dict, optional=True), content)
+    kind = content.get("rope_type", content.get("type"))
     numbers = _ROPE_KINDS.get(kind, {}) if isinstance(kind, str) else {}
-    _check_said(file, f"{key}.", said, {**_ROPE, **numbers})
-    for name, part in said.items():
+    _check_present(file, f"{key}.", content, {**_ROPE, **numbers})
+    for name, part in content.items():
         if isinstance(part, dict):
-            _check_rope_said(file, f"{key}.{name}", part)
+            _check_file_rope(file, f"{key}.{name}", part)
 
 
-def _check_said(
-    file: Path, prefix: str, said: Mapping[str, Any], checks: Mapping[str, _Check]
+def _check_present(
+    file: Path, prefix: str, content: Mapping[str, Any], checks: Mapping[str, _Check]
 ) -> None:
     for key, check in checks.items():
-        value = said.get(key)
+        value = content.get(key)
         if value is not None and not check.allows(value):
             raise _error(file, prefix + key, check, value)
 

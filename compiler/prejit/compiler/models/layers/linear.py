@@ -22,20 +22,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
 }
-"""By the names of transformers/activations.py, ACT2CLS."""
+"""Activations by their names in transformers/activations.py, ACT2CLS."""
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b. W is one array, (out, in) or (in, out) as `is_stored_in_out` says.
+    """y = x W^T + b. W is one array, (out, in) or (in, out) as `is_stored_in_out` decides.
 
-    It may be stored as bfloat16, or as int8 with `weight_scale`, a float32 factor for each output: see
+    It may be stored in bfloat16, or in int8 with `weight_scale`, a float32 scale for each output: see
     precision.py.
     """
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, in_out: bool | None = None
     ) -> None:
-        """Makes the matrix, `in_out` or, where that is None, as the rule says."""
+        """Create the matrix (in, out) if `in_out`; if that is None, as `is_stored_in_out` decides."""
         self.in_out = is_stored_in_out(inputs, outputs) if in_out is None else in_out
         shape = (inputs, outputs) if self.in_out else (outputs, inputs)
         self.weight = nnx.Param(jnp.zeros(shape))
@@ -44,7 +44,7 @@ class Linear(nnx.Module):
 
     @property
     def contracted(self) -> int:
-        """The axis of W that the inputs are on."""
+        """The axis of W that holds the inputs."""
         return 0 if self.in_out else 1
 
     def __call__(
@@ -54,7 +54,7 @@ class Linear(nnx.Module):
         activation: str | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
+        """Map float32 [..., in] to [..., out], through one of ACTIVATIONS, plus a residual."""
         if self.form(x) == KERNEL:
             return kernel_calls.linear(x, self.operand, activation=activation, residual=residual)
         y = scaled(self._dot(x), self.weight_scale)
@@ -63,12 +63,12 @@ class Linear(nnx.Module):
         return y if residual is None else residual + y
 
     def form(self, x: jax.Array) -> str | None:
-        """How the product with an x is computed; None: by the rules of `dot`."""
+        """Return the form of the product with x; None if `dot` is to choose."""
         return forms.form_of(_product(x, self.weight[...], self.contracted))
 
     @property
     def operand(self) -> kernel_calls.Operand:
-        """As the kernel takes it."""
+        """The arrays, as the kernel takes them."""
         scale = None if self.weight_scale is None else self.weight_scale[...]
         return kernel_calls.Operand(
             self.weight[...], scale, None if self.bias is None else self.bias[...]
@@ -79,27 +79,27 @@ class Linear(nnx.Module):
 
 
 def gated(gate: Linear, up: Linear, x: jax.Array, activation: str) -> jax.Array:
-    """`activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
+    """Return `activation(gate(x)) * up(x)`: float32 [..., in] to [..., out]."""
     if gate.form(x) == up.form(x) == KERNEL and (gate.bias is None) == (up.bias is None):
         return kernel_calls.linear(x, gate.operand, activation=activation, up=up.operand)
     return gate(x, activation=activation) * up(x)
 
 
 def is_stored_in_out(inputs: int, outputs: int) -> bool:
-    """Whether XLA:CPU is faster with a matrix stored (in, out) than with (out, in).
+    """Return whether XLA:CPU is faster with a matrix stored (in, out) than with (out, in).
 
-    Kernels read (out, in): where a bundle has some, all are stored so.
+    Kernels read (out, in), so a bundle with kernels stores all matrices so.
 
     For one token, (out, in) streams rows of 1024 and more at up to 94 % of the memory bandwidth. With shorter
-    ones (in, out) is up to 1.5 x as fast, if its rows are longer and the result stays in the first-level
-    cache. For several tokens XLA transposes what is stored (out, in) on every call. Together, GPT-2-124M
-    against all (out, in): decode 0.93 x the time, batch of 4 0.87 x, prefill of 32 or 512 tokens 0.87 x.
+    rows (in, out) is up to 1.5 x as fast, if its rows are longer and the result stays in the first-level
+    cache. For several tokens XLA transposes a matrix stored (out, in) on every call. GPT-2-124M takes 0.93 x
+    the time of all (out, in) for decode, 0.87 x for a batch of 4 and for prefill of 32 or 512 tokens.
     """
     return not forms.are_stored_out_in() and inputs < 1024 and inputs < outputs <= 4096
 
 
 class Embedding(nnx.Module):
-    """A table of rows, [number, D], stored as a Linear's; with int8 each row has a factor."""
+    """A table of rows, [number, D], stored like the matrix of a Linear; with int8 each row has a scale."""
 
     contracted = 1
 
@@ -108,14 +108,14 @@ class Embedding(nnx.Module):
         self.weight_scale: nnx.Param[jax.Array] | None = None
 
     def __call__(self, index: jax.Array) -> jax.Array:
-        """The rows of an int32 [...] index, float32 [..., D]; an index out of range takes the nearest row."""
+        """Return the rows of an int32 [...] index, float32 [..., D]; indexes are clipped to the table."""
         rows = _rows(self.weight[...], index)
         if self.weight_scale is None:
             return rows
         return rows * self.weight_scale[...].at[index].get(mode="clip")[..., None]
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """X [..., D] against every row, as a tied head does: [..., number]."""
+        """Return the product of x [..., D] with every row, as a tied head computes it: [..., number]."""
         weight = self.weight[...]
         form = forms.form_of(_product(x, weight, self.contracted))
         if form == KERNEL:
@@ -125,10 +125,10 @@ class Embedding(nnx.Module):
 
 
 def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of a table, in float32.
+    """Return rows of a table, in float32.
 
-    XLA:CPU gathers no bfloat16: it converts the table, as a part of the gather. The barrier keeps it from
-    moving that out of the loop over decode steps, where all of the table is converted: 154 MB of GPT-2.
+    XLA:CPU cannot gather bfloat16: it converts the table, as a part of the gather. Without the barrier it
+    moves that out of the loop over decode steps and converts the whole table: 154 MB for GPT-2.
     """
     if table.dtype != jnp.float32:
         table, index = lax.optimization_barrier((table, index))
@@ -137,7 +137,7 @@ def _rows(table: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def scaled(y: jax.Array, scale: nnx.Param[jax.Array] | None) -> jax.Array:
-    """Y [..., out] times the factor of each output, where there are any."""
+    """Return y [..., out] times the scale of each output, if there are scales."""
     return y if scale is None else y * scale[...]
 
 
@@ -148,18 +148,18 @@ def _product(x: jax.Array, weight: jax.Array, contracted: int) -> Product:
 
 
 def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = None) -> jax.Array:
-    """Product over the last axis of x, float32, and one axis of a matrix; the matrix is not rearranged.
+    """Return the product over the last axis of x and one axis of a matrix, which is not rearranged.
 
-    A matrix of another dtype counts with the float32 values of its elements, and sums are float32. Beside
-    kernels x is rounded to bfloat16 for such a matrix, as the kernels do it: forms are chosen by the number
-    of rows, and a token must not be computed with other numbers where more rows share its product.
+    A matrix of another dtype is widened to float32, and sums are float32. In a program with kernels x is
+    rounded to bfloat16 for such a matrix, as the kernels do it: forms depend on the number of rows, and the
+    numbers of a token must not depend on how many rows share its product.
 
     Args:
         x: float32 [..., in].
         weight: the matrix.
-        contracted: its axis of the inputs.
-        form: one of XLA's in forms.py, of a target with kernels; None: by the number of rows, of a program
-            without any.
+        contracted: the axis of the matrix that holds the inputs.
+        form: one of XLA's forms (native/products.py), in a program with kernels. None, in a portable
+            program, chooses by the number of rows.
     """
     if weight.dtype == jnp.float32:
         return lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())))
@@ -168,31 +168,31 @@ def dot(x: jax.Array, weight: jax.Array, contracted: int, form: str | None = Non
         many = rows > REDUCED_ROWS * (4 if weight.size > LARGE_MATRIX else 1)
         form = WIDENED if many else LOOP
     else:
-        # Not by astype: XLA drops a pair of conversions that only loses precision.
+        # XLA drops a pair of astype conversions, because it only loses precision.
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     y = _widened_dot(x.reshape(-1, x.shape[-1]), weight, contracted, form)
     return y.reshape(*x.shape[:-1], -1)
 
 
 REDUCED_ROWS = 8
-"""Up to so many rows XLA:CPU multiplies and sums in one loop, in which bfloat16 and int8 are read as such."""
+"""Maximum rows for which XLA:CPU multiplies and sums in one loop, which reads bfloat16 and int8 directly."""
 LARGE_MATRIX = 1 << 23
-"""Elements; its float32 form is no longer in any cache, and the loop is faster for 4 times as many rows."""
+"""Elements of a matrix whose float32 copy fits no cache: the loop is faster for 4 times as many rows."""
 
 
 def _widened_dot(x: jax.Array, weight: jax.Array, contracted: int, form: str) -> jax.Array:
-    """x [R, in] and a matrix that is not float32, to float32 [R, out].
+    """Return the product of x [R, in] with a matrix that is not float32: float32 [R, out].
 
-    XLA:CPU converts the operand of a dot as a whole. For some rows that is amortized; for one it costs
-    5 x the product. GPT-2-124M, two threads, ms a step (float32 dot | converted | this):
+    XLA:CPU converts the operand of a dot as a whole. Many rows amortize that; for one row it costs 5 x the
+    product. GPT-2-124M, two threads, ms a step (float32 dot | converted | this):
 
         1 row   20 | 110 (and 4.5 tokens/s as a bfloat16 dot) | 29 bfloat16, 23 int8
         4 rows  53 | 130 | 45 bfloat16, 29 int8
         128     144 | 310 | 156 bfloat16, 145 int8
 
-    The barrier keeps XLA from moving the conversion of all weights out of the loop over decode steps: 494
-    MB of float32 instead of none. What is added to them, a zero that depends on x, keeps it from converting
-    those of all layers before the first product, for the same 494 MB instead of 10.
+    Without the barrier XLA moves the conversion of all weights out of the loop over decode steps, into 494 MB
+    of float32. Without the added zero, which depends on x, it converts the weights of all layers before the
+    first product, into the same 494 MB instead of 10.
     """
     rows = x.shape[0]
     weight, x = lax.optimization_barrier((weight, x))
@@ -204,12 +204,12 @@ def _widened_dot(x: jax.Array, weight: jax.Array, contracted: int, form: str) ->
         return lax.dot_general(x, wide, (((1,), (contracted,)), ((), ())))
     if rows > 1:
         return (x[:, None, :] * wide if contracted else x[:, :, None] * wide).sum(1 + contracted)
-    # With a dimension of one row XLA would write all the products down: 1400 ms instead of 30.
+    # With a dimension of one row XLA would store all products in memory: 1400 ms instead of 30.
     return (x[0] * wide if contracted else x[0][:, None] * wide).sum(contracted)[None]
 
 
 def split(x: jax.Array, *axes: str | None) -> jax.Array:
-    """X, its dimensions split over these axes of the mesh in context; where there is no mesh, x itself."""
+    """Return x with its dimensions split over these axes of the mesh in context; x itself without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     constrained: jax.Array = lax.with_sharding_constraint(x, PartitionSpec(*axes))

@@ -11,7 +11,7 @@ from prejit.compiler.models.layers import forms, kernel_calls
 
 
 class LayerNorm(nnx.Module):
-    """Ba et al. 2016."""
+    """Layer norm (Ba et al. 2016)."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         self.weight = nnx.Param(jnp.ones(width))
@@ -19,7 +19,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
+        """Return x [B, T, D] with mean 0 and variance 1 along D, then scaled and shifted."""
         if forms.has_kernels():
             weight, bias = self.weight[...], self.bias[...]
             return kernel_calls.norm(x, weight, bias, epsilon=self.epsilon, centred=True)
@@ -31,7 +31,7 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """Division by the root mean square along the last axis, then a scale.
 
-    `offset` is added to the scale; Gemma publishes scales less 1.
+    `offset` is added to the scale: Gemma publishes scales minus 1.
     """
 
     def __init__(self, width: int, epsilon: float, *, offset: float = 0.0) -> None:
@@ -40,7 +40,7 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """X [..., width] to the same."""
+        """Return the norm of x [..., width]."""
         if forms.has_kernels():
             return kernel_calls.norm(x, self.weight[...], epsilon=self.epsilon, offset=self.offset)
         mean_square = jnp.square(x).mean(-1, keepdims=True)

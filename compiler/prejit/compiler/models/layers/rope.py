@@ -1,21 +1,20 @@
 """Rotary positions: pairs of a head's components turn with the position, each pair at its frequency.
 
 The frequencies must equal those of transformers 5, modeling_rope_utils.py, which needs torch; each function
-here names the one that it follows. They are computed in float32 as there, except that a power is taken
-in float64 and rounded, which is what torch's comes to.
+here names the one that it follows. They are computed in float32 as there; only powers are computed in
+float64 and rounded, which gives torch's result.
 
 Sources: Su et al. 2021 (RoFormer), arXiv 2104.09864; for longer contexts Chen et al. 2023 (linear),
 arXiv 2306.15595; Peng et al. 2023 (YaRN), arXiv 2309.00071; Ding et al. 2024 (LongRoPE),
 arXiv 2402.13753; Grattafiori et al. 2024 (Llama 3), arXiv 2407.21783.
 
 LongRoPE has two lists of factors: for texts up to the context of pretraining and for longer ones.
-transformers looks at the length of the text, and when it grows beyond that context computes the cache
-anew, since keys enter it turned. Here the longest context that programs are built for decides, once for
-all of them, as llama.cpp and vLLM do by the context that they are started with: what a token becomes then
-depends on no bucket, chunk or neighbour, and no step is ever slow. The logits are those of transformers
-for texts up to the context of pretraining where programs end there, and for longer texts where they
-do not. A short text in programs for long contexts is turned by the long factors, in transformers by the
-short ones.
+transformers chooses by the length of the text. When the text grows beyond that context, it computes the cache
+again, because the cache holds turned keys. Here the longest context of the bundle's programs decides for all
+of them, as in llama.cpp and vLLM the context that they start with: the result of a token then depends on no
+bucket, chunk or neighbour, and no step is slow. Logits equal those of transformers for texts
+up to the context of pretraining if programs end there, and for longer texts if they do not. A short text in
+programs for long contexts is turned by the long factors, in transformers by the short ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from prejit.compiler.models.layers.config import require, unsupported
 from prejit.compiler.models.layers.config_checks import check_rope
 
 Frequencies = np.ndarray[Any, np.dtype[Any]]
-"""Float32 [P], of the P pairs of a head that turn: H / 2, or fewer where a part of it stays."""
+"""Float32 [P], for the P pairs of a head that turn: H / 2 pairs, or fewer if a part of the head stays."""
 
 Turns = tuple[jax.Array, jax.Array]
 """Cosines and sines of the angles at new positions, each float32 [B, T, 1, P]."""
@@ -43,11 +42,11 @@ Turns = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the heads of a model turn.
+    """How the heads of a layer turn with the position.
 
     Attributes:
-        frequencies: radians a position, of each of the P pairs.
-        scale: factor of the turned vectors; other than 1 only for YaRN and LongRoPE.
+        frequencies: radians per position, for each of the P pairs.
+        scale: factor of the turned vectors; it differs from 1 only for YaRN and LongRoPE.
     """
 
     frequencies: tuple[float, ...]
@@ -62,17 +61,17 @@ def frequencies(
     layer_type: str | None = None,
     partial: bool = False,
 ) -> Rotary:
-    """The turning of a model with this configuration.
+    """Return how the heads of a model turn.
 
     Args:
-        config: of transformers; its `rope_parameters` say how.
+        config: transformers' configuration, with `rope_parameters`.
         size: H.
-        context: the longest that programs are built for; None: as long as the model was made for.
-        layer_type: the part of `rope_parameters` to read, of models that turn differently by layer.
-        partial: whether the family heeds `partial_rotary_factor`.
+        context: the longest context of the programs; None for the longest that the model was made for.
+        layer_type: the part of `rope_parameters` to read, for models that turn differently by layer.
+        partial: whether the family uses `partial_rotary_factor`.
 
     Raises:
-        CheckpointError: a kind of scaling that is not built here.
+        CheckpointError: the kind of scaling is not supported, or its numbers give no frequencies.
     """
     key, parameters = "rope_parameters", config.rope_parameters
     if layer_type is not None:
@@ -91,8 +90,8 @@ def frequencies(
     check_rope(file, key, parameters, kind)
     periods = _powers(parameters["rope_theta"], turned)
     if kind not in _SCALED:
-        # `dynamic` scales contexts beyond max_position_embeddings alone, and a bundle ends there:
-        # beyond it the frequencies, so the keys in the cache, would change with every token.
+        # `dynamic` scales only contexts beyond max_position_embeddings, where a bundle ends: beyond it the
+        # frequencies, and so the keys in the cache, would change with every token.
         return _rotary(1 / periods)
     longest = config.max_position_embeddings
     context = longest if context is None else context
@@ -100,12 +99,15 @@ def frequencies(
         with np.errstate(all="ignore"):
             rotary = _SCALED[kind](periods, parameters, longest, context)
         finite = all(map(math.isfinite, (*rotary.frequencies, rotary.scale)))
-    except (ArithmeticError, ValueError):  # numbers that are right alone: log(rope_theta) is 0
+    except (
+        ArithmeticError,
+        ValueError,
+    ):  # each number is valid but not together: log(rope_theta) is 0
         finite = False
     if not finite:
         raise unsupported(
             config,
-            f"{key}: expected numbers of which frequencies can be made, found {shown(parameters)}",
+            f"{key}: expected numbers that give finite frequencies, found {shown(parameters)}",
         )
     if len(rotary.frequencies) != turned // 2:
         raise unsupported(
@@ -117,15 +119,15 @@ def frequencies(
 
 
 def turns(rotary: Rotary, positions: jax.Array) -> Turns:
-    """Cosines and sines for positions, int32 [B, T]."""
+    """Return cosines and sines for positions, int32 [B, T]."""
     angles = positions[:, :, None, None] * jnp.asarray(rotary.frequencies, jnp.float32)
     return jnp.cos(angles) * rotary.scale, jnp.sin(angles) * rotary.scale
 
 
 def turn(x: jax.Array, turns: Turns) -> jax.Array:
-    """Heads [B, T, N, H], turned: of the first 2P components i pairs with i + P, the others stay.
+    """Return heads [B, T, N, H] turned: component i pairs with i + P, and those from 2P on stay.
 
-    As rotate_half in transformers.
+    This is rotate_half in transformers.
     """
     cos, sin = turns
     pairs = cos.shape[-1]
@@ -135,7 +137,7 @@ def turn(x: jax.Array, turns: Turns) -> jax.Array:
 
 
 def _powers(base: float, size: int) -> Frequencies:
-    """Positions that a pair takes to turn by one radian: base ** (i / P)."""
+    """Return the positions in which each pair turns by one radian: base ** (i / P)."""
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     return np.power(float(base), exponents.astype(np.float64)).astype(np.float32)
 
@@ -147,19 +149,21 @@ def _rotary(frequencies: Frequencies, scale: float = 1.0) -> Rotary:
 def _linear(
     periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
 ) -> Rotary:
-    """_compute_linear_scaling_rope_parameters: all pairs slower by a factor."""
+    """Follow _compute_linear_scaling_rope_parameters: all pairs turn slower by a factor."""
     return _rotary(1 / periods / parameters["factor"])
 
 
 def _llama3(
     periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
 ) -> Rotary:
-    """_compute_llama3_parameters: slow pairs slower by a factor, fast ones as they are."""
+    """Follow _compute_llama3_parameters: slow pairs turn slower by a factor, fast pairs as before."""
     factor, pretrained = parameters["factor"], parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     original = 1 / periods
     wavelength = 2 * math.pi / original
-    smooth = (pretrained / wavelength - low) / (high - low)  # low == high: nothing lies between
+    smooth = (pretrained / wavelength - low) / (
+        high - low
+    )  # where low == high nothing lies between, and this is unused
     between = (1 - smooth) * original / factor + smooth * original
     fast, slow = wavelength < pretrained / high, wavelength > pretrained / low
     return _rotary(np.where(fast, original, np.where(slow, original / factor, between)))
@@ -168,7 +172,7 @@ def _llama3(
 def _yarn(
     periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
 ) -> Rotary:
-    """_compute_yarn_parameters: a ramp over the pairs from as they are to slower by a factor."""
+    """Follow _compute_yarn_parameters: a ramp over the pairs, from as before to slower by a factor."""
     size, base = 2 * len(periods), parameters["rope_theta"]
     pretrained = parameters["original_max_position_embeddings"]
     factor = parameters["factor"] or longest / pretrained
@@ -182,7 +186,7 @@ def _yarn(
         scale = magnitude(above) / magnitude(below) if above and below else magnitude(1)
 
     def pair(rotations: float) -> float:
-        """The pair that turns so often over the context of pretraining."""
+        """Return the pair that turns this often within the context of pretraining."""
         return size * math.log(pretrained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair(parameters.get("beta_fast") or 32), pair(parameters.get("beta_slow") or 1)
@@ -199,7 +203,7 @@ def _yarn(
 def _longrope(
     periods: Frequencies, parameters: Mapping[str, Any], longest: int, context: int
 ) -> Rotary:
-    """_compute_longrope_parameters: a factor for each pair, from the list for this context."""
+    """Follow _compute_longrope_parameters: a factor for each pair, from the list for this context."""
     pretrained = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or longest / pretrained
     scale = parameters.get("attention_factor")

@@ -1,8 +1,8 @@
-"""What decoders with rotary positions share: RMSNorm, attention, gated MLP, the block, the whole model.
+"""The decoder that families with rotary positions share: attention, gated MLP, block and whole model.
 
-The plain forms are those of Llama. A family is a small file that says what differs in it: it builds its
-blocks from these parts and its own, and hands them to RotaryDecoder. Parameters have the names of the
-published tensors, which are the same in all of these families, and so are NAMING and SPLIT.
+The modules are those of Llama. A family is a small file that holds what differs in it: it builds its blocks
+from these modules and its own, and passes them to RotaryDecoder. Parameters have the names of the published
+tensors. These are the same in all of these families, and so are NAMING and SPLIT.
 
 Sources: Su et al. 2021 (RoFormer), arXiv 2104.09864; Zhang and Sennrich 2019 (RMSNorm); Shazeer 2020 (gated
 MLP), arXiv 2002.05202; Ainslie et al. 2023 (grouped queries), arXiv 2305.13245.
@@ -46,7 +46,7 @@ SPLIT = Split(
 )
 
 Turns = Mapping[rope.Rotary, rope.Turns]
-"""For each way in which layers of the model turn their heads."""
+"""Cosines and sines for each way in which layers of the model turn their heads."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,13 @@ class Heads:
     """The heads of a layer.
 
     Attributes:
-        queries, keys: N, K; K divides N.
+        queries: N.
+        keys: K, which divides N.
         size: H.
         rotary: how they turn with the position.
-        scale: of the scores.
-        window: how many tokens each one sees, itself the last of them; None: all up to its own.
-        cap: soft bound of the scores; None: they are free.
+        scale: factor of the scores.
+        window: number of tokens that each one sees, itself included; None for all up to its own.
+        cap: soft bound of the scores; None for no bound.
     """
 
     queries: int
@@ -72,7 +73,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any, rotary: rope.Rotary, window: int | None = None) -> Heads:
-        """As most families have them: scores scaled by 1 / sqrt(H), and free."""
+        """Return the heads of most families: scores are scaled by 1 / sqrt(H) and have no bound."""
         size = head_size(config)
         number = config.num_attention_heads, config.num_key_value_heads
         return cls(*number, size, rotary, size**-0.5, window)
@@ -88,19 +89,19 @@ class Heads:
         *,
         last: bool,
     ) -> tuple[jax.Array, LayerCache]:
-        """What the new tokens take from the cache, and the cache with them in it.
+        """Write the new tokens into the cache and attend to it.
 
         Args:
-            query: float32 [B, T, N, H], not turned.
-            keys: float32 [B, T, K, H], not turned.
+            query: float32 [B, T, N, H], not turned yet.
+            keys: float32 [B, T, K, H], not turned yet.
             values: float32 [B, T, K, H].
-            turns: of the new positions.
-            new: where the new tokens stand.
+            turns: cosines and sines of the new positions.
+            new: the positions of the new tokens.
             layer: the cache.
-            last: whether only wanted tokens are of interest.
+            last: whether this is the last layer, which computes only what results need.
 
         Returns:
-            float32 [B, T, N * H], or [B, 1, N * H] of the wanted; the cache.
+            float32 [B, T, N * H], or [B, 1, N * H] in the last layer; the cache.
         """
         query, keys = (rope.turn(x, turns[self.rotary]) for x in (query, keys))
         return new.attend(
@@ -112,7 +113,7 @@ class Heads:
 
 
 class SelfAttention(Protocol):
-    """What a block calls: an attention with its projections."""
+    """An attention with its projections, as a block calls it."""
 
     heads: Heads
 
@@ -126,26 +127,26 @@ class SelfAttention(Protocol):
         last: bool,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """X [B, T, D] to [B, T, D], or [B, 1, D] of the wanted if `last`, plus a residual; and the cache."""
+        """Map x [B, T, D] to [B, T, D], or [B, 1, D] if `last`, plus a residual; return it and the cache."""
         ...
 
 
 class RotaryBlock(Protocol):
-    """What RotaryDecoder calls: a block."""
+    """A block, as RotaryDecoder calls it."""
 
     self_attn: SelfAttention
 
     def __call__(
         self, x: jax.Array, turns: Turns, new: NewTokens, layer: LayerCache, *, last: bool
     ) -> tuple[jax.Array, LayerCache]:
-        """X [B, T, D] to [B, T, D], or [B, 1, D] of the wanted if `last`; and the cache."""
+        """Map x [B, T, D] to [B, T, D], or [B, 1, D] if `last`; return it and the cache."""
         ...
 
 
 class Attention(nnx.Module):
     """Grouped-query self-attention over the cache.
 
-    `head_norm` makes the norms of queries and keys, along the head, from its size.
+    `head_norm` makes the norms of queries and keys along the head, from the head size.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """A linear layer, gated by the activation of another, and one back to D."""
+    """A linear layer, gated by the activation of another, and a third layer back to D."""
 
     def __init__(self, width: int, inner: int, activation: str, *, bias: bool = False) -> None:
         self.gate_proj = Linear(width, inner, bias=bias)
@@ -198,13 +199,13 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """X [B, T, D] to [B, T, D], plus a residual."""
+        """Map x [B, T, D] to [B, T, D], plus a residual."""
         inner = gated(self.gate_proj, self.up_proj, x, self.activation)
         return self.down_proj(inner, residual=residual)
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each on the normalized sum of what came before."""
+    """Attention and MLP, each applied to the norm of its input and added to it."""
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class Block(nnx.Module):
 
 
 class RotaryDecoder(nnx.Module):
-    """A decoder with its language-model head: an embedding, blocks, a norm."""
+    """A decoder with its language-model head."""
 
     def __init__(
         self,
@@ -239,14 +240,14 @@ class RotaryDecoder(nnx.Module):
         embedding_scale: float | None = None,
         logit_cap: float | None = None,
     ) -> None:
-        """Puts a model together.
+        """Build a model from its blocks.
 
         Args:
-            config: of transformers: sizes, and whether the head is tied.
-            blocks: L of them.
-            norm: after the last; None: RMSNorm as Llama has it.
-            embedding_scale: of what the table holds; None: as it is.
-            logit_cap: soft bound of the logits; None: they are free.
+            config: transformers' configuration: sizes, and whether the head is tied.
+            blocks: the L blocks.
+            norm: the norm after the last block; None for Llama's RMSNorm.
+            embedding_scale: factor of the embeddings; None for 1.
+            logit_cap: soft bound of the logits; None for no bound.
         """
         norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.model = Transformer(config, blocks, norm, embedding_scale)
@@ -274,7 +275,7 @@ class RotaryDecoder(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All but the head."""
+    """The decoder without its head: an embedding, blocks and a norm."""
 
     def __init__(
         self,
@@ -291,7 +292,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, new: NewTokens, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Tokens [B, T] to the hidden states [B, 1, D] or [B, T, D] of those that are wanted."""
+        """Return the hidden states that results need, [B, 1, D] or [B, T, D], and the cache."""
         x = self.embed_tokens(tokens)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
@@ -306,14 +307,14 @@ class Transformer(nnx.Module):
 
 
 def describe(config: Any, activation: str = "hidden_act") -> DecoderConfig:
-    """The sizes of a model.
+    """Return the sizes of a model.
 
     Args:
-        config: of transformers.
+        config: transformers' configuration.
         activation: the key of the MLP's activation.
 
     Raises:
-        CheckpointError: its configuration asks for something that is not built here.
+        CheckpointError: a setting is not supported.
     """
     require(config, activation, getattr(config, activation), ACTIVATIONS)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -335,16 +336,16 @@ def describe(config: Any, activation: str = "hidden_act") -> DecoderConfig:
 
 
 def head_size(config: Any) -> int:
-    """H: as the configuration says, or the width divided among the heads."""
+    """Return H: `head_dim` of the configuration, or the width divided by the number of heads."""
     size: int | None = getattr(config, "head_dim", None)
     return size or config.hidden_size // config.num_attention_heads
 
 
 def window(config: Any) -> int | None:
-    """The `sliding_window` of a configuration.
+    """Return the `sliding_window` of a configuration.
 
     Raises:
-        CheckpointError: it is not positive.
+        CheckpointError: the window is not positive.
     """
     size: int | None = config.sliding_window
     if size is not None and size < 1:
@@ -353,10 +354,10 @@ def window(config: Any) -> int | None:
 
 
 def windows(config: Any) -> list[int | None]:
-    """The window of each layer, by `layer_types`.
+    """Return the window of each layer, by `layer_types`.
 
     Raises:
-        CheckpointError: a kind of layer that is not built here, or no window for one that wants it.
+        CheckpointError: a kind of layer is not supported, or a sliding layer has no window.
     """
     kinds = config.layer_types
     for kind in kinds:

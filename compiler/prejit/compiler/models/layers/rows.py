@@ -1,4 +1,4 @@
-"""Updates of an array row after row: unrolled for few rows, a loop for many."""
+"""Update an array row after row: unrolled for few rows, a loop for many."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax
 from jax import lax
 
 UNROLLED_ROWS = 64
-"""Largest number of rows that are unrolled. A chain of updates compiles in time that grows with the square of
-its length: decode of 128 rows in 107 s, with a loop in 10 s."""
+"""Maximum number of rows that are unrolled. The time to compile a chain of updates grows with the square of
+its length: decode of 128 rows takes 107 s, with a loop 10 s."""
 
 T = TypeVar("T")
 
@@ -19,9 +19,9 @@ def each_row(rows: int, update: Callable[[int | jax.Array, T], T], values: T) ->
     """Return `update(row, values)` for one row after another.
 
     Args:
-        rows: their number.
-        update: gives the values with one row changed; in place where they are donated.
-        values: arrays.
+        rows: the number of rows.
+        update: returns the values with one row changed, in place if they are donated.
+        values: the arrays to update.
     """
     if rows > UNROLLED_ROWS:
         looped: T = lax.fori_loop(0, rows, update, values)

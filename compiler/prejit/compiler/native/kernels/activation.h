@@ -1,4 +1,4 @@
-// Activations on vectors, as accurate as float32 is; NaN stays NaN.
+// Activations of vectors, accurate to float32's rounding. NaN stays NaN.
 #pragma once
 
 #include "simd.h"
@@ -7,11 +7,11 @@ namespace prejit {
 
 enum class Activation : int32_t { kNone = 0, kGeluErf = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4 };
 
-// A comparison with NaN is false, so NaN goes through both.
+// A comparison with NaN is false, so both return NaN for NaN.
 PREJIT_INLINE Floats at_least(Floats v, float low) { return v < splat(low) ? splat(low) : v; }
 PREJIT_INLINE Floats at_most(Floats v, float high) { return v > splat(high) ? splat(high) : v; }
 
-// e^v, v clamped to [-87, 88] where it neither vanishes nor overflows; relative error below 2e-7.
+// Returns e^v with v clamped to [-87, 88], where e^v neither vanishes nor overflows; relative error below 2e-7.
 PREJIT_INLINE Floats exponential(Floats v) {
   v = at_most(at_least(v, -87.0f), 88.0f);
   // v = n ln 2 + r, |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to the nearest integer.
@@ -19,7 +19,7 @@ PREJIT_INLINE Floats exponential(Floats v) {
   Floats n = shifted - 12582912.0f;
   Floats r = v - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  // Taylor's series: the first term left out is r^8 / 8! < 6e-9.
+  // Taylor's series: the first omitted term is r^8 / 8! < 6e-9.
   Floats p = r * (1.0f / 5040) + (1.0f / 720);
   p = p * r + (1.0f / 120);
   p = p * r + (1.0f / 24);
@@ -53,7 +53,7 @@ PREJIT_INLINE Floats gelu_erf(Floats v) {
   Floats p = splat(kCoefficients[0]);
 #pragma GCC unroll 16
   for (int i = 1; i < 10; ++i) p = p * square + kCoefficients[i];
-  // Below -6 the value is next to nothing, and stays it.
+  // Below -6 the value is almost 0 and is kept constant.
   return times_sigmoid(at_least(v, -6.0f), clamped * p);
 }
 

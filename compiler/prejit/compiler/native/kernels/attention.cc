@@ -8,10 +8,10 @@
 namespace prejit::attention {
 namespace {
 
-constexpr int64_t kCheap = 1 << 16;        // products of a call that one thread ends sooner than helpers come
-constexpr int64_t kCheapWrite = 1 << 15;   // elements that the calling thread writes itself
+constexpr int64_t kCheap = 1 << 16;        // multiplications that one thread ends before helpers arrive
+constexpr int64_t kCheapWrite = 1 << 15;   // maximum elements that the calling thread writes alone
 
-// Rows of a tile are the query heads of a key/value head at one position, then those at the next: they share keys.
+// Rows of a tile share keys: they are the query heads of a key/value head at one position, then at the next.
 template <typename E>
 class Decoder {
  public:
@@ -28,7 +28,7 @@ class Decoder {
     const bool alone = products <= kCheap;
     const int64_t units = (last_seen() + kUnit) / kUnit;
     if (!alone && units > 1 && jobs < 2 * threads()) return run_split(jobs, units);
-    // The only tile of a head writes that head's keys; where there are several, all is written before.
+    // A head's only tile writes the head's keys. If there are several tiles, all keys are written before.
     const bool owner = tiles_ == 1;
     if (!owner) write_all();
     return each(jobs, alone, [&](int64_t job) {
@@ -38,7 +38,7 @@ class Decoder {
   }
 
  private:
-  // Runs body(0) to body(count - 1); true where each of them gives true.
+  // Runs body(0) to body(count - 1); returns whether all of them return true.
   template <typename F>
   static bool each(int64_t count, bool alone, const F& body) {
     if (alone) {
@@ -55,7 +55,7 @@ class Decoder {
 
   int64_t valid_tokens(int64_t b) const { return larger(0, smaller(call_.length[b], call_.tokens)); }
 
-  // Queries at the position of a valid token or before.
+  // Returns the number of queries at the position of a valid token or before.
   int64_t valid_queries(int64_t b) const {
     const int64_t tokens = valid_tokens(b);
     if (tokens == 0) return 0;
@@ -88,7 +88,7 @@ class Decoder {
     return products;
   }
 
-  // Of one batch row and key/value head.
+  // Writes the new tokens of one batch row and key/value head.
   void write(int64_t head) const {
     const int64_t b = head / call_.kv_heads, k = head % call_.kv_heads, size = call_.size;
     const int64_t tokens = valid_tokens(b), start = call_.start[b];
@@ -110,12 +110,12 @@ class Decoder {
     });
   }
 
-  // A tile's share of the rows of a head: `rows` from `first` on, of which the first `valid` are computed.
+  // The rows of a head that a tile has: `rows` from `first` on. The first `valid` of them are computed.
   struct Share {
     int64_t b, k, first, rows, valid;
   };
 
-  // Later tiles see more, so they come first.
+  // Later tiles see more keys, so they run first.
   Share share(int64_t job) const {
     const int64_t head = job / tiles_, first = (tiles_ - 1 - job % tiles_) * tile_rows_;
     const int64_t b = head / call_.kv_heads, rows = smaller(tile_rows_, rows_ - first);
@@ -123,7 +123,7 @@ class Decoder {
     return {b, head % call_.kv_heads, first, rows, valid};
   }
 
-  // Where a row is in query, or in out, which have so many heads at a position.
+  // Returns the offset of a row in query or out, which have `width` heads at a position.
   int64_t offset(const Share& share, int64_t row, int64_t width) const {
     const int64_t query = (share.first + row) / group_, in_group = (share.first + row) % group_;
     return ((share.b * call_.queries + query) * width + share.k * group_ + in_group) * call_.size;
@@ -134,7 +134,7 @@ class Decoder {
     return {call_.keys + at, call_.values + at, call_.size, call_.size};
   }
 
-  // A tile in this thread's memory, with its queries; false where memory is out.
+  // Prepares a tile in this thread's memory, with its queries; returns false if memory is exhausted.
   bool prepare(const Share& share, Tile* tile) const {
     void* memory = scratch(sizeof(float) * Tile::floats(tile_rows_, call_.size));
     if (memory == nullptr) return false;
@@ -168,7 +168,7 @@ class Decoder {
     return true;
   }
 
-  // Few tiles and many keys: each unit of keys is a block of its own, and what they sum is merged afterwards.
+  // For few tiles and many keys each unit of keys is a block of its own, and the sums are merged afterwards.
   bool run_split(int64_t jobs, int64_t units) const {
     const int64_t floats = Sums::floats(tile_rows_, call_.size);
     void* memory = std::malloc(sizeof(float) * floats * jobs * units);

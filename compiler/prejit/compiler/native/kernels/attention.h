@@ -1,4 +1,4 @@
-// Attention of new tokens to a decoder's cache, which they are written into first.
+// Attention of new tokens to a decoder's cache, after these tokens are written into it.
 //
 // Shapes: B batch, Q queries of a row, T new tokens of a row, N query heads, K key/value heads, H head size, S cache
 // positions.
@@ -10,7 +10,7 @@
 
 namespace prejit::attention {
 
-// Arrays are row-major, and dense but for what the last two say. E is float or Bf16.
+// Arrays are row-major, and dense except as the last two fields allow. E is float or Bf16.
 template <typename E>
 struct DecoderCall {
   int64_t batch, queries, tokens, heads, kv_heads, size, slots;
@@ -18,21 +18,21 @@ struct DecoderCall {
   const float* new_keys;         // [B, T, K, H]
   const float* new_values;       // [B, T, K, H]
   const int32_t* start;          // [B], position of the first new token
-  const int32_t* length;         // [B], how many of the new tokens are valid; 0: the row rests
+  const int32_t* length;         // [B], number of valid new tokens; 0: the row is idle
   const int32_t* query_start;    // [B], position of the first query
   E* keys;                       // [B, K, S, H]
   E* values;                     // [B, K, S, H]
   float* out;                    // [B, Q, N, H]
-  float scale;                   // of the queries
-  float cap;                     // that scores come near and never pass; 0: none
-  int64_t window;                // how many positions a query sees, its own the last of them; 0: all
+  float scale;                   // factor of the queries
+  float cap;                     // soft bound of the scores; 0: none
+  int64_t window;                // number of positions that a query sees, its own included; 0: all
   int64_t query_width = 0;       // heads from one position of query to the next; 0: N
   int64_t new_width = 0;         // heads from one position of new_keys, and new_values, to the next; 0: K
 };
 
-// Writes the valid new tokens into the cache, none at S or beyond, and gives what each query sees of it: a query at
-// position p sees 0 .. min(p, S - 1). Queries behind the valid tokens, and rows that rest, get zeros. Nothing is
-// read behind the last position that a valid query sees. False where memory is out.
+// Writes the valid new tokens into the cache, none at S or beyond, and attends to it: a query at position p sees 0 ..
+// min(p, S - 1). Queries behind the valid tokens, and idle rows, get zeros. Nothing is read behind the last position
+// that a valid query sees. Returns false if memory is exhausted.
 template <typename E>
 bool attend_decoder(const DecoderCall<E>& call);
 

@@ -1,4 +1,4 @@
-// The XLA FFI handler of decoder attention: shapes are checked here, once a call.
+// The XLA FFI handler of decoder attention. It checks shapes once a call.
 #include "attention_ffi.h"
 
 #include <cstring>
@@ -19,8 +19,8 @@ ffi::Error invalid(const char* message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
 }
 
-// XLA gives a result the memory of the argument that it is aliased to; where a caller asked for no alias, all of the
-// cache is copied.
+// XLA gives a result the memory of the argument that it is aliased to. If a program has no alias, the whole cache is
+// copied.
 template <typename E>
 ffi::Error run(DecoderCall<E> call, const ffi::AnyBuffer& keys_before, const ffi::AnyBuffer& values_before,
                ffi::AnyBuffer& keys, ffi::AnyBuffer& values) {

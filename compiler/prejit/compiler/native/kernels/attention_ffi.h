@@ -1,4 +1,4 @@
-// What both handlers check their arguments with.
+// Types and checks of arguments that both attention handlers use.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Matrix products of small matrices in the first-level cache, summed in registers.
+// Products of small matrices that lie in the first-level cache, summed in registers.
 #pragma once
 
 #include "attention_vector.h"
@@ -18,7 +18,7 @@ struct Product {
   bool add;
 };
 
-// R rows of A with N vectors of columns: R * N sums stay in registers.
+// Multiplies R rows of A with N vectors of columns: R * N sums stay in registers.
 template <int R, int N, typename E>
 PREJIT_INLINE void multiply_block(const Product<E>& p, int64_t row, int64_t column) {
   Floats total[R][N] = {};
@@ -51,9 +51,9 @@ static void multiply_columns(const Product<E>& p, int64_t rows, int64_t column) 
 
 template <typename E>
 static void multiply(const Product<E>& p, int64_t rows, int64_t columns) {
-  constexpr int kWide = kLanes == 16 ? 4 : 2;  // with 6 rows: 24 of 32 registers, or 12 of 16
+  constexpr int kWide = kLanes == 16 ? 4 : 2;  // with 6 rows the sums fill 24 of 32 registers, or 12 of 16
   int64_t column = 0;
-  if (rows == 1) {  // few rows need more columns, or each sum waits for itself
+  if (rows == 1) {  // one row needs more columns, or each addition waits for the one before
     for (; column + 8 * kLanes <= columns; column += 8 * kLanes) multiply_block<1, 8>(p, 0, column);
   }
   for (; column + kWide * kLanes <= columns; column += kWide * kLanes) {

@@ -1,8 +1,8 @@
-// Attention of a tile of query rows to a range of keys, without the matrix of scores ever being whole.
+// Attention of a tile of query rows to a range of keys, without storing the whole matrix of scores.
 //
-// Softmax is online, as in Dao et al. 2022 (FlashAttention), arXiv 2205.14135, algorithm 1: with each chunk of keys
-// what was summed is scaled to the largest score so far. Keys are summed in units at fixed positions, and units are
-// merged in order: a result depends neither on threads nor on the other rows of a batch.
+// Softmax is online, as in Dao et al. 2022 (FlashAttention), arXiv 2205.14135, algorithm 1: with each chunk of keys the
+// sums are rescaled to the largest score so far. Keys are summed in units at fixed positions, and units are merged in
+// order, so a result depends neither on threads nor on the other rows of a batch.
 //
 // Shapes: R query rows, H head size, P = H rounded up to whole vectors.
 #pragma once
@@ -11,18 +11,18 @@
 
 namespace prejit::attention {
 
-constexpr int64_t kRows = 128;   // of a tile at most
-constexpr int64_t kBlock = 48;   // rows of a tile whose scores are in the first-level cache
-constexpr int64_t kChunk = 64;   // keys likewise
-constexpr int64_t kUnit = 256;   // keys that one thread sums at least
-constexpr int64_t kFewRows = 8;  // up to so many rows that share keys, these are read as they lie and not transposed
+constexpr int64_t kRows = 128;   // maximum rows of a tile
+constexpr int64_t kBlock = 48;   // rows of a tile whose scores fit the first-level cache
+constexpr int64_t kChunk = 64;   // keys that fit it
+constexpr int64_t kUnit = 256;   // minimum keys that one thread sums
+constexpr int64_t kFewRows = 8;  // maximum rows that share keys for which these are not transposed
 
 PREJIT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 PREJIT_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 PREJIT_INLINE int64_t round_up(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-// Which keys a row sees: positions first to end - 1.
+// The keys that a row sees: positions first to end - 1.
 struct Range {
   int64_t first, end;
 };
@@ -36,8 +36,8 @@ struct Head {
   int64_t size;
 };
 
-// What rows have summed: values weighted with exp(score - most) [R, P], the weights [R, lanes], which add up to the
-// weight of a row, and the largest score [R].
+// The sums of rows: values weighted with exp(score - most) [R, P], weights [R, lanes], whose sum is the weight of a row,
+// and the largest score [R].
 struct Sums {
   float* mixed;
   float* weight;
@@ -55,12 +55,12 @@ struct Sums {
   void clear(int64_t rows, int64_t size) const {
     std::memset(mixed, 0, sizeof(float) * rows * round_up(size));
     std::memset(weight, 0, sizeof(float) * rows * kLanes);
-    // Whole vectors are read and written.
+    // Whole vectors of `most` are read and written.
     for (int64_t r = 0; r < round_up(rows) + kLanes; ++r) most[r] = -__builtin_inff();
   }
 };
 
-// A tile of rows, and what a thread needs for it.
+// A tile of rows, and the memory that a thread needs for it.
 struct Tile {
   int64_t rows;
   bool few;       // keys are not transposed
@@ -87,13 +87,13 @@ struct Tile {
   }
 };
 
-// A row of the workspace's query.
+// Scales a query row into the workspace.
 PREJIT_INLINE void place_query(const float* from, int64_t size, float scale, float* to) {
   for (int64_t h = 0; h < size; ++h) to[h] = from[h] * scale;
   for (int64_t h = size; h < round_up(size); ++h) to[h] = 0;
 }
 
-// The result of a row: zeros where it saw nothing.
+// Writes the result of a row: zeros if it saw no key.
 PREJIT_INLINE void place_result(const Sums& sums, int64_t row, int64_t size, float* to) {
   const float weight = sum(load(sums.weight + row * kLanes));
   const float factor = weight == 0 ? 0 : 1 / weight;
@@ -101,7 +101,7 @@ PREJIT_INLINE void place_result(const Sums& sums, int64_t row, int64_t size, flo
   for (int64_t h = 0; h < size; ++h) to[h] = mixed[h] * factor;
 }
 
-// Rows as float32 [count, P], zeros behind H.
+// Copies rows as float32 [count, P], zeros behind H.
 template <typename E>
 static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
   for (int64_t s = 0; s < count; ++s, from += stride, to += round_up(size)) {
@@ -111,7 +111,7 @@ static void copy_rows(const E* from, int64_t stride, int64_t count, int64_t size
   }
 }
 
-// Rows as columns: float32 [P, kChunk], zeros behind the last up to a whole vector.
+// Copies rows as columns: float32 [P, kChunk], zeros behind the last column up to a whole vector.
 template <typename E>
 static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_t size, float* to) {
   for (int64_t s = 0; s < count; s += kLanes) {
@@ -129,9 +129,8 @@ static void copy_transposed(const E* from, int64_t stride, int64_t count, int64_
   }
 }
 
-// scores[s] = query . keys[s] for kLanes keys, rows of P elements; where there are fewer, the last is taken for those
-// that are missing. Fixed is P where the compiler should know it: it then needs no registers for addresses, of which
-// there are too few.
+// scores[s] = query . keys[s] for kLanes keys, rows of P elements. If there are fewer keys, the last one is repeated.
+// Fixed is P as a constant, or 0: with a constant the compiler needs no registers, which are scarce, for addresses.
 template <int64_t Fixed, bool Whole, typename E>
 PREJIT_INLINE void dots_block(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
   const int64_t length = Fixed ? Fixed : padded;
@@ -145,7 +144,7 @@ PREJIT_INLINE void dots_block(const float* query, const E* keys, int64_t count, 
   store(scores, sums(total));
 }
 
-// The same for `count` keys; scores up to a whole vector are written.
+// Does the same for `count` keys. Scores are written up to a whole vector.
 template <int64_t Fixed, typename E>
 static void dots(const float* query, const E* keys, int64_t count, int64_t padded, float* scores) {
   int64_t s = 0;
@@ -166,13 +165,13 @@ PREJIT_INLINE void scale_row(float* row, int64_t padded, float factor) {
   for (int64_t h = 0; h < padded; h += kLanes) store(row + h, load(row + h) * factor);
 }
 
-// A row that has seen nothing yet: exp(-inf - 0) = 0, where -inf - -inf would be NaN.
+// For a row that has seen no key the base is 0: exp(-inf - 0) = 0, but -inf - -inf would be NaN.
 PREJIT_INLINE Floats base_of(Floats most) {
   const Floats none = splat(-__builtin_inff());
   return most == none ? Floats{} : most;
 }
 
-// Makes weights of the scores of `rows` rows from `first` on, and scales what they have summed to their largest.
+// Turns the scores of `rows` rows from `first` on into weights, and rescales the sums to the largest score.
 static void soften(float* scores, int64_t stride, int64_t columns, const Sums& sums, int64_t first, int64_t rows,
                    int64_t padded) {
   for (int64_t done = 0; done < rows; done += kLanes) {
@@ -205,7 +204,7 @@ static void soften(float* scores, int64_t stride, int64_t columns, const Sums& s
   }
 }
 
-// Adds what `other` has summed to `sums`.
+// Adds the sums of `other` to `sums`.
 static void merge(const Sums& sums, const Sums& other, int64_t rows, int64_t size) {
   const int64_t padded = round_up(size);
   for (int64_t done = 0; done < rows; done += kLanes) {
@@ -228,21 +227,21 @@ static void merge(const Sums& sums, const Sums& other, int64_t rows, int64_t siz
   }
 }
 
-// Scores nearer and nearer to the cap, which they never pass.
+// Applies the soft bound: cap * tanh(score / cap).
 static void cap_scores(float* scores, int64_t columns, float cap) {
   for (int64_t s = 0; s < columns; s += kLanes) {
     store(scores + s, tanh(load(scores + s) / cap) * cap);
   }
 }
 
-// Minus infinity for what a row does not see of `count` keys from `start` on, and for columns without a key.
+// Writes minus infinity for the keys, `count` from `start` on, that a row does not see, and for columns without key.
 PREJIT_INLINE void hide(float* scores, int64_t columns, Range range, int64_t start, int64_t count) {
   const int64_t first = range.first - start, end = range.end - start < count ? range.end - start : count;
   for (int64_t s = 0; s < first && s < columns; ++s) scores[s] = -__builtin_inff();
   for (int64_t s = end > 0 ? end : 0; s < columns; ++s) scores[s] = -__builtin_inff();
 }
 
-// Keys and values of a chunk as they are multiplied. Keys: [count, P], or transposed [P, kChunk].
+// Keys and values of a chunk, ready to be multiplied. Keys: [count, P], or transposed [P, kChunk].
 template <typename E>
 struct Chunk {
   int64_t start, count;
@@ -256,7 +255,7 @@ template <typename E>
 static void add_block(const Tile& tile, const Chunk<E>& chunk, int64_t size, int64_t first, int64_t last,
                       const Sums& sums) {
   const int64_t padded = round_up(size), rows = last - first;
-  // The last row sees most: what none of them sees is not computed.
+  // The last row sees the most keys: keys that no row sees are not computed.
   const int64_t count = smaller(chunk.count, tile.ranges[last - 1].end - chunk.start);
   const int64_t columns = round_up(count), stride = rows == 1 ? kUnit : kChunk;
   const float* query = tile.query + first * padded;
@@ -278,14 +277,14 @@ static void add_block(const Tile& tile, const Chunk<E>& chunk, int64_t size, int
            padded);
 }
 
-// Adds a chunk to the sums of those rows that see any of it.
+// Adds a chunk to the sums of the rows that see any of it.
 template <typename E>
 static void add_rows(const Tile& tile, const Chunk<E>& chunk, int64_t size, const Sums& sums) {
   int64_t first = 0, last = tile.rows;
   while (first < last && tile.ranges[first].end <= chunk.start) ++first;
   while (first < last && tile.ranges[last - 1].first >= chunk.start + chunk.count) --last;
   while (first < last) {
-    // Where rows end within the chunk, smaller blocks leave out more.
+    // Where the range of a row ends within the chunk, smaller blocks skip more keys.
     const bool whole = tile.ranges[first].end >= chunk.start + chunk.count;
     const int64_t next = smaller(first + (whole ? kBlock : kBlock / 2), last);
     add_block(tile, chunk, size, first, next, sums);
@@ -299,7 +298,7 @@ static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int6
   const int64_t size = head.size, padded = round_up(size), count = end - start;
   const E* keys = head.keys + start * head.stride;
   const E* values = head.values + start * head.stride;
-  // Whole vectors of what lies there are used as they are; bfloat16 by one row, or it would be widened for each.
+  // Rows of whole vectors are used in place. bfloat16 is so for one row only, or each row would widen it again.
   const bool in_place = size == padded && (sizeof(E) == sizeof(float) || tile.rows == 1);
   if (tile.few && in_place && head.stride == padded) {
     return add_rows(tile, Chunk<E>{start, count, keys, values, padded}, size, sums);
@@ -318,12 +317,12 @@ static void add_chunk(const Head<E>& head, const Tile& tile, int64_t start, int6
   add_rows(tile, Chunk<float>{start, count, tile.keys, tile.values, padded}, size, sums);
 }
 
-// The positions that any of the rows sees.
+// Returns the positions that any of the rows sees.
 PREJIT_INLINE Range reach(const Tile& tile) {
   return tile.rows > 0 ? Range{tile.ranges[0].first, tile.ranges[tile.rows - 1].end} : Range{0, 0};
 }
 
-// The sums of the rows over one unit of keys, which may be out of their reach.
+// Computes the sums of the rows over one unit of keys, which may be out of their reach.
 template <typename E>
 static void add_unit(const Head<E>& head, const Tile& tile, int64_t unit, const Sums& sums) {
   const Range reached = reach(tile);
@@ -332,14 +331,14 @@ static void add_unit(const Head<E>& head, const Tile& tile, int64_t unit, const 
   sums.clear(tile.rows, head.size);
   for (int64_t s = first; s < end; s += step) {
     const int64_t next = smaller(s + step, end);
-    // Chunks begin at fixed positions, so that what a row gets does not depend on the other rows of its tile; few rows
-    // are always one tile.
+    // Chunks begin at fixed positions, so that the result of a row does not depend on the other rows of its tile; few
+    // rows are always one tile.
     const int64_t from = tile.few ? larger(s, reached.first) : s;
     if (next > from && next > reached.first) add_chunk(head, tile, from, next, sums);
   }
 }
 
-// The sums of the rows over all that they see, in tile.sums.
+// Computes the sums of the rows over all keys that they see, in tile.sums.
 template <typename E>
 static void attend(const Head<E>& head, const Tile& tile) {
   const Range reached = reach(tile);
@@ -352,7 +351,7 @@ static void attend(const Head<E>& head, const Tile& tile) {
   }
 }
 
-// How many rows each tile has where so many share keys: fewer than would be best where there is work for more threads.
+// Returns the rows of a tile for `rows` rows that share keys: fewer than is best if more threads need work.
 inline int64_t tile_rows(int64_t rows, int64_t heads, int threads) {
   int64_t most = smaller(rows, kRows);
   while (most > 32 && heads * ((rows + most - 1) / most) < 2 * threads) most = (most + 1) / 2;

@@ -1,5 +1,8 @@
-// What attention computes with vectors besides simd.h: rounding to the cache's dtype, reductions of several vectors at
-// once, exp and tanh.
+// Vector functions that only attention uses: rounding to the cache's dtype, reductions of several vectors at once, exp
+// and tanh.
+//
+// Its exponential differs from that of activation.h: it keeps e^x - 1 as a part, which tanh needs near 0, and its
+// arguments need no upper bound. Neither can serve for both without changing the last bits of results or the speed.
 #pragma once
 
 #include <cstring>
@@ -12,7 +15,7 @@ namespace prejit::attention {
 
 PREJIT_INLINE void narrow(float x, float* to) { *to = x; }
 
-// Rounded to nearest, ties to even; NaN stays NaN.
+// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 PREJIT_INLINE void narrow(float x, Bf16* to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -28,22 +31,22 @@ PREJIT_INLINE void narrow(float x, Bf16* to) {
 #endif
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
-// Of blocks of Half lanes, those of a and b in turn, each where it is.
+// Takes blocks of Half lanes from a and b in turn; each block stays at its place.
 template <int Half, int... I>
 PREJIT_INLINE Floats blend(Floats a, Floats b, std::integer_sequence<int, I...>) {
   return PREJIT_SHUFFLE(a, b, (I & Half ? I + kLanes : I)...);
 }
 
-// The blocks that `blend` leaves out, each where its partner is.
+// Takes the blocks that `blend` leaves out; each block moves to the place of its partner.
 template <int Half, int... I>
 PREJIT_INLINE Floats swap(Floats a, Floats b, std::integer_sequence<int, I...>) {
   return PREJIT_SHUFFLE(a, b, (I & Half ? I - Half + kLanes : I + Half)...);
 }
 
-// NaN in a drops out here; the exponential keeps it.
+// NaN in a is lost here, and NaN in b is kept; the exponential keeps the NaN of a score.
 PREJIT_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Element i of the result is what the elements of x[i] reduce to, by a tree that halves their number.
+// Reduces the elements of each x[i] to element i of the result, by a tree that halves their number.
 template <int Half, typename F>
 PREJIT_INLINE Floats reduced(Floats (&x)[kLanes], const F& reduce) {
   for (int i = 0; i < Half; ++i) {
@@ -64,8 +67,8 @@ PREJIT_INLINE Floats maxima(Floats (&x)[kLanes]) {
   return reduced<kLanes / 2>(x, [](Floats a, Floats b) { return larger(a, b); });
 }
 
-// exp(x) = power * (fraction + 1) with |x - n ln 2| <= ln 2 / 2, power = 2^n, for -87 <= x <= 88. The polynomial is
-// the best of its degree in relative error, which is 4e-9: what is left is rounding.
+// exp(x) = power * (fraction + 1) with |x - n ln 2| <= ln 2 / 2, power = 2^n, for -87 <= x <= 88. The polynomial has the
+// least relative error of its degree, 4e-9, which is below float32's rounding.
 struct Exponential {
   Floats power, fraction;
 };
@@ -74,7 +77,7 @@ PREJIT_INLINE Exponential exponential(Floats x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, in the low bits
   const Floats shifted = x * 1.44269504f + shift;
   const Floats n = shifted - shift;
-  Floats r = x - n * 0.693359375f;  // ln 2 in two parts, the first of few bits: the product is exact
+  Floats r = x - n * 0.693359375f;  // ln 2 in two parts, the first with few bits so that the product is exact
   r = r + n * 2.12194440e-4f;
   Floats tail = r * 1.3811663e-3f + 8.3701350e-3f;
   tail = tail * r + 4.16685268e-2f;
@@ -84,7 +87,7 @@ PREJIT_INLINE Exponential exponential(Floats x) {
   return {(Floats)exponent, tail * (r * r) + r};
 }
 
-// exp(x) for x <= 0, 0 below the smallest normal number, and for minus infinity; NaN of NaN.
+// Returns exp(x) for x <= 0: 0 for minus infinity and for results below the smallest normal number, NaN for NaN.
 PREJIT_INLINE Floats exp_negative(Floats x) {
   const Floats lowest = splat(-87.0f);
   const Exponential e = exponential(x < lowest ? lowest : x);
@@ -94,7 +97,7 @@ PREJIT_INLINE Floats exp_negative(Floats x) {
 
 PREJIT_INLINE float exp_negative(float x) { return exp_negative(splat(x))[0]; }
 
-// tanh(x) by exp(-2 |x|) - 1, which loses nothing near 0; NaN of NaN.
+// Returns tanh(x) by exp(-2 |x|) - 1, which is accurate near 0; NaN for NaN.
 PREJIT_INLINE Floats tanh(Floats x) {
   const Ints sign = (Ints)x & INT32_MIN;
   const Floats magnitude = (Floats)((Ints)x ^ sign);

@@ -6,9 +6,9 @@
 namespace prejit::attention {
 namespace {
 
-constexpr int64_t kCheap = 1 << 16;  // products of a call that one thread ends sooner than helpers come
+constexpr int64_t kCheap = 1 << 16;  // multiplications that one thread ends before helpers arrive
 
-// `most` queries of one head, or what is left of them.
+// Computes `most` queries of one head, or the rest of them.
 bool run_tile(const EncoderCall& call, int64_t job, int64_t most) {
   const int64_t tiles = (call.tokens + most - 1) / most;
   const int64_t b = job / tiles / call.heads, n = job / tiles % call.heads, first = job % tiles * most;

@@ -13,12 +13,12 @@ struct EncoderCall {
   const float* query;
   const float* keys;
   const float* values;
-  const int32_t* length;  // [B], how many tokens are valid
+  const int32_t* length;  // [B], number of valid tokens
   float* out;
-  float scale;  // of the queries
+  float scale;  // factor of the queries
 };
 
-// Nothing of padding is read, and its results are zeros. False where memory is out.
+// Padding is not read, and its results are zeros. Returns false if memory is exhausted.
 bool attend_encoder(const EncoderCall& call);
 
 }  // namespace prejit::attention

@@ -1,4 +1,4 @@
-// The XLA FFI handler of encoder attention: shapes are checked here, once a call.
+// The XLA FFI handler of encoder attention. It checks shapes once a call.
 #include "encoder_attention.h"
 
 #include "attention_ffi.h"
@@ -11,8 +11,8 @@ using prejit::attention::FloatBuffer;
 using prejit::attention::IntBuffer;
 using prejit::attention::same;
 
-ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer values, IntBuffer length, ffi::Result<FloatBuffer> out,
-                             float scale) {
+ffi::Error encoder_attention(FloatBuffer query, FloatBuffer keys, FloatBuffer values, IntBuffer length,
+                             ffi::Result<FloatBuffer> out, float scale) {
   const auto shape = query.dimensions();
   if (!same(shape, keys.dimensions()) || !same(shape, values.dimensions()) ||
       !same(shape, out->dimensions()) || shape[0] != length.dimensions()[0]) {

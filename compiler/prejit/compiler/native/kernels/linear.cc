@@ -12,9 +12,9 @@ namespace prejit {
 namespace {
 
 // Panels compute whole vectors of rows. On a core of Sapphire Rapids (GFLOP/s with 384 inputs, weights in L2 and weights
-// in memory) they give 118 and 70 at 16 rows, 150 and 107 at 32; dots 107 and 92, 112 and 105. And dots add in another
-// order, the same for any number of rows, and greedy tokens must not depend on the batch: so what decodes, a few
-// positions of each sequence, has dots until it has very many rows.
+// in memory) they reach 118 and 70 at 16 rows, 150 and 107 at 32; dots reach 107 and 92, 112 and 105. Dots add in
+// another order, which is the same for any number of rows, and greedy tokens must not depend on the batch. So decode,
+// with a few positions of each sequence, uses dots until it has very many rows.
 constexpr int64_t kFewestPanelPositions = 32;
 constexpr int64_t kManyRows = 128;
 
@@ -23,15 +23,15 @@ bool fills_panels(const Linear& p) {
   return p.rows >= kManyRows || (p.positions >= kFewestPanelPositions && computed - p.positions <= computed / 8);
 }
 
-constexpr int64_t kDotRows = 32;      // Of one pass over the weights.
-constexpr int64_t kDotOutputs = 128;  // Of a block, at most.
+constexpr int64_t kDotRows = 32;      // In one pass over the weights.
+constexpr int64_t kDotOutputs = 128;  // Maximum of a block.
 
-// Rows that are packed at once: few enough for L3, many enough to hide the copying of W, which each repeats.
+// Rows that are packed at once: few enough for L3, and enough to hide the copying of W, which each pass repeats.
 constexpr int64_t kPackedBytes = 8 << 20;
 constexpr int64_t kFewestRowsAtOnce = 256;
 constexpr int64_t kMostRowsAtOnce = 1024;
 
-// Of a block, at most: the panels' inputs stay in L2, with the sums. Outputs are whole vectors and whole strips.
+// Maximum of a block: the panels' inputs and the sums stay in L2. Outputs are whole vectors and whole strips.
 constexpr int64_t kPanelsAtOnce = 16;
 constexpr int64_t kGroup = 48;
 constexpr int64_t kSumsAtOnce = kPanelsAtOnce * 96;  // Panels times outputs.
@@ -53,7 +53,7 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // x is rounded to bfloat16 for weights of fewer bits than float32 has.
 bool rounds(const Linear& p) { return p.weights.dtype != Dtype::kFloat32; }
 
-// x rounded, in this thread's scratch. nullptr where memory is out.
+// Returns x rounded, in this thread's scratch, or nullptr if memory is exhausted.
 const float* rounded_x(const Linear& p) {
   int64_t size = p.rows * p.inputs;
   float* to = static_cast<float*>(scratch((size + kLanes) * sizeof(float)));
@@ -139,7 +139,7 @@ Fetch fetch_of(const Linear& p, const Step& step, int64_t panel, int64_t panels)
           step.outputs * (lines * (panel + 1) / panels - first)};
 }
 
-// A panel's rows of y where a block's outputs are: stores to memory that is not in L2 wait for it.
+// Returns the lines of y that a panel writes: stores to memory that is not in L2 would wait for it.
 Fetch fetch_y(const Linear& p, int64_t row, int64_t rows, const Block& block) {
   return {reinterpret_cast<const char*>(p.y + row * p.outputs + block.output), p.outputs * 4, rows,
           rows * ((block.outputs * 4 + 63) / 64)};
@@ -147,9 +147,9 @@ Fetch fetch_y(const Linear& p, int64_t row, int64_t rows, const Block& block) {
 
 bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
   int64_t strips = (block.outputs + kStrip - 1) / kStrip;
-  int64_t parts = p.inputs > 0 ? (p.inputs + kInputsAtOnce - 1) / kInputsAtOnce : 1;  // Sums of nothing are zeros.
+  int64_t parts = p.inputs > 0 ? (p.inputs + kInputsAtOnce - 1) / kInputsAtOnce : 1;  // Without inputs the sums are zeros.
   int64_t steps = strips * parts * (p.gated ? 2 : 1);
-  int64_t stride = (strips * kStrip + kLanes - 1) / kLanes * kLanes;  // Of a row, when sums have been transposed.
+  int64_t stride = (strips * kStrip + kLanes - 1) / kLanes * kLanes;  // Of a row of transposed sums.
   int64_t panel_sums = stride * kPanelRows, sums_floats = block.panels * panel_sums;
   int64_t floats = kStrip * kStripStride + sums_floats * (p.gated ? 2 : 1) + panel_sums * 2;
   float* strip = static_cast<float*>(scratch(floats * sizeof(float), 1));
@@ -203,7 +203,7 @@ bool linear_by_panels(const Linear& p) {
       auto pack = rounds(p) ? pack_panel<true> : pack_panel<false>;
       pack(p.x + (row + first) * p.inputs, least(x.rows - first, kPanelRows), p.inputs, x.lanes(panel), x.panel(panel));
     });
-    // Blocks as large as caches allow, and a few for each thread.
+    // Blocks are as large as caches allow, with a few for each thread.
     int64_t enough = 4 * threads();
     int64_t splits = (panels + kPanelsAtOnce - 1) / kPanelsAtOnce;
     int64_t wanted = splits < enough ? (enough + splits - 1) / splits : 1;  // Groups of outputs.
@@ -212,7 +212,7 @@ bool linear_by_panels(const Linear& p) {
     int64_t groups = (p.outputs + outputs - 1) / outputs;
     if (groups * splits < enough) splits = least(panels, (enough + groups - 1) / groups);
     parallel_for(groups * splits, [&](int64_t block) {
-      // Blocks that follow each other share the panels.
+      // Consecutive blocks share the panels.
       int64_t split = block / groups, first = block % groups * outputs, panel = panels * split / splits;
       Block at = {panel, panels * (split + 1) / splits - panel, first, least(p.outputs - first, outputs)};
       if (!multiply_block(p, x, at)) has_memory.store(false, std::memory_order_relaxed);

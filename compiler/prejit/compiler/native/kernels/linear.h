@@ -1,11 +1,11 @@
 // y = act(x W^T * scale + bias) [* (x U^T * uscale + ubias)] [+ residual], for weights as they are stored.
 //
-// Where weights are bfloat16 or int8, x is rounded to bfloat16, to the nearest and to even, and sums are float32: on
-// every CPU and for any number of rows, so that all give the same but for the order of the sums. With float32 weights
-// all is float32. XLA's forms of a product beside this one round x likewise (models/decoder.py, dot).
+// If weights are bfloat16 or int8, x is rounded to bfloat16, to nearest and ties to even, and sums are float32: on every
+// CPU and for any number of rows, so that results differ in the order of the sums only. With float32 weights everything
+// is float32. XLA's forms of a product in programs with kernels round x in the same way (models/layers/linear.py, dot).
 //
-// A row's sums have one order among few rows and one among many, whatever the others are. Many rows begin at 8 with
-// AMX, at 24 with vdpbf16ps (linear_bf16.h), else at 128 rows or 32 positions of a sequence (linear.cc).
+// The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin
+// at 8 with AMX, at 24 with vdpbf16ps (linear_bf16.h), else at 128 rows or 32 positions of a sequence (linear.cc).
 #pragma once
 
 #include <cstdint>
@@ -16,29 +16,29 @@ namespace prejit {
 
 enum class Dtype { kFloat32, kBfloat16, kInt8 };
 
-// W, [N, K] row-major, a row an output.
+// W, [N, K] row-major: each row is an output.
 struct Weights {
   const void* data = nullptr;
   Dtype dtype = Dtype::kFloat32;
-  const float* scale = nullptr;  // [N], with int8 only.
-  const float* bias = nullptr;   // [N], or none.
+  const float* scale = nullptr;  // [N] scales, with int8 only.
+  const float* bias = nullptr;   // [N], or null.
 };
 
 struct Linear {
   int64_t rows = 0;     // M
-  int64_t positions = 1;  // How many of the rows, next to each other, are of one sequence.
+  int64_t positions = 1;  // Number of adjacent rows that belong to one sequence.
   int64_t inputs = 0;   // K
   int64_t outputs = 0;  // N
   const float* x = nullptr;  // [M, K]
   Weights weights;
   bool gated = false;
-  Weights up;                        // Where gated; of the same dtype.
-  const float* residual = nullptr;   // [M, N], or none.
+  Weights up;                        // U, if gated; of the same dtype.
+  const float* residual = nullptr;   // [M, N], or null.
   Activation activation = Activation::kNone;
   float* y = nullptr;  // [M, N]
 };
 
-// Computes y on this thread and the helpers. Returns whether memory for the panels was there.
+// Computes y on this thread and the helpers. Returns false if memory is exhausted.
 bool linear(const Linear& product);
 
 }  // namespace prejit

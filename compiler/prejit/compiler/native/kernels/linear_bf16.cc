@@ -1,5 +1,5 @@
-// W is multiplied from the left: a tile of sums is [outputs, rows]. So W, which comes from memory, is used as it lies,
-// row by row, and only x is transposed, once for the whole product:
+// W is multiplied from the left: a tile of sums is [outputs, rows]. So W, which comes from memory, is used in place, row
+// by row, and only x is transposed, once for the whole product:
 //
 //   x       [M, K]   ->  [M / 16][K / 2][16 rows] pairs of inputs       "group" of 16 rows, pack_group
 //   W chunk [32, K'] ->  [K' / 32][32 outputs][32 inputs] bfloat16      "panel", stays in L1, pack_panel
@@ -21,7 +21,7 @@
 
 namespace prejit {
 
-// Whether the compiler knows the instructions, by its headers: GCC 11, clang 11. Whether the CPU does is asked below.
+// Defined if the compiler has the instructions, shown by its headers: GCC 11, clang 11. The CPU is checked below.
 #if defined(__AVX512F__) && __has_include(<avx512bf16intrin.h>) && \
     (__has_include(<amxbf16intrin.h>) /* GCC */ || __has_include(<amxintrin.h>) /* clang */)
 #define PREJIT_HAS_PAIRS
@@ -38,14 +38,14 @@ bool linear_by_pairs(const Linear&, Multiplier) { return false; }
 
 namespace {
 
-constexpr int64_t kStep = 32;   // Inputs of a step: 16 pairs, a row of a tile.
-constexpr int64_t kGroup = 16;  // Rows of a group, outputs of half a panel.
+constexpr int64_t kStep = 32;   // Inputs of a step: 16 pairs, one row of a tile.
+constexpr int64_t kGroup = 16;  // Rows of a group, and outputs of half a panel.
 constexpr int64_t kPanel = 2 * kGroup;
-constexpr int64_t kTile = 2 * kGroup;  // Rows of a tile at most: one group or two.
+constexpr int64_t kTile = 2 * kGroup;  // Maximum rows of a tile: one group or two.
 constexpr int64_t kGroupSums = kGroup * kPanel;
 constexpr int64_t kTileSums = kTile * kPanel;
-constexpr int64_t kStepPairs = kGroup * kStep / 2;   // Of a group.
-constexpr int64_t kStepWeights = kPanel * kStep;     // Of a panel.
+constexpr int64_t kStepPairs = kGroup * kStep / 2;   // In a group.
+constexpr int64_t kStepWeights = kPanel * kStep;     // In a panel.
 
 // Inputs that are summed at once: a panel of them (16 KB) and those of a tile, which stream past it from L2, fit L1
 // together. With twice as many, or half as many, products of 512 rows take a seventh longer (Sapphire Rapids).
@@ -54,17 +54,17 @@ constexpr int64_t kInputsAtOnce = 256;
 // Rows that are packed at once. Each part of them reads W again, from memory and into panels.
 constexpr int64_t kRowsAtOnce = 1024;
 
-// Of a block, at most: the tiles' inputs of one chunk (256 KB) and the sums (512 KB) stay in L2 while panels pass.
+// Maximum of a block: the tiles' inputs of one chunk (256 KB) and the sums (512 KB) stay in L2 while panels pass.
 constexpr int64_t kPanelsAtOnce = 8;
 constexpr int64_t kTilesAtOnce = 16;
 
-// So few tiles read a panel where it lies: packing it takes a fifth longer, and for more of them a tenth less.
+// Maximum tiles that read a panel in place: packing takes a fifth longer for these, and a tenth less for more tiles.
 constexpr int64_t kTilesInPlace = 2;
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
 
-// Two vectors of floats that are bfloat16 already, as 32 of these.
+// Packs two vectors of floats that are bfloat16 values into 32 bfloat16.
 PREJIT_INLINE Floats pairs_of(Floats low, Floats high) {
   const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
                                                 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -77,7 +77,7 @@ PREJIT_INLINE Floats load_some(const T* from, int64_t count) {
   return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
 }
 
-// 32 numbers, or the first `count` and zeros, as bfloat16.
+// Loads 32 numbers, or the first `count` and zeros, as bfloat16.
 PREJIT_INLINE Floats load_pairs(const float* from, int64_t count) {
   return pairs_of(rounded(load_some(from, count)), rounded(load_some(from + kLanes, count - kLanes)));
 }
@@ -111,12 +111,12 @@ void pack_panel(const W* w, int64_t count, int64_t inputs, int64_t stride, uint1
   }
 }
 
-// What is packed next, fetched into L2 while a tile is multiplied, some lines each step, row by row.
+// Memory that is packed next, fetched into L2 while a tile is multiplied: some lines each step, row by row.
 struct Fetch {
   const char* row;
   int64_t row_bytes;  // From one row to the next.
-  int64_t lines;      // Of a row.
-  int64_t each;       // Lines a step.
+  int64_t lines;      // In a row.
+  int64_t each;       // Lines for each step.
 };
 
 struct Fetching {
@@ -130,7 +130,7 @@ struct Fetching {
   }
 };
 
-// Weights of 32 outputs, packed or where they lie.
+// Weights of 32 outputs, packed or in place.
 struct Panel {
   const uint16_t* data;
   int64_t stride = kStep;       // From one output to the next.
@@ -152,7 +152,7 @@ struct Operands {
 
 template <int groups>
 PREJIT_AMX void multiply_amx(const Operands& of) {
-  // GCC's intrinsics do not say that they read memory.
+  // GCC's intrinsics do not declare that they read memory.
   asm volatile("" ::: "memory");
   const uint16_t* w = of.w.data;
   const long stride = of.w.stride * sizeof *w;  // Bytes.
@@ -208,7 +208,7 @@ const TileConfig tile_config;
 PREJIT_AMX void take_tiles() { _tile_loadconfig(&tile_config); }
 PREJIT_AMX void release_tiles() { _tile_release(); }
 
-// The same by vdpbf16ps: a pair of W's times the pairs of 16 rows.
+// Does the same by vdpbf16ps: a pair of W times the pairs of 16 rows.
 template <int groups>
 __attribute__((target("avx512bf16"), noinline)) void multiply_avx512(const Operands& of) {
   constexpr int kOutputs = 8;
@@ -264,13 +264,13 @@ struct Block {
   int64_t tile, tiles;
 };
 
-// One panel of W for some inputs, which is packed and multiplied at once.
+// One panel of W for some inputs, packed and multiplied in one step.
 struct Step {
   const Weights* weights;
   int64_t input, inputs;
   int64_t panel;            // In the block.
-  int64_t output, outputs;  // The first, and how many.
-  bool ends;                // Sums are complete with it.
+  int64_t output, outputs;  // The first output, and their number.
+  bool ends;                // Whether it completes the sums.
 };
 
 int64_t chunks_of(int64_t inputs) { return inputs > 0 ? parts_of(inputs, kInputsAtOnce) : 1; }
@@ -291,7 +291,7 @@ Step step_of(const Linear& p, const Block& block, int64_t index) {
   return step;
 }
 
-// The weights of a step, packed unless they can be read where they lie: whole, and for few tiles.
+// Returns the weights of a step, packed unless they can be read in place: if whole, and for few tiles.
 Panel panel_of(const Linear& p, const Step& step, int64_t tiles, uint16_t* packed) {
   int64_t at = step.output * p.inputs + step.input;
   if (step.weights->dtype == Dtype::kInt8) {
@@ -315,7 +315,7 @@ Fetch fetch_of(const Linear& p, const Step& next, int64_t tile, int64_t tiles, i
           steps ? parts_of(rows * lines, steps) : 0};
 }
 
-// The sums of a tile, a row after the other.
+// Writes the sums of a tile row by row.
 void transpose_tile(const float* sums, int64_t groups, float* to) {
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t half = 0; half < 2; ++half, sums += kGroup * kGroup) {
@@ -370,7 +370,8 @@ Registers cpuid(unsigned leaf, unsigned part) {
   return r;
 }
 
-// Whether Linux saves the state of tiles, and lets this process have some: it must be asked once (Linux 5.16).
+// Returns whether Linux saves the tile registers and permits this process to use them, which it must request once
+// (Linux 5.16).
 bool may_use_tiles() {
   constexpr unsigned kTileStates = 3 << 17;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -391,7 +392,7 @@ bool has(Multiplier wanted) {
 
 Multiplier best() {
   if (has(Multiplier::kAmx)) return Multiplier::kAmx;
-  // CPUs made for AMX do a vdpbf16ps in two cycles, and four FMAs (Sapphire Rapids: 104 GFLOP/s a core, by FMA 217).
+  // CPUs with AMX need two cycles for a vdpbf16ps, as for four FMAs (Sapphire Rapids: 104 GFLOP/s a core, FMA 217).
   bool is_made_for_amx = cpuid(7, 0).d & (1u << 22);
   return has(Multiplier::kAvx512Bf16) && !is_made_for_amx ? Multiplier::kAvx512Bf16 : Multiplier::kFloat32;
 }
@@ -413,9 +414,9 @@ bool use_multiplier(Multiplier wanted) {
 }
 
 int64_t fewest_packed_rows(Multiplier by) {
-  // Tiles take as long for 1 row as for 16; dots take longer from 6 rows on, or from 8, where weights come from memory.
+  // Tiles take as long for 1 row as for 16. Dots take longer from 6 rows on, or from 8 if weights come from memory.
   if (by == Multiplier::kAmx) return 8;
-  // Reckoned, not measured: on Zen 4 vdpbf16ps does twice the terms of an FMA, of which packing leaves three quarters,
+  // Estimated, not measured: on Zen 4 vdpbf16ps computes twice the terms of an FMA, packing costs a quarter of that,
   // and 17 rows take as long as 32.
   return 24;
 }
@@ -437,7 +438,7 @@ bool linear_by_pairs(const Linear& p, Multiplier by) {
       const float* from = p.x + (x.first + first) * p.inputs;
       pack_group(from, least(x.rows - first, kGroup), p.inputs, data + group * group_pairs);
     });
-    // Blocks as large as caches allow, and a few for each thread.
+    // Blocks are as large as caches allow, with a few for each thread.
     int64_t enough = 4 * threads();
     int64_t splits = parts_of(tiles, kTilesAtOnce), bands = parts_of(panels, kPanelsAtOnce);
     if (bands * splits < enough) bands = least(panels, parts_of(enough, splits));

@@ -1,8 +1,8 @@
-// Products of few rows: weights are read once, in place, and each is multiplied while it passes.
+// Products of few rows: each weight is read once, in place, and multiplied with all rows.
 //
-// One accumulator a pair of row and output, filled in one order and summed in one order: a row's result does not depend
-// on which other rows there are, as long as they are few. That of many rows (linear_bf16.h, linear_gemm.h) does not
-// either; between the two the order of the sums differs, and the last bits.
+// Each pair of row and output has one accumulator, filled and summed in a fixed order: the result of a row does not
+// depend on the other rows, as long as they are few. The same holds among many rows (linear_bf16.h, linear_gemm.h).
+// Between few and many rows the order of the sums differs, and so do the last bits.
 #pragma once
 
 #include <type_traits>
@@ -12,17 +12,17 @@
 
 namespace prejit {
 
-// A stream shorter than a page leaves the prefetcher no time: 8 of 2 KB read 25 GB/s where 8 of 4 KB read 38, and of
-// 16 KB 42. Where rows are multiplied in passes, only the next outputs of a stream are fetched ahead, not its first.
+// The prefetcher needs streams of a page or more: 8 streams of 2 KB read 25 GB/s, of 4 KB 38, of 16 KB 42. If rows are
+// multiplied in several passes, the next outputs of a stream are fetched ahead, but not its first.
 constexpr int64_t kStreamBytes = 16384;
 constexpr int64_t kLongStreamBytes = 65536;
 
-// How far ahead of one pass of several rows weights are fetched: the arithmetic of a few vectors fills the reorder
-// buffer, so that loads alone do not look ahead far enough.
+// How far ahead weights are fetched in one pass of several rows: the arithmetic of a few vectors fills the reorder
+// buffer, so loads alone do not look far enough ahead.
 constexpr int64_t kFetchBytes = 1536;
 
-// So many rows of weights are read side by side. A core has not enough loads in flight on one stream: 8 streams read
-// 39 GB/s where one read 31 (Zen 4, two cores). More do not fit the registers beside so many rows of x.
+// Returns the number of rows of weights that are read side by side. One stream has too few loads in flight: 8 streams
+// read 39 GB/s where one reads 31 (Zen 4, two cores). More do not fit the registers beside the rows of x.
 constexpr int streams_beside(int rows) {
   int fitting = (kRegisters - 8) / rows;
   return fitting >= 8 ? 8 : fitting >= 6 ? 6 : fitting >= 4 ? 4 : 2;
@@ -30,12 +30,12 @@ constexpr int streams_beside(int rows) {
 
 constexpr int kRowsAtOnce = 4;
 
-// What is read next while rows are multiplied: several passes of rows over the same weights share the work of
-// fetching the next ones, or the first pass would wait for memory while the others leave it idle.
+// The weights to fetch while rows are multiplied. Several passes of rows over the same weights share the fetching of the
+// next ones; otherwise the first pass would wait for memory while the others leave it idle.
 template <typename W>
 struct Ahead {
-  const W* from = nullptr;  // Of the first stream; none: nothing is fetched.
-  int64_t step = 0;         // For each vector that is multiplied.
+  const W* from = nullptr;  // In the first stream; null: nothing is fetched.
+  int64_t step = 0;         // Elements for each vector that is multiplied.
 };
 
 // sums[row, output * spacing] = x[row] . w[output * spacing] for some rows of x and some outputs.
@@ -68,7 +68,7 @@ inline void dot_tile(const float* x, const W* w, int64_t inputs, int64_t spacing
     for (int o = 0; o < outputs; ++o) sums[r * stride + o * spacing] = sum(total[r][o]);
 }
 
-// The same for `streams` outputs, all of one tile, or one after the other.
+// Does the same for `streams` outputs, all in one tile, or one after the other.
 template <typename W, int rows>
 inline void dot_streams(const float* x, const W* w, int64_t inputs, int64_t spacing, int64_t streams, Ahead<W> ahead,
                         float* sums, int64_t stride) {
@@ -86,7 +86,7 @@ inline void dot_streams(const float* x, const W* w, int64_t inputs, int64_t spac
     dot_tile<W, rows, 1, false>(x, w, inputs, spacing, ahead, sums, stride);
 }
 
-// The same for any number of rows; `next`, the same streams' next outputs, are fetched meanwhile, where there are some.
+// Does the same for any number of rows. `next`, the next outputs of the same streams, are fetched meanwhile if not null.
 template <typename W>
 inline void dot_rows(const float* x, int64_t rows, const W* w, int64_t inputs, int64_t spacing, int64_t streams,
                      const W* next, float* sums, int64_t stride) {
@@ -109,7 +109,7 @@ inline void dot_rows(const float* x, int64_t rows, const W* w, int64_t inputs, i
   }
 }
 
-// How many streams a product of so many rows reads.
+// Returns how many streams a product of `rows` rows reads.
 inline int64_t dot_streams_of(int64_t rows) {
   switch (rows) {
     case 1: return streams_beside(1);
@@ -133,7 +133,7 @@ inline void dot_block(const float* x, int64_t rows, const W* w, int64_t inputs, 
     dot_rows<W>(x, rows, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
 }
 
-// How many outputs make a block: streams of kStreamBytes, or less where the threads would not have a few blocks each.
+// Returns the outputs of a block: streams of kStreamBytes, or less if the threads would not have a few blocks each.
 inline int64_t dot_block_outputs(int64_t rows, int64_t inputs, int64_t outputs, int64_t weight_bytes, int threads,
                                  int64_t most) {
   int64_t streams = dot_streams_of(rows);

@@ -21,7 +21,7 @@ bool is_vector(const ffi::AnyBuffer& buffer, int64_t size) {
   return buffer.element_type() == ffi::F32 && buffer.dimensions().size() == 1 && buffer.dimensions()[0] == size;
 }
 
-// Reads a weight, its factors and its bias, and moves `at` behind them.
+// Reads a weight, its scales and its bias, and moves `at` behind them. The dtypes are those of base/stored_dtypes.py.
 ffi::Error read_weights(ffi::RemainingArgs arguments, size_t& at, bool has_bias, const Linear& product, Weights& weights) {
   auto next = [&] { return arguments.get<ffi::AnyBuffer>(at++); };
   auto matrix = next();
@@ -94,7 +94,7 @@ ffi::Error linear_handler(ffi::RemainingArgs arguments, ffi::RemainingRets resul
 }  // namespace
 }  // namespace prejit
 
-// The library hides what it does not mean to show.
+// The library hides all symbols that are not marked.
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* prejit_linear(XLA_FFI_CallFrame* call_frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(prejit_linear, prejit::linear_handler,

@@ -1,4 +1,4 @@
-// What comes after the sums of a product: scale, bias, activation, gate, residual, while the sums are in L1.
+// Finishes the sums of a product while they are in L1: scale, bias, activation, gate, residual.
 #pragma once
 
 #include "linear.h"
@@ -22,7 +22,7 @@ PREJIT_INLINE void finish_vector(const Linear& p, const float* sums, const float
   store_some(p.y + at, v);
 }
 
-// Writes y[row, first .. first + count) from x W^T there (and x U^T where gated).
+// Writes y[row, first .. first + count) from the sums of x W^T (and of x U^T if gated).
 inline void finish(const Linear& p, const float* sums, const float* up_sums, int64_t row, int64_t first, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)

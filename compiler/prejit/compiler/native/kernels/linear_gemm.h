@@ -1,11 +1,11 @@
 // Products of many rows (after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008).
 //
-// Lanes are rows: x is packed in panels, transposed, and each weight is broadcast to all rows of a panel. So W, the
-// larger one for few rows, needs no transposing: some outputs of it, a strip, are multiplied where they lie, or copied
-// next to each other as float32. Only the sums are transposed, on their way out.
+// Lanes are rows: x is packed in panels, transposed, and each weight is broadcast to all rows of a panel. So W, which is
+// larger than x for few rows, is not transposed: a strip, some of its outputs, is multiplied in place, or copied next to
+// each other as float32. Only the sums are transposed, when they are written.
 //
-// One accumulator a pair of row and output, filled in one order: a row's result does not depend on which other rows
-// there are.
+// Each pair of row and output has one accumulator, filled in a fixed order: the result of a row does not depend on the
+// other rows.
 #pragma once
 
 #include <type_traits>
@@ -16,17 +16,17 @@
 
 namespace prejit {
 
-// Rows of a panel at most: two vectors.
+// Maximum rows of a panel: two vectors.
 constexpr int kPanelRows = 2 * kLanes;
-// Outputs of a strip; with two accumulators each, and what they are made of, they fill the registers.
+// Outputs of a strip: two accumulators for each, with their operands, fill the registers.
 constexpr int kStrip = (kRegisters - 4) / 12 * 6;
-// Inputs that are summed at once: a strip of them stays in L1, and float32 sums of few terms lose little.
+// Inputs that are summed at once: a strip of them stays in L1, and short float32 sums lose little precision.
 constexpr int64_t kInputsAtOnce = 384;
-// From one output of a strip to the next: not a power of two, or all would share a few sets of L1.
+// Elements from one output of a strip to the next: not a power of two, or all would share a few sets of L1.
 constexpr int64_t kStripStride = kInputsAtOnce + 16;
 
-// to[k, row] = x[row, k], rounded to bfloat16 where asked for, for a panel of `lanes` rows, of which the last may have
-// fewer, `count` of them.
+// to[k, row] = x[row, k], rounded to bfloat16 if `rounds`, for a panel of `lanes` rows, of which x has `count`; the last
+// panel may have fewer.
 template <bool rounds>
 inline void pack_panel(const float* x, int64_t count, int64_t inputs, int lanes, float* to) {
   for (int64_t k = 0; k < inputs; k += kLanes) {
@@ -55,7 +55,7 @@ inline void pack_panel(const float* x, int64_t count, int64_t inputs, int lanes,
   }
 }
 
-// to[output, k] = w[output, k] for the `count` outputs of a strip; what is behind them is zeros.
+// to[output, k] = w[output, k] for the `count` outputs of a strip, and zeros for the others.
 template <typename W>
 inline void copy_strip(const W* w, int64_t count, int64_t inputs, int64_t stride, float* to) {
   for (int64_t o = 0; o < kStrip; ++o, w += stride, to += kStripStride) {
@@ -69,13 +69,13 @@ inline void copy_strip(const W* w, int64_t count, int64_t inputs, int64_t stride
   }
 }
 
-// Lines of memory that are wanted next, fetched while a strip is multiplied, one for each input: the first line of each
-// output, then the second. All at once they would hold up what is multiplied.
+// Lines of memory to fetch while a strip is multiplied, one for each input: the first line of each output, then the
+// second. Fetching all at once would delay the multiplication.
 struct Fetch {
   const char* line;
-  int64_t output_bytes;  // From one output to the next.
+  int64_t output_bytes;  // Bytes from one output to the next.
   int64_t outputs;
-  int64_t lines;  // In all.
+  int64_t lines;  // Number of lines in total.
 };
 
 // sums[output, row] = (begins ? 0 : sums) + x[row] . w[output] for a panel of `vectors` and a strip whose outputs are
@@ -121,7 +121,7 @@ inline void multiply_strip(const float* x, const float* w, int64_t stride, int64
   }
 }
 
-// to[row, output] = sums[output, row] for a panel of so many lanes and whole vectors of outputs.
+// to[row, output] = sums[output, row] for a panel of `lanes` rows and whole vectors of outputs.
 inline void unpack_sums(const float* sums, int lanes, int64_t outputs, float* to, int64_t stride) {
   for (int64_t o = 0; o < outputs; o += kLanes)
     for (int first = 0; first < lanes; first += kLanes) {

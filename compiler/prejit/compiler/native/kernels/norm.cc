@@ -9,7 +9,7 @@
 namespace prejit {
 namespace {
 
-// Calls each(vector, index, count) along a row; the last vector may be filled up with zeros.
+// Calls each(vector, index, count) along a row; the last vector may end in zeros.
 template <typename Each>
 PREJIT_INLINE void along(const float* row, int64_t width, const Each& each) {
   int64_t i = 0;
@@ -25,7 +25,7 @@ void norm_row(const Norm& n, const float* x, float* y) {
     along(x, n.width, [&](Floats v, int64_t, int64_t) { total += v; });
     mean = sum(total) / count;
   }
-  // The mean is taken off first: the square of the mean may be as large as the mean of the squares.
+  // The mean is subtracted first: its square may be as large as the mean of the squares.
   Floats squares{};
   along(x, n.width, [&](Floats v, int64_t, int64_t lanes) {
     Floats centred = v - mean;
@@ -46,7 +46,7 @@ void norm_row(const Norm& n, const float* x, float* y) {
   });
 }
 
-constexpr int64_t kBlockElements = 16384;  // About 5 us: less is not worth a thread.
+constexpr int64_t kBlockElements = 16384;  // About 5 us of work: less does not justify a thread.
 
 }  // namespace
 

@@ -10,7 +10,7 @@ struct Norm {
   int64_t width = 0;
   const float* x = nullptr;       // [rows, width]
   const float* weight = nullptr;  // [width]
-  const float* bias = nullptr;    // [width], or none.
+  const float* bias = nullptr;    // [width], or null.
   bool centred = false;           // Layer norm subtracts the mean, RMS norm does not.
   float epsilon = 0;
   float offset = 0;    // Added to the weight.

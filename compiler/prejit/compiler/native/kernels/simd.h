@@ -1,6 +1,7 @@
-// Vectors of the level that a library is built for, and loads that widen weights to float32.
+// Vectors as wide as the x86-64 level of the library has them, and loads that widen to float32. All kernels use it.
 //
-// GCC's vector extensions, which clang has too, so that arithmetic is written once for x86-64-v2, v3 and v4.
+// The vector extensions of GCC and clang let arithmetic be written once for x86-64-v2, v3 and v4. A vector wider than
+// the ABI's must not cross a call, so every function that takes or returns one is PREJIT_INLINE.
 #pragma once
 
 #include <immintrin.h>
@@ -36,7 +37,7 @@ using Bits = VectorOf<uint32_t, kLanes>::type;
 
 #define PREJIT_INLINE inline __attribute__((always_inline))
 
-// Arrays are aligned to float at best, so vectors are copied, which compiles to an unaligned load.
+// Arrays are aligned to their elements only. Copying a vector compiles to an unaligned load.
 template <typename V>
 PREJIT_INLINE V load_as(const void* from) {
   V v;
@@ -45,7 +46,7 @@ PREJIT_INLINE V load_as(const void* from) {
 }
 PREJIT_INLINE Floats load(const float* from) { return load_as<Floats>(from); }
 
-// Widening by intrinsics: GCC 12 takes bytes apart one by one for __builtin_convertvector.
+// Widening uses intrinsics because GCC 12 compiles __builtin_convertvector of bytes to one load for each byte.
 PREJIT_INLINE Floats load(const Bf16* from) {
 #if defined(__AVX512F__)
   __m512i wide = _mm512_cvtepu16_epi32(load_as<__m256i>(from));
@@ -68,7 +69,7 @@ PREJIT_INLINE Floats load(const int8_t* from) {
 #endif
 }
 
-// The first `count` elements, 0 < count < kLanes, and zeros: nothing behind an array is read.
+// Loads the first `count` elements, 0 < count < kLanes, then zeros. Nothing behind the array is read.
 template <typename T>
 PREJIT_INLINE Floats load_first(const T* from, int64_t count) {
 #if defined(__AVX512F__)
@@ -104,15 +105,15 @@ PREJIT_INLINE Floats splat(float value) {
 #endif
 }
 
-// The nearest bfloat16, the even one of two; NaN stays NaN, and what is beyond the greatest is infinite.
+// Rounds to the nearest bfloat16, ties to even. NaN stays NaN, and values beyond the greatest become infinite.
 PREJIT_INLINE Floats rounded(Floats v) {
   Bits bits = reinterpret_cast<Bits>(v);
   bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
   return v == v ? reinterpret_cast<Floats>(bits) : splat(__builtin_nanf(""));
 }
 
-// a b + c, rounded once wherever the level can: left to itself a compiler fuses in one loop and not in another, and a
-// row's result then depends on its neighbours.
+// Returns a b + c, rounded once if the level has FMA. Without this a compiler fuses in one loop and not in another, and
+// the result of a row then depends on its neighbours.
 PREJIT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -123,7 +124,7 @@ PREJIT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The sum of the lanes, always in one order: halves are added to halves.
+// Returns the sum of the lanes, always in one order: halves are added to halves.
 PREJIT_INLINE float sum(Floats v) {
 #if defined(__AVX512F__)
   __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));

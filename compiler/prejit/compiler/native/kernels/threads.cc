@@ -14,32 +14,32 @@
 namespace prejit {
 namespace {
 
-// How long a helper looks for the next call before it sleeps: longer than what lies between two products of a decode
+// How long a helper polls for the next call before it sleeps: longer than the time between two products of a decode
 // step, since waking a sleeper takes as long as a small product.
 constexpr int64_t kSpinNanoseconds = 100'000;
 constexpr int kPausesBetweenYields = 64;
 constexpr int kMaxThreads = 1024;
 
-// `work` is the number of the call, and in the low bits how many of its blocks nobody has claimed.
+// `work` holds the number of the call, and in the low bits the number of its blocks that are not claimed yet.
 constexpr int kLeftBits = 24;
 constexpr uint64_t kLeftMask = (uint64_t{1} << kLeftBits) - 1;
 constexpr int64_t kMostBlocks = int64_t{1} << 23;
 
 // Everything is atomic and constant-initialized: no constructor runs at load, no destructor at exit.
 //
-// Libraries of one process share the pool of the first (prejit_share_threads), which may come from another release:
-// whoever changes Pool, Body or how a call is handed to helpers raises PREJIT_THREADS_VERSION.
+// Libraries of one process share the pool of the first (prejit_share_threads), which may come from another release. A
+// change of Pool, Body or the protocol between a call and the helpers must raise PREJIT_THREADS_VERSION.
 struct Pool {
   alignas(64) std::atomic<uint64_t> work{0};
   std::atomic<const Body*> body{nullptr};
   std::atomic<int64_t> blocks{0};
   alignas(64) std::atomic<int64_t> done{0};
-  // The number of the call again, as a futex needs 32 bits; helpers look at it.
+  // The number of the call again, in the 32 bits that a futex needs; helpers wait on it.
   alignas(64) std::atomic<uint32_t> epoch{0};
   std::atomic<int> sleepers{0};
   alignas(64) std::atomic<int> held{0};
-  std::atomic<int> size{0};  // Threads with the caller; 0: not started in this process.
-  std::atomic<int> most{0};  // Of them; 0: as many as there are CPUs.
+  std::atomic<int> size{0};  // Number of threads, the caller included; 0: not started in this process.
+  std::atomic<int> most{0};  // Maximum of size; 0: one for each CPU.
   std::atomic<int> watches_forks{0};
 };
 Pool own;
@@ -63,8 +63,8 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
 
 // Claims and runs blocks of the current call until none is left.
 //
-// A claim compares the number of the call and the blocks left at once. While a block is left the call has not ended, so
-// the body read before a claim that succeeds is the body of that call, however long this thread slept in between.
+// A claim compares the number of the call and the blocks left in one operation. While a block is left the call has not
+// ended, so the body read before a successful claim is that call's body, however long this thread slept in between.
 void run_blocks(Pool& pool) {
   uint64_t seen = pool.work.load(std::memory_order_acquire);
   while (int64_t left = static_cast<int64_t>(seen & kLeftMask)) {
@@ -86,11 +86,11 @@ uint32_t await_call(Pool& pool, uint32_t seen) {
       if (now != seen) return now;
       pause();
     }
-    // XLA's own threads want the same cores between our calls.
+    // XLA's own threads need the same cores between calls.
     sched_yield();
     if (nanoseconds() < end) continue;
     pool.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    // The kernel compares the word again, so a call that comes now is not missed.
+    // The futex compares the word again, so a call that starts now is not missed.
     if (pool.epoch.load(std::memory_order_seq_cst) == seen) futex(&pool.epoch, FUTEX_WAIT, seen);
     pool.sleepers.fetch_sub(1, std::memory_order_relaxed);
     end = nanoseconds() + kSpinNanoseconds;
@@ -106,7 +106,7 @@ void* helper(void* of_pool) {
   }
 }
 
-// A child of fork has none of its parent's threads but the one that forked; a call of another may be half done.
+// A forked child has only the thread that forked, and a call of another thread may be half done.
 void forget_helpers() {
   Pool& pool = *shared.load();
   pool.work.store(0);
@@ -117,7 +117,7 @@ void forget_helpers() {
 }
 
 int usable_cpus(const Pool& pool) {
-  // More than 1024 CPUs do not fit a cpu_set_t; the kernel then fails, and we run alone rather than guess.
+  // More than 1024 CPUs do not fit a cpu_set_t: the call fails, and the process then uses one thread.
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
   int count = CPU_COUNT(&set), most = pool.most.load(std::memory_order_relaxed);
@@ -125,7 +125,7 @@ int usable_cpus(const Pool& pool) {
   return count < 1 ? 1 : count > most ? most : count;
 }
 
-// Starts the helpers; called by the one that holds them.
+// Starts the helpers; the thread that holds them calls it.
 void start(Pool& pool) {
   if (pool.watches_forks.exchange(1) == 0) pthread_atfork(nullptr, nullptr, forget_helpers);
   int wanted = usable_cpus(pool);
@@ -139,7 +139,7 @@ void start(Pool& pool) {
   int started = 1;
   for (; started < wanted; ++started) {
     pthread_t thread;
-    // A limit on threads: fewer helpers are slower, not wrong.
+    // The process may have a limit on threads: fewer helpers are slower, not wrong.
     if (pthread_create(&thread, &attributes, helper, &pool) != 0) break;
   }
   pthread_attr_destroy(&attributes);
@@ -158,7 +158,7 @@ void run_with_helpers(Pool& pool, int64_t blocks, const Body& body) {
   if (pool.sleepers.load(std::memory_order_seq_cst) > 0)
     futex(&pool.epoch, FUTEX_WAKE, static_cast<uint32_t>(blocks - 1));
   run_blocks(pool);
-  // A helper that lost its core in the middle of a block may need this one to go on.
+  // A helper that was preempted within a block may need this core to go on.
   for (int64_t looks = 0; pool.done.load(std::memory_order_acquire) != blocks; ++looks) {
     if (looks < 2000)
       pause();
@@ -213,8 +213,8 @@ void* scratch(size_t bytes, int slot) {
 
 }  // namespace prejit
 
-// The process calls it once, before it calls a kernel: with the pool of the library that it loaded first, or nullptr, and
-// the most threads that may run blocks at once, with the caller. Returns the pool that this library uses from now on.
+// The process calls it once before it calls a kernel, with the pool of the library that it loaded first, or nullptr, and
+// the maximum number of threads, the caller included. Returns the pool that this library uses from now on.
 extern "C" __attribute__((visibility("hidden"), used)) void* prejit_share_threads(void* first, int32_t most) {
   using namespace prejit;
   Pool* pool = first ? static_cast<Pool*>(first) : &own;
@@ -223,7 +223,7 @@ extern "C" __attribute__((visibility("hidden"), used)) void* prejit_share_thread
   return pool;
 }
 
-// A library exports its handlers and nothing else, so a note has the place of the function (runtime/kernels.py).
+// A library exports its handlers only, so an ELF note holds the address of the function (runtime device/kernels.py).
 #define PREJIT_THREADS_VERSION "1"
 asm(R"(
   .pushsection .note.prejit.threads, "a", @note

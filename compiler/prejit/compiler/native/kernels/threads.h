@@ -1,8 +1,8 @@
 // Helper threads of the kernels: parallel_for over blocks, and a buffer for each thread.
 //
-// A call claims blocks from a shared counter, so that the calling thread alone can always finish: nobody waits for a
-// helper to come, only for blocks that a helper has begun. While one call holds the helpers, other calls run alone.
-// All libraries of a process have the same helpers.
+// Threads claim blocks from a shared counter, so the calling thread alone can always finish: it never waits for a helper
+// to arrive, only for blocks that a helper has begun. While one call holds the helpers, other calls run without them.
+// All libraries of a process share the helpers.
 #pragma once
 
 #include <cstddef>
@@ -26,16 +26,16 @@ class Body {
   void (*call_)(const void*, int64_t);
 };
 
-// Runs body(0) .. body(blocks - 1), each once, on this thread and the helpers; returns when all have ended and what
-// they wrote is visible here. Blocks are claimed in order. May be called from many threads at once and inside a body.
+// Runs body(0) .. body(blocks - 1), each once, on this thread and the helpers. Returns when all have ended and their
+// writes are visible here. Blocks are claimed in order. May be called from many threads at once and inside a body.
 void parallel_for(int64_t blocks, const Body& body);
 
-// How many threads run blocks: as many as the process has CPUs, at least 1, and no more than it was allowed
-// (runtime/process.py).
+// Returns how many threads run blocks: one for each CPU of the process, at least 1, and at most the limit that the
+// process set (prejit.runtime.base.process).
 int threads();
 
-// A buffer of this thread, 64-byte aligned, of at least so many bytes; valid until the thread asks for the same slot
-// again. Its pages stay with the thread, so that a product does not pay for fresh ones. nullptr where memory is out.
+// Returns a buffer of this thread, 64-byte aligned, of at least `bytes` bytes, or nullptr if memory is exhausted. It is
+// valid until the thread's next call for the same slot. The thread keeps its pages, so a product needs no fresh ones.
 constexpr int kScratchSlots = 2;
 void* scratch(size_t bytes, int slot = 0);
 

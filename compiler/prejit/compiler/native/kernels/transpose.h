@@ -1,11 +1,11 @@
-// A square of floats, transposed in registers.
+// Transposes a square of floats in registers.
 #pragma once
 
 #include "simd.h"
 
 namespace prejit {
 
-// Makes rows columns: lane j of v[i] becomes lane i of v[j].
+// Lane j of v[i] becomes lane i of v[j].
 PREJIT_INLINE void transpose(Floats (&v)[kLanes]) {
 #if defined(__AVX512F__)
   Floats t[16];

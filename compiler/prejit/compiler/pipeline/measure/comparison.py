@@ -1,7 +1,7 @@
-"""What it costs in accuracy that weights and KV cache are not float32: both models read the same tokens.
+"""Compare a packed model with its float32 form: both read the same tokens, on the CPU of the build host.
 
-It runs on the CPU of the build host, with the very weights that were packed. The float32 weights of the
-whole model are in memory meanwhile, 4 bytes a parameter.
+The packed model has the weights of the bundle itself. The float32 weights of the whole model are in memory
+meanwhile, 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ Arrays = np.ndarray[Any, Any]
 SAMPLED = "sampled"
 RANDOM = "random"
 MAX_TEXT_TOKENS = 2048
-"""Of an evaluation text; its last ones."""
+"""Largest number of tokens of an evaluation text; the last ones count."""
 _WINDOW = 512
+"""Largest number of tokens that the models read at once."""
 _ROWS, _STEPS = 8, 64
-"""What a float32 model writes where there is no text: 512 tokens."""
+"""Texts, and tokens of each, that the float32 model writes where the manifest names no text."""
 _SENTENCES, _SENTENCE_TOKENS = 64, 128
-"""What an encoder reads at most."""
+"""Largest number of sentences, and of tokens of each, that an encoder reads."""
 _MAX_LOGITS = 1 << 26
-"""Of a window, for large vocabularies: 256 MB."""
+"""Largest number of logits of a window: 256 MB. Large vocabularies get shorter windows."""
 _MAX_LOSS = 60.0
-"""Nats; a perplexity of e**60 is an integer that JSON still holds."""
+"""Largest loss in nats: JSON still holds the integer of a perplexity of e**60."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Model:
     """A decoder or encoder that can be run.
 
     Attributes:
-        module: abstract.
-        weights: its parameters, by name.
-        shape: of a decoder, with the dtype of its cache.
+        module: the abstract module.
+        weights: the parameters by name.
+        shape: shape of a decoder, with the dtype of its cache; None: an encoder.
     """
 
     module: nnx.Module
@@ -69,15 +70,15 @@ class Model:
 
 
 def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
-    """The tokens at the end of a text, int32 [at most MAX_TEXT_TOKENS], and those that begin any text.
+    """Return the tokens at the end of a text, int32 [MAX_TEXT_TOKENS or fewer], and those that begin it.
 
     Args:
-        file: of the manifest's `evaluation`, UTF-8.
+        file: the text of the manifest's `evaluation`, UTF-8.
         tokenizer_file: the model's tokenizer.json.
 
     Returns:
-        The tokens, and what the tokenizer puts before a text: a BOS, for the models that were trained with
-        one; int32, empty for others.
+        The tokens, and those that the tokenizer puts before a text: a BOS for models that were trained with
+        one, else none; int32.
 
     Raises:
         StoreError, ManifestError, CheckpointError: a file cannot be read, or the text is too short.
@@ -96,15 +97,15 @@ def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
 
 
 def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[Arrays, Arrays]:
-    """The last lines of a text that are not empty, as an encoder takes them.
+    """Return the last lines of a text that are not empty, as an encoder takes them.
 
     Args:
-        file: of the manifest's `evaluation`, UTF-8.
+        file: the text of the manifest's `evaluation`, UTF-8.
         tokenizer_file: the model's tokenizer.json.
-        max_tokens: of a line; longer ones are cut off.
+        max_tokens: tokens after which a line is cut off.
 
     Returns:
-        Tokens int32 [at most 64, T] and the length of each row, int32.
+        Tokens int32 [64 or fewer, T] and the length of each row, int32.
 
     Raises:
         StoreError, ManifestError, CheckpointError: a file cannot be read, or has no line.
@@ -128,7 +129,7 @@ def read_sentences(file: Path, tokenizer_file: Path, max_tokens: int) -> tuple[A
 
 
 def random_sentences(vocab_size: int, max_tokens: int) -> tuple[Arrays, Arrays]:
-    """Tokens at random, the same each time, where there is no text; as read_sentences gives them."""
+    """Return random tokens, the same each time, in the form of `read_sentences`."""
     random = np.random.default_rng(0)
     count = min(max_tokens, _SENTENCE_TOKENS)
     tokens = random.integers(0, vocab_size, (_SENTENCES, count), np.int32)
@@ -136,7 +137,7 @@ def random_sentences(vocab_size: int, max_tokens: int) -> tuple[Arrays, Arrays]:
 
 
 def _read(file: Path, tokenizer_file: Path) -> tuple[str, Tokenizer]:
-    """A text and the model's tokenizer, as a bundle loads it."""
+    """Return a text and the model's tokenizer, as a bundle loads it."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,7 +145,7 @@ def _read(file: Path, tokenizer_file: Path) -> tuple[str, Tokenizer]:
     if not tokenizer_file.is_file():
         raise CheckpointError(
             f"{tokenizer_file}: expected a file, which model.evaluation needs; found none",
-            hint="leave out model.evaluation: it is measured without a text then",
+            hint="leave out model.evaluation: prejit then measures without a text",
         )
     try:
         return text, Tokenizer(tokenizer_file.read_bytes(), str(tokenizer_file))
@@ -162,10 +163,10 @@ def _encoded(
 
 
 def mapped(weights: Path) -> dict[str, Arrays]:
-    """The tensors of a weights layer, by name; views of the file.
+    """Return the tensors of a weights layer by name; views of the file.
 
     Raises:
-        RejectError: it is no such layer.
+        RejectError: the file is no weights layer.
     """
     with weights.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -175,18 +176,18 @@ def mapped(weights: Path) -> dict[str, Arrays]:
 def of_decoder(
     dtype: str, exact: Model, stored: Model, text: tuple[str, Arrays, Arrays] | None, bos: int
 ) -> Accuracy:
-    """Compares a stored decoder with its float32 form.
+    """Compare a stored decoder with its float32 form.
 
     Args:
-        dtype: of the stored weights.
+        dtype: dtype of the stored weights.
         exact: the decoder in float32.
-        stored: as it is packed.
-        text: its name, its tokens and those that begin any text, int32; None: what the float32 model
-            writes. It is read in windows, each of which begins as a text does.
-        bos: the token that such writing begins with.
+        stored: the decoder as it is packed.
+        text: name of the text, its tokens and those that begin any text, int32; None: what the float32 model
+            writes. The models read it in windows, each of which begins as a text does.
+        bos: the token with which the float32 model begins to write.
 
     Raises:
-        BuildError: a model gives no numbers.
+        BuildError: logits are infinite or NaN.
     """
     assert exact.shape is not None
     assert stored.shape is not None
@@ -205,7 +206,7 @@ def of_decoder(
             for row in rows
             for at in range(0, row.size, step)
         ]
-        unread = max(0, begin.size - 1)  # what begins every text is not to be foreseen
+        unread = max(0, begin.size - 1)  # no model predicts what begins every text
         exact_logits, stored_logits = _logits(exact), _logits(stored)
         tokens, agreeing = 0, 0
         exact_loss = loss = difference = 0.0
@@ -222,7 +223,10 @@ def of_decoder(
             agreeing += int((want.argmax(-1) == found.argmax(-1)).sum())
             tokens += count - unread
     if not math.isfinite(exact_loss + loss + difference):
-        raise BuildError("the model's logits are infinite or NaN", hint="look at its weights")
+        raise BuildError(
+            "the model's logits are infinite or NaN",
+            hint="take a checkpoint from before training failed, or another dtype",
+        )
     return Accuracy(
         weights=dtype,
         text=SAMPLED if text is None else text[0],
@@ -237,18 +241,18 @@ def of_decoder(
 def of_encoder(
     dtype: str, exact: Model, stored: Model, text: str, tokens: Arrays, length: Arrays
 ) -> Accuracy:
-    """Compares the embeddings of a stored encoder with those of its float32 form.
+    """Compare the embeddings of a stored encoder with those of its float32 form.
 
     Args:
-        dtype: of the stored weights.
+        dtype: dtype of the stored weights.
         exact: the encoder in float32.
-        stored: as it is packed.
-        text: the name of what it reads.
+        stored: the encoder as it is packed.
+        text: name of the text.
         tokens: int32 [B, T].
-        length: int32 [B], how many tokens of each row are valid.
+        length: int32 [B]: number of valid tokens of each row.
 
     Raises:
-        BuildError: a model gives no numbers.
+        BuildError: embeddings are infinite or NaN.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want, found = (
@@ -258,14 +262,17 @@ def of_encoder(
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
     cosine = float(((want * found).sum(-1) / np.maximum(lengths, 1e-30)).min())
     if not math.isfinite(cosine):
-        raise BuildError("the model's embeddings are infinite or NaN", hint="look at its weights")
+        raise BuildError(
+            "the model's embeddings are infinite or NaN",
+            hint="take a checkpoint from before training failed, or another dtype",
+        )
     return Accuracy(
         dtype, text, int(length.sum()), cosine_millionths=_millionths(np.clip(cosine, -1, 1))
     )
 
 
 def _caller(module: nnx.Module) -> Callable[..., Any]:
-    """The module as a function of its weights and its arguments."""
+    """Return the module as a function of its weights and its arguments."""
     graph, state = nnx.split(module)
 
     def call(weights: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
@@ -281,7 +288,7 @@ def _cache(shape: config.DecoderConfig, rows: int, slots: int) -> config.KVCache
 
 
 def _logits(model: Model) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
-    """A function of weights and int32 [1, T] that gives the logits after every token, float32 [T, V]."""
+    """Return a function of weights and int32 [1, T] that returns all logits, float32 [T, V]."""
     call, shape = _caller(model.module), model.shape
     assert shape is not None
 
@@ -296,7 +303,7 @@ def _logits(model: Model) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
 
 
 def _sampled(model: Model, weights: Mapping[str, jax.Array], bos: int, steps: int) -> Arrays:
-    """What a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
+    """Return what a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
     call, shape = _caller(model.module), model.shape
     assert shape is not None
     one = jnp.ones(_ROWS, jnp.int32)
@@ -316,7 +323,7 @@ def _sampled(model: Model, weights: Mapping[str, jax.Array], bos: int, steps: in
 
 
 def _loss(logits: Arrays, following: Arrays) -> float:
-    """The sum over rows of -log p(following), in nats; logits [T, V]."""
+    """Return the sum over rows of -log p(following) in nats; logits [T, V]."""
     logits = logits - logits.max(-1, keepdims=True)
     normalizer = np.log(np.exp(logits).sum(-1, dtype=np.float64))
     return float((normalizer - logits[np.arange(len(following)), following]).sum())

@@ -1,4 +1,4 @@
-"""Packing: from compiled programs and weights to the files of a bundle."""
+"""The bytes of a bundle's files: weights, packs of programs, manifests and the index."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to be packed.
+    """A tensor of the weights layer.
 
     Attributes:
-        name: in the weights layer.
+        name: name in the layer.
         dtype: NumPy's or ml_dtypes' name.
-        shape: in elements.
-        read: gives its values, C-contiguous; called once, when they are written.
+        shape: extents.
+        read: returns the values, C-contiguous; called once, when they are written.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Layer:
     """A blob of a bundle: in memory, or a file.
 
     Attributes:
-        media_type: which layer it is.
-        digest, size: of the content.
+        media_type: media type, which names the kind of layer.
+        digest, size: digest and size of the content.
         content: the bytes, or the file that holds them.
         title: file name for clients that unpack layers (`oras pull`).
     """
@@ -76,20 +76,20 @@ class Layer:
     title: str
 
     def descriptor(self) -> Descriptor:
-        """How a manifest names this layer."""
+        """Return the layer's entry in a manifest."""
         return Descriptor(self.media_type, self.digest, self.size, annotations={TITLE: self.title})
 
 
 def layer(media_type: str, content: bytes, title: str) -> Layer:
-    """A layer of bytes in memory."""
+    """Return a layer of bytes in memory."""
     return Layer(media_type, digest_of(content), len(content), content, title)
 
 
 def kernels_layer(library: KernelLibrary, cache: Store) -> Layer:
-    """The layer of a library of kernels.
+    """Return the layer of a library of kernels.
 
     Raises:
-        BuildError: it is gone from the cache.
+        BuildError: the store has lost it.
     """
     content = cache.read_blob(library.digest)
     if content is None:
@@ -98,19 +98,18 @@ def kernels_layer(library: KernelLibrary, cache: Store) -> Layer:
 
 
 def write_weights(tensors: Iterable[Tensor], out: BlobWriter) -> None:
-    """Writes a safetensors file in which every tensor starts at a multiple of 64 bytes.
+    """Write a safetensors file in which every tensor starts at a multiple of 64 bytes.
 
         8 bytes: size of the header | header: JSON, padded with spaces | tensors
 
-    safetensors allows no holes, so a gap is a tensor of its own: any reader of safetensors takes the file as
-    it is.
+    safetensors allows no holes, so a gap is a tensor of its own. Any reader of safetensors can read the file.
 
     Args:
-        tensors: in the order they are written; nothing else is held in memory than the one at hand.
-        out: where to.
+        tensors: the tensors in the order of the file. One is in memory at a time.
+        out: gets the content.
 
     Raises:
-        BuildError: a tensor has a dtype that safetensors has not.
+        BuildError: safetensors has no such dtype, or a tensor has other values than announced.
     """
     tensors = list(tensors)
     alignment = WEIGHTS_ALIGNMENT_BYTES
@@ -146,17 +145,17 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str
 
 
 def pack(frames: Mapping[str, Segment], cache: Store) -> tuple[bytes, dict[str, Segment]]:
-    """Puts zstd frames behind each other.
+    """Return zstd frames one behind the other.
 
     Args:
-        frames: by name of program; offsets do not matter. Equal frames are stored once.
+        frames: frames by name of program, whose offsets are ignored. Equal frames are stored once.
         cache: where they are.
 
     Returns:
-        The pack, and the segments with their offsets.
+        The content, and the frames with their offsets.
 
     Raises:
-        BuildError: a frame is gone from the cache.
+        BuildError: the store has lost a frame.
     """
     content = bytearray()
     offsets: dict[str, int] = {}
@@ -166,7 +165,7 @@ def pack(frames: Mapping[str, Segment], cache: Store) -> tuple[bytes, dict[str, 
         stored = cache.read_blob(frame.digest)
         if stored is None:
             raise BuildError(
-                f"{name}: its frame was damaged in the build cache",
+                f"{name}: expected its compressed form in the build cache, found it damaged or missing",
                 hint="build again: it is made anew",
             )
         offsets[frame.digest] = len(content)
@@ -181,7 +180,7 @@ class PackedTarget:
 
     Attributes:
         config: the program table.
-        layers: in the order of the manifest.
+        layers: the layers in the order of the target's manifest.
     """
 
     config: Config
@@ -189,11 +188,11 @@ class PackedTarget:
 
 
 def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[str, bytes | Path]]:
-    """The index of a bundle and its blobs by digest. Equal targets give equal bytes.
+    """Return the index of a bundle and its blobs by digest. Equal targets give equal bytes.
 
     Args:
-        name: of the bundle.
-        targets: in the order of the manifest.
+        name: name of the bundle.
+        targets: the targets in the order of the user's manifest.
     """
     blobs: dict[str, bytes | Path] = {}
     descriptors = []
@@ -233,14 +232,14 @@ def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[st
 
 
 def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
-    """Checks the tables of a bundle as `load` will, so that no build makes what nobody reads.
+    """Check the tables of a bundle as `load` will, so that no build writes what no reader accepts.
 
     Args:
-        index: as `assemble` gives it, as the blobs.
-        blobs: by digest.
+        index: the index that `assemble` returned.
+        blobs: the blobs that it returned.
 
     Raises:
-        BuildError: a layer or a table is larger than readers take, or contradicts itself.
+        BuildError: a layer or a table is larger than readers accept, or contradicts itself.
     """
     path = "index.json"
     try:

@@ -1,11 +1,11 @@
-"""How long a portable program can be read, by jax's own promise."""
+"""How long jax promises to read a portable program."""
 
 from __future__ import annotations
 
 from datetime import date, timedelta
 
 _RELEASED = {
-    # jax: when it was released (the dates of the files in its wheels)
+    # version of jax: its release (the dates of the files in its wheels)
     "0.10.2": date(2026, 6, 17),
     "0.11.0": date(2026, 7, 16),
     "0.11.1": date(2026, 8, 17),

@@ -1,0 +1,153 @@
+"""A build asks its services for no more than their interfaces have, and fails as a whole."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.decoders import write_random
+
+from prejit.compiler.compile.executor import Executor
+from prejit.compiler.compile.jobs import Compiled, CompileJob
+from prejit.compiler.compile.pool import WorkerPool
+from prejit.compiler.manifest.manifest import Generate, Manifest, Mesh, Model, Program
+from prejit.compiler.pipeline.pack.contents import PackedBundle
+from prejit.compiler.pipeline.run import Built, build, is_current, write
+from prejit.compiler.progress import Quiet
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.interface import Store
+from prejit.runtime import load
+from prejit.runtime.errors import BuildError
+
+
+class Narrow:
+    """Another object, of which only the public names of an interface can be used."""
+
+    def __init__(self, inner: Any, interface: type[Any]) -> None:
+        self._inner = inner
+        self._names = {name for name in dir(interface) if not name.startswith("_")}
+        self.asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(f"the interface has no {name}")
+        self.asked.add(name)
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> Narrow:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+
+def decoder(tmp_path: Path) -> Manifest:
+    """A manifest whose programs call no kernels, which would take minutes to compile."""
+    return Manifest(
+        "narrow",
+        model=Model(str(write_random("gpt2", tmp_path / "gpt2"))),
+        generate=Generate(batch=(1,), prompt=(8,), context=(16,)),
+        mesh=Mesh(1, 3),
+        targets=["cpu-host"],
+    )
+
+
+def test_a_build_asks_for_no_more_than_the_interfaces_have(tmp_path: Path) -> None:
+    directory = DirectoryStore.open(tmp_path / "store")
+    store, executor = Narrow(directory, Store), Narrow(WorkerPool(directory, workers=2), Executor)
+    manifest = decoder(tmp_path)
+    built = build(
+        manifest,
+        tmp_path / "out",
+        store=store,  # type: ignore[arg-type]
+        executor=executor,  # type: ignore[arg-type]
+        progress=Quiet(),
+        measure=False,
+    )
+    assert built.compiled == 3
+    assert executor.asked == {"submit", "compiled"}
+    assert {"get", "put", "put_blob", "read_blob", "making"} <= store.asked
+
+
+class Refusing:
+    """An executor that compiles nothing."""
+
+    compiled = 0
+
+    def __init__(self) -> None:
+        self.submitted: list[CompileJob] = []
+        self.closed = False
+
+    def submit(self, job: CompileJob) -> Future[Compiled]:
+        self.submitted.append(job)
+        future: Future[Compiled] = Future()
+        future.set_exception(BuildError(f"{job.program}: no compiler", hint="install one"))
+        return future
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> Refusing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def twice(x: Any) -> Any:
+    return x * 2
+
+
+def test_a_build_whose_programs_fail_names_them_all_and_writes_nothing(tmp_path: Path) -> None:
+    programs = [Program(name, fn=twice, args=["float32[2]"]) for name in ("a", "b")]
+    executor = Refusing()
+    with pytest.raises(BuildError) as caught:
+        build(
+            Manifest("two", programs=programs, targets=["cpu-host"]),
+            tmp_path / "out",
+            store=DirectoryStore.open(tmp_path / "store"),
+            executor=executor,
+            progress=Quiet(),
+        )
+    assert str(caught.value) == (
+        "2 of 2 programs did not compile\n  a: no compiler\n  b: no compiler"
+    )
+    assert caught.value.hint == "install one"
+    assert [job.program for job in executor.submitted] == ["a", "b"]
+    assert executor.closed
+    assert not (tmp_path / "out").exists()
+
+
+def built_once(tmp_path: Path) -> Built:
+    program = Program("f", fn=twice, args={"x": "float32[2]"})
+    store = DirectoryStore.open(tmp_path / "store")
+    manifest = Manifest("one", programs=[program], targets=["cpu-host"])
+    pool = WorkerPool(store, workers=1)
+    return build(manifest, tmp_path / "out", store=store, executor=pool, progress=Quiet())
+
+
+def test_a_bundle_is_current_only_while_it_is_whole(tmp_path: Path) -> None:
+    built = built_once(tmp_path)
+    index = (built.path / "index.json").read_bytes()
+    assert is_current(built.path, index)
+    assert not is_current(built.path, index + b" ")
+    assert not is_current(tmp_path / "elsewhere", index)
+    blob = max((built.path / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    assert not is_current(built.path, index)
+
+
+def test_a_packed_bundle_is_written_where_it_is_not(tmp_path: Path) -> None:
+    built = built_once(tmp_path)
+    index = (built.path / "index.json").read_bytes()
+    files = (built.path / "blobs" / "sha256").iterdir()
+    packed = PackedBundle("one", index, {f"sha256:{path.name}": path for path in files})
+    path, written = write(packed, tmp_path / "copy", Quiet())
+    assert (path, written) == (tmp_path / "copy" / "one", True)
+    assert write(packed, tmp_path / "copy", Quiet()) == (path, False)
+    assert load(path).digest == built.digest
