@@ -16,9 +16,9 @@ DTYPES = (
     *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
 )
-"""NumPy's and ml_dtypes' names of the element types that programs take and give.
+"""NumPy's and ml_dtypes' names of the element types of arguments and results.
 
-jax has int1, uint1, float6_e2m3fn and float6_e3m2fn as well. XLA:CPU takes the first two for bool, and the
+jax also has int1, uint1, float6_e2m3fn and float6_e3m2fn. XLA:CPU treats the first two as bool, and the
 others end the process.
 """
 
@@ -27,17 +27,18 @@ others end the process.
 class Array:
     """One argument or result of a program: a leaf of its pytree.
 
-    The program table holds it as text, in the manifest's own notation behind its path:
+    The program table holds it as text: its path, then the notation of the manifest:
 
         ["cache",0,1] float32[1,12,128,64] donated @data,tensor,,
 
-    so that a table of hundreds of programs is read in milliseconds; only programs that run are parsed.
+    A table of hundreds of programs is read in milliseconds, because only the texts of programs that run are
+    parsed.
 
     Attributes:
-        path: where the leaf sits in the pytree, outermost key first; an integer is a place in a sequence.
-        dtype: NumPy's name for it (`float32`, `bfloat16`, `int32`, ...).
-        shape: in elements.
-        donated: the program reuses the argument's memory; the caller must not touch it again.
+        path: the path of the leaf in the pytree, outermost key first; an integer is an index of a sequence.
+        dtype: NumPy's name of the dtype (`float32`, `bfloat16`, `int32`, ...).
+        shape: the shape, in elements.
+        donated: whether the program reuses the argument's memory; the caller must not use it again.
         sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
     """
 
@@ -55,10 +56,10 @@ class Array:
 
     @classmethod
     def parse(cls, text: str) -> Array:
-        """The inverse of `str`.
+        """Return the array that a text of the program table describes; the inverse of `str`.
 
         Raises:
-            ValueError: the text is not of that form.
+            ValueError: the text has another form.
         """
         array = None
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -72,16 +73,16 @@ class Array:
                 split = parse_sharding(match[4] or "", len(shape))
                 if match[1] in DTYPES and max(shape, default=0) <= MAX_SIZE:
                     array = cls(tuple(path), match[1], shape, match[3] is not None, split)
-        if array is None or str(array) != text:  # one spelling, as everywhere in the format
+        if array is None or str(array) != text:  # an array has only one spelling
             raise ValueError(f"expected '[path] dtype[shape]', found {text[:80]!r:.80}")
         return array
 
 
 def parse_sharding(text: str, dimensions: int) -> tuple[str, ...]:
-    """A sharding as it is spelled: `data,tensor,,` for four dimensions; empty text: nothing is split.
+    """Return a sharding from its text: `data,tensor,,` has four dimensions. Empty text: nothing is split.
 
     Raises:
-        ValueError: an axis that no mesh has, or comes twice, or one too many or too few.
+        ValueError: an axis is unknown or comes twice, or the number of dimensions is wrong.
     """
     if not text:
         return ()
@@ -115,9 +116,9 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """Return the number of devices."""
         return self.data * self.tensor
 
 
 MESH_AXES = ("data", "tensor")
-"""Names of the axes of a Mesh, rows first."""
+"""The names of the axes of a mesh, rows first."""

@@ -1,7 +1,8 @@
-"""A layout that another OCI tool, such as skopeo or oras, made of one target.
+"""Layouts that another OCI tool, such as skopeo or oras, copied from a bundle.
 
-Such a tool copies a manifest and what it leads to, byte for byte, and writes an `index.json` of its own. What
-our index says of a target is in the target's config as well, so an index is made from that.
+Such a tool copies the manifest, config and layers of a target byte for byte, and writes an `index.json` of
+its own. The config of a target repeats the target's entry of our index, so this module makes an index from
+the configs.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ MAX_LAYOUT_BYTES = 4096
 
 
 def manifests_of_copy(content: bytes) -> list[dict[str, Any]] | None:
-    """Return the descriptors of an `index.json` that another tool wrote; None: it is one of prejit's.
+    """Return the descriptors of an `index.json` that another tool wrote; None: prejit wrote it.
 
-    A damaged index of prejit's is not taken for another tool's: two of its keys would have to be missing.
+    A damaged index of prejit is not taken for a copy, because a copy lacks two of its keys.
     """
     try:
         found = json.loads(content)
@@ -50,7 +51,7 @@ def manifests_of_copy(content: bytes) -> list[dict[str, Any]] | None:
 
 
 def is_layout_file(content: bytes) -> bool:
-    """Whether an `oci-layout` of another tool says version 1.0.0."""
+    """Return whether an `oci-layout` of another tool has version 1.0.0."""
     try:
         return bool(json.loads(content)["imageLayoutVersion"] == "1.0.0")
     except (ValueError, RecursionError, LookupError, TypeError):
@@ -62,7 +63,7 @@ def index_of_copy(layout: Layout, manifests: list[dict[str, Any]]) -> bytes:
 
     Args:
         layout: the copy.
-        manifests: the descriptors in its own index.
+        manifests: the descriptors in the copy's own index.
 
     Raises:
         RejectError: a file is damaged, or they are not targets of one bundle.

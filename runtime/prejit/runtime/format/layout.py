@@ -1,7 +1,7 @@
 """An OCI image layout on disk: all reading and writing of bundle files.
 
-Reading follows no links, reads no more than it was told to expect and never touches a path outside of
-the layout. Writing is atomic: blobs first, each as temporary file, fsync, rename; `index.json` last. So a
+A reader follows no links, reads at most the expected size, and never opens a path outside the layout.
+Writing is atomic: blobs come first, each as temporary file, fsync, rename; `index.json` comes last. So a
 build that is killed leaves either the bundle that was there before or none.
 """
 
@@ -34,7 +34,7 @@ class Layout:
     """An OCI image layout that is open for reading. Close it, or use it in a `with` statement."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens the directories, so that what is read later is read from the same place.
+        """Open the directories, so that later reads use the same ones.
 
         Raises:
             StoreError: there is no such directory, or it is not permitted.
@@ -49,7 +49,7 @@ class Layout:
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
                 hint="give the directory of a bundle, as `prejit build` wrote it",
             ) from error
-        # Held open until the end: so no later index gets this one's inode, and `is_replaced` sees each.
+        # Held open until the end, so that no later index gets this inode and `is_replaced` notices each.
         self._index = self._pinned_index()
         try:
             self._blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
@@ -76,7 +76,7 @@ class Layout:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open("index.json", flags, dir_fd=self._root)
-        except OSError:  # who reads it says what is wrong
+        except OSError:  # reading it later raises the error
             return self._index_there()
         self._directories.append(descriptor)
         return Identity.of(os.fstat(descriptor))
@@ -88,10 +88,11 @@ class Layout:
             return None
 
     def is_replaced(self) -> bool:
-        """Whether another index lies at this path than when the layout was opened.
+        """Return whether the index at this path has changed since the layout was opened.
 
-        Writers rename a new index into its place before they remove a blob. So where a blob is missing and
-        the index is the same, the bundle is damaged; else it may be that it was replaced.
+        Writers rename a new index into its place before they remove a blob. So if a blob is missing and the
+        index is the same, the bundle is damaged. If the index is another one, the bundle may have been
+        replaced.
         """
         return self._index_there() != self._index
 
@@ -107,19 +108,19 @@ class Layout:
         self.close()
 
     def close(self) -> None:
-        """Closes the directories. Mapped blobs stay valid."""
+        """Close the directories. Mapped blobs stay valid."""
         while self._directories:
             os.close(self._directories.pop())
 
     def blob_path(self, digest: str) -> str:
-        """Where a blob is, for messages."""
+        """Return the path of a blob, for messages."""
         return str(self.path / "blobs" / "sha256" / digest.removeprefix("sha256:"))
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """A file at the top of the layout.
+        """Return the content of a file at the top of the layout.
 
         Raises:
-            RejectError: it is missing, no regular file, or larger than max_bytes.
+            RejectError: the file is missing, is no regular file, or is larger than max_bytes.
         """
         path = str(self.path / name)
         with self._open_file(name, self._root, path) as (descriptor, status):
@@ -130,10 +131,10 @@ class Layout:
             return read_all(descriptor, status.st_size, path)
 
     def read_blob(self, digest: str, size: int) -> bytes:
-        """A blob's bytes, of the expected size; the digest is the caller's to check.
+        """Return a blob's bytes. The caller must check the digest.
 
         Raises:
-            RejectError: it is missing, no regular file, or of another size.
+            RejectError: the blob is missing, is no regular file, or has another size.
         """
         path = self.blob_path(digest)
         with self.open_blob(digest, size) as (descriptor, _):
@@ -141,10 +142,10 @@ class Layout:
 
     @contextlib.contextmanager
     def open_blob(self, digest: str, size: int) -> Iterator[tuple[int, Identity]]:
-        """A blob as open file descriptor, and its identity.
+        """Open a blob. Yield its file descriptor and its identity.
 
         Raises:
-            RejectError: it is missing, no regular file, or of another size.
+            RejectError: the blob is missing, is no regular file, or has another size.
         """
         path = self.blob_path(digest)
         name = digest.removeprefix("sha256:")
@@ -154,10 +155,10 @@ class Layout:
             yield descriptor, Identity.of(status)
 
     def map_blob(self, digest: str, size: int) -> Content:
-        """A blob as `map_file` maps it.
+        """Return a blob as `map_file` maps it.
 
         Raises:
-            RejectError: it is missing, no regular file, or of another size.
+            RejectError: the blob is missing, is no regular file, or has another size.
         """
         with self.open_blob(digest, size) as (descriptor, _):
             return map_file(descriptor, size)
@@ -166,7 +167,7 @@ class Layout:
     def _open_file(
         self, name: str, directory: int, path: str
     ) -> Iterator[tuple[int, os.stat_result]]:
-        # O_NONBLOCK: opening a FIFO that somebody put there must not wait for a writer.
+        # O_NONBLOCK: if somebody put a FIFO there, opening it must not wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(name, flags, dir_fd=directory)
@@ -191,21 +192,21 @@ def write_layout(
     *,
     digest_of: Callable[[Path], str] | None = None,
 ) -> None:
-    """Writes a bundle, or replaces one.
+    """Write a bundle, or replace one.
 
-    New blobs come first, then the index, in place of the old one at once; then the blobs go that the old
-    bundle had and the new one has not, and what writers that were killed left. So whoever has read an index
-    finds its blobs, or another index. Writers of one bundle wait for each other.
+    New blobs are written first. Then the index replaces the old one atomically. Then blobs that only the
+    old bundle had are removed, and the temporary files of writers that were killed. So a reader of an index
+    finds its blobs, or finds that the index has changed. Writers of one bundle wait for each other.
 
     Args:
-        path: the directory, made where it is missing.
-        index: `index.json`.
-        blobs: digest -> bytes, or the file that holds them. Blobs that are there already, and are what
-            their names say, are not touched.
-        digest_of: gives the digest of a file that is there; None: it is hashed.
+        path: the directory; it is made if it is missing.
+        index: the bytes of `index.json`.
+        blobs: digest -> bytes, or the file that holds them. Blobs that exist and match their names are not
+            written again.
+        digest_of: returns the digest of a file; None: the file is hashed.
 
     Raises:
-        StoreError: the disk is full, or writing is not permitted. A bundle that was there still opens.
+        StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
     """
     from prejit.runtime.base.locks import locking  # a server writes no bundle
 
@@ -231,7 +232,7 @@ def write_layout(
 
 
 def _is_blob(path: Path, size: int, digest_of: Callable[[Path], str]) -> bool:
-    """Whether a file is there and is what its name says."""
+    """Return whether a file exists, has this size, and matches the digest in its name."""
     try:
         status = path.lstat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The bundle format: what the files of a bundle say. No JAX, no file access.
+"""The bundle format: dataclasses for the files of a bundle, and the index's bytes. No JAX, no file access.
 
 A bundle is an OCI image layout; docs/bundle-format.md describes it for a second implementation.
 
@@ -6,11 +6,11 @@ A bundle is an OCI image layout; docs/bundle-format.md describes it for a second
     index.json                    one descriptor for each target, its requirement in the annotations
     blobs/sha256/<digest>         manifest -> config (the program table) + layers
 
-Layers are told apart by media type. Executables and portable programs are *packs*: zstd frames behind
-each other, one frame a program, addressed by the program table.
+Each layer has its own media type. Executables and portable programs are *packs*: zstd frames one after the
+other, one frame for each program. The program table has the place of each frame.
 
-All JSON here is canonical (sorted keys, no spaces, ASCII, no floats) and is read strictly: bytes that
-differ in any way from what a writer writes are rejected, so no two spellings of one bundle exist.
+All JSON is canonical (sorted keys, no spaces, ASCII, no floats). A reader rejects any other spelling, so a
+bundle has exactly one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.machine.requirement import Requirement
 
 CACHE_DTYPES = ("float32", "bfloat16")
+"""The dtypes that a KV cache may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class Manifest:
     annotations: dict[str, str]
 
     def layer(self, media_type: str) -> Descriptor:
-        """The layer of that media type; `verify.check_manifest` says which are always there."""
+        """Return the layer of a media type. Check 6 ensures that both layers of programs exist."""
         return next(layer for layer in self.layers if layer.mediaType == media_type)
 
     def has_layer(self, media_type: str) -> bool:
-        """Whether there is a layer of that media type."""
+        """Return whether there is a layer of that media type."""
         return any(layer.mediaType == media_type for layer in self.layers)
 
 
@@ -87,8 +88,8 @@ class Segment:
 
     Attributes:
         offset, size: where the frame lies in the pack, in bytes.
-        digest: of the frame as stored.
-        raw_size, raw_digest: of what it decompresses to.
+        digest: digest of the frame as stored.
+        raw_size, raw_digest: size and digest of the decompressed content.
     """
 
     offset: int
@@ -100,13 +101,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the compiler says a program needs while it runs, in bytes, on each device.
+    """The memory that a program needs on each device while it runs, in bytes, as the compiler reports it.
 
     Attributes:
-        argument_bytes: weights and inputs.
-        output_bytes: results.
-        alias_bytes: of the results, what reuses donated arguments.
-        temp_bytes: intermediate values.
+        argument_bytes: size of weights and inputs.
+        output_bytes: size of results.
+        alias_bytes: the part of the results that reuses donated arguments.
+        temp_bytes: size of intermediate values.
     """
 
     argument_bytes: int
@@ -116,11 +117,11 @@ class Memory:
 
     @property
     def need_bytes(self) -> int:
-        """All that is held at once."""
+        """Return the total that a device holds at once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     def described(self) -> str:
-        """The parts in words."""
+        """Return the parts as text."""
         results = self.output_bytes - self.alias_bytes
         parts = (
             ("arguments", self.argument_bytes),
@@ -140,17 +141,18 @@ class Program:
             `call`.
         bucket: the static sizes, by name.
         key: digest of everything the executable was made from (cache key).
-        arguments: those that follow the weights, in order, each as `Array` prints itself.
-        results: in order, likewise.
+        arguments: the arguments after the weights, in order, each as the text of an `Array`.
+        results: the results, in order, as such texts.
         executable: its frame in the executables pack.
         portable: its frame in the portable pack: StableHLO, a versioned portable artifact.
-        memory: what the compiler expects it to need.
-        weights: the tensors that come first among the arguments: a key of `Config.weight_sets`.
-        platforms: that the portable program was lowered for, in the order of its platform index; None:
-            for `cpu` alone, and there is no index.
-        cost_microseconds: of one run, as measured or estimated at build time; None: not known.
-        kernels: True where the executable calls native kernels, and wants their library registered before
-            it is loaded; else None.
+        memory: the memory that it needs.
+        weights: a key of `Config.weight_sets`, whose tensors are the first arguments; None: it has no
+            weights.
+        platforms: the platforms that the portable program was lowered for, in the order of its platform
+            index; None: `cpu` alone, without such an index.
+        cost_microseconds: time of one run, measured or estimated at build time; None: not known.
+        kernels: True if the executable calls native kernels, whose library must be registered before it is
+            loaded; else None.
     """
 
     name: str
@@ -173,10 +175,10 @@ class Kernels:
     """The library of native kernels that a target's executables call: a layer of its own.
 
     Attributes:
-        digest: of the layer. The first 16 of its digits are part of the names that executables call by.
-        level: of the x86-64 instructions that it uses without asking the CPU: `x86-64-v3`.
-        compiler: that made it; for people.
-        handlers: what it exports, without `prejit_`; sorted.
+        digest: digest of the layer. Its first 16 digits are part of the names that executables call.
+        level: level of the x86-64 instructions that it uses without asking the CPU: `x86-64-v3`.
+        compiler: the compiler that made it; for people.
+        handlers: names of the kernels that it exports, without `prejit_`, sorted.
     """
 
     digest: str
@@ -191,11 +193,11 @@ class ProductForm:
 
     Attributes:
         product: `int8 4 x 768 x 3072 (out,in)`: dtype of the matrix, rows x inputs x outputs, its storage.
-        form: that it has: `kernel`, or one of XLA's.
-        nanoseconds: of one product, by form, as measured.
-        measured_on: a CPU and what else mattered; None: nothing was measured.
-        date: of the measurement, YYYY-MM-DD.
-        like: the product that was measured in its place; None: it was measured itself.
+        form: the chosen form: `kernel`, or one of XLA's.
+        nanoseconds: measured time of one product, by form.
+        measured_on: the CPU and other conditions of the measurement; None: nothing was measured.
+        date: date of the measurement, YYYY-MM-DD.
+        like: the product that was measured in its place; None: this product itself.
     """
 
     product: str
@@ -208,14 +210,14 @@ class ProductForm:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What generation needs to know of a decoder.
+    """The properties of a decoder that generation needs.
 
     Attributes:
-        family: the model_type that its config.json says: `gpt2`, `llama`, `gemma2`.
-        vocab_size: logits a token.
+        family: the model_type in its config.json: `gpt2`, `llama`, `gemma2`.
+        vocab_size: number of logits for each token.
         num_layers, num_kv_heads, head_size: the KV cache is num_layers x (keys, values), each
             [B, num_kv_heads, S, head_size].
-        cache_dtype: NumPy's name.
+        cache_dtype: NumPy's name of the cache's dtype.
         max_positions: the longest context that the model was made for.
         eos_token_ids: generation stops at any of them.
         bos_token_id: None where the model has none.
@@ -243,16 +245,16 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What encoding needs to know of an encoder.
+    """The properties of an encoder that encoding needs.
 
     Attributes:
-        family: the model_type that its config.json says: `bert`, `roberta`, `distilbert`.
-        vocab_size: tokens that it knows.
-        width: D, of an embedding.
-        max_tokens: of a sentence, special tokens included.
+        family: the model_type in its config.json: `bert`, `roberta`, `distilbert`.
+        vocab_size: number of tokens that it knows.
+        width: size of an embedding.
+        max_tokens: maximum length of a sentence, including special tokens.
         pooling: how tokens become one vector: `mean`, `cls`, `max`, ...
         normalized: whether embeddings have length 1.
-        layers: weight sets of the layers, in order: a program of the kind `layer` is run with each in turn.
+        layers: weight sets of the layers, in order. A program of the kind `layer` runs with each in turn.
     """
 
     family: str
@@ -280,9 +282,9 @@ class Chat:
     """The chat layer: how messages become a prompt.
 
     Attributes:
-        templates: Jinja sources by name, as transformers reads them; that of `default` is taken where none is
-            named.
-        special_tokens: what templates know under the names `bos_token`, `eos_token` and so on.
+        templates: Jinja sources by name, as transformers reads them. `default` is used unless a request names
+            another.
+        special_tokens: texts that templates use under names such as `bos_token` and `eos_token`.
     """
 
     templates: dict[str, str]
@@ -291,12 +293,12 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Portable:
-    """What is known of portable programs.
+    """Versions of the portable programs.
 
     Attributes:
-        jax: the version that lowered them.
-        stablehlo: the version of their form: a jaxlib that reads this one reads them.
-        readable_until: a date, YYYY-MM-DD: later jaxlibs need not read them; None: not known.
+        jax: the version of jax that lowered them.
+        stablehlo: the version of StableHLO that they are written in.
+        readable_until: a date, YYYY-MM-DD. Later jaxlibs do not promise to read them; None: not known.
     """
 
     jax: str
@@ -306,19 +308,20 @@ class Portable:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """What it costs that weights or KV cache are not float32, measured when the bundle was built.
+    """The loss of accuracy when weights or KV cache are not float32, measured when the bundle is built.
 
-    Both models read the same tokens, on a CPU. Fractions are in millionths.
+    The float32 model and the stored one read the same tokens, on a CPU. Fractions are in millionths.
 
     Attributes:
         weights: the dtype that matrices are stored in.
-        text: what they read: the name of a file, `sampled`: what the float32 decoder wrote itself, or
-            `random`: tokens at random, for an encoder.
-        tokens: how many were scored, or read by an encoder.
-        float32_perplexity_millionths, perplexity_millionths: of a decoder in float32, and as it is stored.
-        logit_difference_millionths: the largest, of a decoder.
-        top1_agreement_millionths: share of tokens after which both decoders think the same one the likeliest.
-        cosine_millionths: of an encoder: the least similarity of an embedding to that of float32.
+        text: the text that they read: the name of a file, `sampled` (text that the float32 decoder
+            generated), or `random` (random tokens, for an encoder).
+        tokens: number of tokens that were scored, or that an encoder read.
+        float32_perplexity_millionths, perplexity_millionths: perplexity of the decoder in float32, and as
+            stored.
+        logit_difference_millionths: the largest difference of a logit of the two decoders.
+        top1_agreement_millionths: share of tokens for which both decoders predict the same next token.
+        cosine_millionths: the lowest cosine similarity of an encoder's embedding to that of float32.
     """
 
     weights: str
@@ -353,22 +356,22 @@ class Config:
     """The config blob of a target's manifest: the program table.
 
     Attributes:
-        format: FORMAT_VERSION of the writer.
+        format: the format of the bundle.
         bundle: name of the bundle.
         target: name of the target.
         requirement: the same as in the index's annotation.
-        versions: of what the bundle was built with: prejit, jax, jaxlib, stablehlo, ...
+        versions: versions of the packages that built the bundle: prejit, jax, jaxlib, stablehlo, ...
         programs: the program table.
         weight_sets: ordered names of tensors of the weights layer, by name of the set.
-        decoder: None where the bundle holds no decoder.
-        encoder: None where it holds no encoder.
-        mesh: the devices that its programs run on; None: one.
-        weight_shardings: how tensors are split over the mesh, spelled as in `Array`; those that are not
-            here are on every device.
-        portable: what wrote the portable programs, and how long they can be read.
-        accuracy: what the dtypes cost; None: everything is float32, or nothing is known.
+        decoder: None: the bundle holds no decoder.
+        encoder: None: the bundle holds no encoder.
+        mesh: the mesh that its programs run on; None: one device.
+        weight_shardings: how tensors are split over the mesh, in the notation of `Array`. Every device has
+            the whole of all other tensors.
+        portable: versions of the portable programs.
+        accuracy: the loss of accuracy; None: everything is float32, or it was not measured.
         kernels: the native kernels that executables call; None: they call none.
-        forms: of the products in programs with kernels; None: there are none.
+        forms: how programs with kernels compute their products; None: there are no such programs.
     """
 
     format: int
@@ -391,10 +394,10 @@ class Config:
 def encode_index(
     name: str, manifests: tuple[Descriptor, ...], written: int = FORMAT_VERSION
 ) -> bytes:
-    """`index.json` of a bundle. It carries a digest of itself, so that a changed byte is noticed.
+    """Return the bytes of a bundle's `index.json`, with a digest of itself that detects a changed byte.
 
-    The digest is that of the same index without its `dev.prejit.index-digest` annotation. It guards
-    against damage, not against forgery: for that, sign the bundle's digest.
+    It is the digest of the same index without the annotation `dev.prejit.index-digest`. It protects against
+    damage, not against forgery; for that, sign the bundle's digest.
     """
     annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(written)}
     index = Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations)
@@ -403,7 +406,7 @@ def encode_index(
 
 
 def index_digest(index: Index) -> str:
-    """What an index's `dev.prejit.index-digest` annotation must say."""
+    """Return the digest that an index must have in its annotation `dev.prejit.index-digest`."""
     open_annotations = {k: v for k, v in index.annotations.items() if k != INDEX_DIGEST}
     return digest_of(
         to_json(

@@ -1,5 +1,7 @@
-"""What this machine is, what a target is, and whether code fits it.
+"""Machines: the properties of this one, the requirement of an executable, and their comparison.
 
-`fingerprint` describes this machine, `requirement` what an executable needs, and `compare` decides, axis by
-axis. `target` and `catalogue` describe classes of machines by name. Imports `base`. Begin with `compare`.
+`fingerprint` reads this machine's properties, with `accelerator` for GPUs and TPUs and `environment` for
+flags and variables. `requirement` holds what an executable needs, and `compare` decides, axis by axis.
+`targets` describes classes of machines, with the catalogue. Imports `base`, `errors` and `verdict`. Begin
+with `compare`.
 """

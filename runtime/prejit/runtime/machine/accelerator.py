@@ -1,7 +1,7 @@
-"""The accelerators of this machine, found without starting them: no CUDA context, no TPU runtime. No JAX.
+"""Find the accelerators of this machine without starting them: no CUDA context, no TPU runtime, no JAX.
 
-An accelerator counts only where the PJRT plugin that drives it is installed: without it jax runs on the
-CPU, and so do we.
+An accelerator counts only if its PJRT plugin is installed. Without the plugin jax runs on the CPU, and so
+does prejit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CUDA_PLUGINS = {
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What programs run on where it is not the CPU; fields as in `fingerprint.Fingerprint`."""
+    """The accelerators that programs run on. Fields are those of `fingerprint.Fingerprint`."""
 
     platform: str
     plugin: str | None
@@ -38,7 +38,7 @@ class Accelerator:
     topology: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -47,10 +47,10 @@ class _Chip:
     """A generation of TPUs.
 
     Attributes:
-        kind: as jax names it.
-        dimensions: of a topology.
-        devices: that jax sees in one chip.
-        accelerator_types: how TPU_ACCELERATOR_TYPE begins.
+        kind: jax's name for it.
+        dimensions: number of dimensions of a topology.
+        devices: number of devices that jax sees in one chip.
+        accelerator_types: beginnings of TPU_ACCELERATOR_TYPE.
     """
 
     kind: str
@@ -76,17 +76,18 @@ _TOPOLOGIES = {
 
 
 def find_accelerator(environ: Mapping[str, str], root: Path = Path("/")) -> Accelerator | None:
-    """The accelerator that jax would choose; None: the CPU. Costs a fraction of a millisecond where none is.
+    """Return the accelerator that jax would choose; None: the CPU.
 
-    jax takes a TPU before a GPU before the CPU (`cloud_tpu_init` and the priorities of its plugins), or
-    the first of JAX_PLATFORMS that is there.
+    jax prefers a TPU to a GPU to the CPU (`cloud_tpu_init` and the priorities of its plugins), or takes the
+    first platform in JAX_PLATFORMS that exists. On a machine without accelerators this takes less than a
+    millisecond.
 
     Args:
-        environ: of the process.
-        root: where `dev`, `proc` and `sys` are.
+        environ: the environment variables of the process.
+        root: the directory that holds `dev`, `proc` and `sys`.
 
     Raises:
-        UsageError: JAX_PLATFORMS names only platforms that are not there. jax fails there too.
+        UsageError: no platform in JAX_PLATFORMS exists. jax fails too.
     """
     finders: dict[str, Callable[[Mapping[str, str], Path], Accelerator | None]] = {
         "tpu": _find_tpu,
@@ -101,15 +102,15 @@ def find_accelerator(environ: Mapping[str, str], root: Path = Path("/")) -> Acce
         if name in finders and (found := finders[name](environ, root)):
             return found
     raise UsageError(
-        f"JAX_PLATFORMS: expected a platform that is there, found {asked!r:.80}",
+        f"JAX_PLATFORMS: expected a platform of this machine, found {asked!r:.80}",
         hint="unset JAX_PLATFORMS, or set it to cpu; a GPU or TPU counts where jax's plugin for it is "
         "installed, as with: pip install 'prejit[cuda]'",
     )
 
 
 def _plugin(*distributions: str) -> tuple[str, str] | None:
-    """Name and version of the first of these distributions that is installed."""
-    from importlib import metadata  # 15 ms: only where there is something to look for
+    """Return name and version of the first of these distributions that is installed."""
+    from importlib import metadata  # takes 15 ms, so only if there may be an accelerator
 
     for name in distributions:
         try:
@@ -147,16 +148,16 @@ def _find_cuda(environ: Mapping[str, str], root: Path) -> Accelerator | None:
 
 def _warn_unknown_gpu(plugin: str, why: str) -> None:
     warnings.warn(
-        f"there is an NVIDIA GPU here, and {plugin} to drive it, but not what it is: {why}. This machine "
-        "counts as one without a GPU. pip install 'prejit[cuda]' brings what is needed; "
-        "JAX_PLATFORMS=cpu says that the GPU is not wanted.",
+        f"cannot identify this machine's NVIDIA GPU for {plugin}: {why}. prejit treats the "
+        "machine as one without a GPU. Install the missing package with: pip install 'prejit[cuda]'. "
+        "If you do not want to use the GPU, set JAX_PLATFORMS=cpu.",
         PrejitWarning,
         stacklevel=4,
     )
 
 
 def _describe_gpus(pynvml: Any, devices: list[Any], plugin: tuple[str, str]) -> Accelerator:
-    """What programs find on these GPUs: the least that any of them has."""
+    """Return what all of these GPUs have: the lowest capability and the least memory."""
     boards = [_board_of(pynvml, device) for device in devices]
     cuda, runtime = CUDA_PLUGINS[plugin[0]]
     installed = _plugin(runtime)
@@ -174,22 +175,22 @@ def _describe_gpus(pynvml: Any, devices: list[Any], plugin: tuple[str, str]) -> 
 
 
 def _board_of(pynvml: Any, device: Any) -> Any:
-    """The GPU that a device is a part of (MIG), or the device itself."""
+    """Return the GPU that a device is a part of (MIG), or the device itself."""
     try:
         return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
-    except pynvml.NVMLError:  # it is no part
+    except pynvml.NVMLError:  # it is a whole GPU
         return device
 
 
 def _visible_devices(pynvml: Any, visible: str | None) -> list[Any]:
-    """The GPUs that CUDA shows a process (CUDA C++ Programming Guide, "CUDA Environment Variables").
+    """Return the GPUs that CUDA shows a process (CUDA C++ Programming Guide, "CUDA Environment Variables").
 
     Args:
         pynvml: the module, initialized.
-        visible: CUDA_VISIBLE_DEVICES: indices or UUIDs, the beginning of one is enough; whatever follows
-            the first that is none does not count. NVML counts in the order of the bus, CUDA by default
-            from the fastest: among GPUs of different kinds an index may mean another one. A GPU in parts
-            (MIG) counts as a whole unless a part is named here.
+        visible: CUDA_VISIBLE_DEVICES: indices, or UUIDs or their beginnings. CUDA ignores everything after
+            the first invalid entry. NVML counts in the order of the bus and CUDA by default from the fastest,
+            so an index may mean another GPU if the GPUs differ. A GPU in parts (MIG) counts as a whole unless
+            a part is named here.
     """
     handles = [
         pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
@@ -214,7 +215,7 @@ def _visible_devices(pynvml: Any, visible: str | None) -> list[Any]:
 
 
 def _part(pynvml: Any, uuid: str) -> list[Any]:
-    """The part of a GPU (MIG) of that UUID."""
+    """Return the part of a GPU (MIG) with that UUID; empty: there is none."""
     try:
         return [pynvml.nvmlDeviceGetHandleByUUID(uuid)]
     except pynvml.NVMLError:
@@ -227,9 +228,7 @@ def _part(pynvml: Any, uuid: str) -> list[Any]:
 def _find_tpu(environ: Mapping[str, str], root: Path) -> Accelerator | None:
     from importlib.util import find_spec
 
-    if (
-        find_spec("libtpu") is None
-    ):  # cheaper than to ask each PCI device, of which a server has hundreds
+    if find_spec("libtpu") is None:  # quicker than reading hundreds of PCI devices
         return None
     plugin = _plugin("libtpu")
     chips = _tpu_chips(root)
@@ -241,13 +240,13 @@ def _find_tpu(environ: Mapping[str, str], root: Path) -> Accelerator | None:
         count = min(count, len(visible.split(",")))
     topology = _TOPOLOGIES.get((chip.dimensions, count))
     kind = environ.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]
-    # What describes the slice counts only if it is of these chips and this process has its host's all.
+    # TPU_TOPOLOGY counts only if it is about these chips and this process uses all chips of its host.
     if not visible and (not kind or kind in chip.accelerator_types):
         topology = environ.get("TPU_TOPOLOGY") or topology
     return Accelerator(
         platform="tpu",
         plugin=" ".join(plugin),
-        driver=None,  # the kernel's part is libtpu's business, and has no version of its own
+        driver=None,  # libtpu brings its own, which has no version
         device_kind=chip.kind,
         device_count=count * chip.devices,
         device_memory_bytes=_tpu_memory_bytes(chip.kind),
@@ -256,7 +255,7 @@ def _find_tpu(environ: Mapping[str, str], root: Path) -> Accelerator | None:
 
 
 def _tpu_chips(root: Path) -> list[_Chip]:
-    """The TPU chips on the PCI bus."""
+    """Return the TPU chips on the PCI bus."""
     at = root / "sys/bus/pci/devices"
     try:
         devices = sorted(os.listdir(at))
@@ -267,13 +266,13 @@ def _tpu_chips(root: Path) -> list[_Chip]:
         try:
             if (at / device / "vendor").read_text().strip() == _GOOGLE:
                 found.append(_CHIPS.get((at / device / "device").read_text().strip()))
-        except OSError:  # unplugged in between
+        except OSError:  # removed in the meantime
             continue
     return [chip for chip in found if chip is not None]
 
 
 def _tpu_memory_bytes(kind: str) -> int | None:
-    """Memory of a chip as the catalogue has it: only the TPU runtime itself could tell."""
+    """Return the memory of a chip from the catalogue, because only the TPU runtime can report it."""
     from prejit.runtime.machine.targets import catalogue
 
     sizes = (t.memory_bytes for t in catalogue().values() if t.device_kind == kind)

@@ -11,34 +11,34 @@ from prejit.runtime.verdict import Axis, Verdict
 
 
 def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
-    """Compares what a target's executables need with what a machine is.
+    """Compare the requirement of a target's executables with a machine, by one rule for each axis.
 
-    - platform: equal; a client of one platform reads no executable of another.
-    - architecture: equal; machine code is of one, and so is the host's part of an accelerator's program.
-    - cpu_features: a subset. Code with an instruction that the machine lacks dies of SIGILL, and XLA
-      does not check. More than is needed does no harm.
-    - jaxlib: equal. The serialized form has no promise from one version to the next
-      (xla/pjrt/pjrt_executable.h), even where a neighbouring version happens to load it.
-    - plugin: equal, likewise: it is what compiled the code and what reads it.
+    - platform: equal; a client of one platform cannot read executables of another. - architecture: equal;
+    machine code is for one architecture, also the host's part of an accelerator's program. - cpu_features:
+    a subset. Code with an instruction that the machine lacks is killed by SIGILL, and XLA
+      does not check. Further extensions do no harm.
+    - jaxlib: equal. No version promises to read the serialized form of another
+      (xla/pjrt/pjrt_executable.h), even if a neighbouring version happens to read it.
+    - plugin: equal for the same reason: the plugin compiles the code and reads it.
     - cuda: at least, within a major version (CUDA Compatibility, "minor version compatibility").
     - driver: at least (CUDA Toolkit release notes: each toolkit has a lowest driver; CUDA Compatibility:
-      a later driver runs what was built for an earlier one).
-    - device_kind: equal for a TPU, whose code is of one chip. For a GPU information only: XLA wants the
+      a later driver runs code for an earlier one).
+    - device_kind: equal for a TPU, whose code is for one kind of chip. For a GPU information only: XLA
+    needs the
       same compute capability (xla/service/gpu/gpu_executable.cc, CheckCompatibility) and takes any
-      board that has it; what is tuned for another board runs, somewhat slower.
-    - compute_capability: equal, likewise.
-    - device_count: at least; a program runs on the first of them. CPU devices are virtual, a process
-      makes as many as it wants.
+      board that has it; code that is tuned for another board runs a little slower.
+    - compute_capability: equal for the same reason.
+    - device_count: at least; a program runs on the first devices. CPU devices are virtual: a process
+      makes as many as it needs.
     - topology: equal; collectives are routed at compile time (xla/pjrt/pjrt_compiler.h: an executable is
       compiled for one PjRtTopologyDescription).
-    - device_memory: at least; beyond it the first call ends in RESOURCE_EXHAUSTED.
-    - glibc: at least; the dynamic linker refuses a library that wants symbols of a later one (LSB, "Symbol
+    - device_memory: at least; with less memory the first call fails with RESOURCE_EXHAUSTED. - glibc: at
+    least; the dynamic linker refuses a library that needs symbols of a later version (LSB, "Symbol
       Versioning").
-    - xla_flags, environment: equal. They are baked into an executable (xla/xla.proto, DebugOptions; the
-      cuBLAS and libtpu documentation), so that what an operator sets on a server would be ignored
-      without a word.
+    - xla_flags, environment: equal. They are compiled into an executable (xla/xla.proto, DebugOptions; the
+      cuBLAS and libtpu documentation), so different settings on a server would be ignored silently.
 
-    An axis that the requirement does not speak of is left out.
+    An axis without a value in the requirement is left out.
     """
     rows = [
         _equal("platform", needs.platform, machine.platform),
@@ -82,11 +82,12 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
 
 
 def preference(needs: Requirement, machine: Fingerprint) -> tuple[bool, int, int]:
-    """What targets that fit a machine are sorted by; the first is taken, of equals the index's first.
+    """Return the key that targets are sorted by; the first that fits is loaded.
 
-    What is tuned for the machine's very device comes first, then what has the widest vectors, then what
-    uses most of its CPU. Not the last alone: code for x86-64-v2 may use as many extensions as code for
-    v3, each of them of 128 bits.
+    Targets that are tuned for the machine's own device come first, then those with the widest vectors, then
+    those that use most extensions of the CPU. The number of extensions alone is not enough: code for
+    x86-64-v2 may use as many as code for v3, all with vectors of 128 bits. Equal targets stay in the order
+    of the index.
     """
     features = needs.cpu_features
     width = max((_vector_bits(name) for name in features), default=0)
@@ -132,7 +133,7 @@ def _at_least_version(
 
 
 def version_key(text: str) -> list[tuple[int, str]]:
-    """The numbers of a version, to be compared; as text, since they may have any number of digits."""
+    """Return the numbers of a version as a sort key. They stay text, because they may have many digits."""
     numbers = (part.lstrip("0") for part in re.findall(r"[0-9]+", text))
     return [(len(number), number) for number in numbers]
 
@@ -141,6 +142,6 @@ def _at_least_bytes(name: str, needed: int, found: int | None) -> Axis:
     if found is None:
         return Axis(name, "at least", f"{needed / 1e9:.2f} GB", "unknown", False)
     shown = [f"{size / 1e9:.2f} GB" for size in (needed, found)]
-    if shown[0] == shown[1] and needed > found:  # both sides must show what differs
+    if shown[0] == shown[1] and needed > found:  # the two texts must differ
         shown = [f"{size} bytes" for size in (needed, found)]
     return Axis(name, "at least", shown[0], shown[1], found >= needed)

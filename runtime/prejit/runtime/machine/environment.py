@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prejit.runtime.errors import StoreError
 
 _FLAGS_WITHOUT_EFFECT = (
-    # Prefixes of XLA flags that change neither results nor speed of what is loaded
+    # Prefixes of XLA flags that change neither results nor speed of executables
     # (xla/debug_options_flags.cc).
     *(
         "--xla_dump",
@@ -16,10 +16,10 @@ _FLAGS_WITHOUT_EFFECT = (
         "--xla_vlog",
         "--xla_gpu_cuda_data_dir",
     ),
-    "--xla_cpu_parallel_codegen_split_count",  # ours: the order of kernels in the file
-    "--xla_force_host_platform_device_count",  # the axis device_count is about it
+    "--xla_cpu_parallel_codegen_split_count",  # set by prejit: the order of kernels in the file
+    "--xla_force_host_platform_device_count",  # compared as the axis device_count
     *("--xla_gpu_dump_autotune", "--xla_gpu_load_autotune", "--xla_gpu_per_fusion_autotune_cache"),
-    "--xla_cpu_max_isa",  # the axis cpu_features is about it
+    "--xla_cpu_max_isa",  # compared as the axis cpu_features
 )
 _ENVIRONMENT = {
     # Variables of each platform that change results or speed of compiled code.
@@ -29,12 +29,12 @@ _ENVIRONMENT = {
     "tpu": ("LIBTPU_INIT_ARGS",),  # flags of the TPU's compiler and runtime
 }
 _SET_BY_JAX = " --xla_tpu_use_enhanced_launch_barrier=true"
-"""`import jax` appends it to LIBTPU_INIT_ARGS on a TPU (jax/_src/cloud_tpu_init.py): before and after the
-import, a machine is the same one."""
+"""The flag that `import jax` appends to LIBTPU_INIT_ARGS on a TPU (jax/_src/cloud_tpu_init.py). It is
+removed, so that a machine has the same fingerprint before and after the import."""
 
 
 def effective_xla_flags(flags: str) -> tuple[str, ...]:
-    """Those of XLA_FLAGS that change what compiled code gives or how fast; sorted, the last of a name."""
+    """Return the XLA flags that change results or speed, sorted; of several with one name the last."""
     named = {flag.partition("=")[0]: flag for flag in flags.split() if flag.startswith("--")}
     return tuple(
         sorted(flag for flag in named.values() if not flag.startswith(_FLAGS_WITHOUT_EFFECT))
@@ -42,14 +42,14 @@ def effective_xla_flags(flags: str) -> tuple[str, ...]:
 
 
 def effective_environment(platform: str, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Those variables that change what compiled code of a platform gives or how fast; sorted."""
+    """Return the variables that change results or speed on a platform, as NAME=value, sorted."""
     values = {name: environ.get(name, "") for name in _ENVIRONMENT[platform]}
     values = {name: value.replace(_SET_BY_JAX, "").strip() for name, value in values.items()}
     return tuple(f"{name}={value}" for name, value in sorted(values.items()) if value)
 
 
 def read_xla_flags(environ: Mapping[str, str]) -> str:
-    """XLA_FLAGS as flags: XLA takes the flags themselves, or the name of a file with them.
+    """Return the flags in XLA_FLAGS, which holds flags or the name of a file with flags.
 
     Raises:
         StoreError: the file cannot be read.

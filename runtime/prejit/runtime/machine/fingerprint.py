@@ -1,6 +1,6 @@
-"""What a machine is, what an executable needs of it, and their comparison, axis by axis. No JAX.
+"""The fingerprint of a machine: every property that decides whether an executable runs on it. No JAX.
 
-A fingerprint is plain data: it can be saved (`prejit fingerprint`) and compared on another machine.
+A fingerprint is plain data. `prejit fingerprint` saves one, and another machine can compare it with a bundle.
 """
 
 from __future__ import annotations
@@ -100,31 +100,32 @@ CPU_FEATURES = {
     "xsaveopt": "xsaveopt",
     "xsaves": "xsaves",
 }
-"""Extensions that a compiler may use and that Linux tells of. Others (`shstk`, tuning) do not count."""
+"""The CPU extensions that a compiler may use and that Linux reports. LLVM has more (`shstk`, tuning flags),
+which are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a machine is.
+    """The properties of a machine.
 
     Attributes:
-        platform: the one that programs run on unless told otherwise: `cpu`, `cuda`, `tpu`.
+        platform: the platform that programs run on by default: `cpu`, `cuda`, `tpu`.
         architecture: `x86_64`, `aarch64`.
         cpu_features: extensions that this machine has, in LLVM's names, sorted.
-        jaxlib: its version.
-        cpu_model: information only.
-        cpu_count: cores that this process may use; information only.
-        memory_bytes: of the machine; information only.
+        jaxlib: version of jaxlib.
+        cpu_model: model of the CPU; information only.
+        cpu_count: CPUs that this process may use; information only.
+        memory_bytes: memory of the machine; information only.
         plugin: name and version of the PJRT plugin of the accelerator.
         cuda: version of the CUDA runtime.
         driver: version of the accelerator's driver.
-        device_kind: of the accelerators, as their driver names them.
-        compute_capability: of a GPU; of the least, where they differ.
-        device_count: accelerators that this process sees.
-        topology: of a TPU slice.
-        device_memory_bytes: of the smallest accelerator.
-        xla_flags, environment: those in force that change results or speed; sorted.
-        glibc: its version; None: another C library, or nobody looked.
+        device_kind: name of the accelerators, as their driver has it.
+        compute_capability: compute capability of the GPUs; the lowest, if they differ.
+        device_count: the number of accelerators that this process sees.
+        topology: topology of a TPU slice.
+        device_memory_bytes: memory of the smallest accelerator.
+        xla_flags, environment: XLA flags and variables that change results or speed, sorted.
+        glibc: version of glibc; None: another C library, or not known.
     """
 
     platform: str
@@ -151,10 +152,10 @@ class Fingerprint:
 
     @classmethod
     def current(cls) -> Fingerprint:
-        """This machine's. Costs about a millisecond; neither jax nor a device is touched.
+        """Return this machine's fingerprint. Takes about a millisecond, imports no jax, starts no device.
 
         Raises:
-            UsageError: an environment variable says something that cannot be.
+            UsageError: an environment variable has an impossible value.
             StoreError: XLA_FLAGS names a file that cannot be read.
         """
         from jaxlib import version
@@ -181,13 +182,13 @@ class Fingerprint:
             )
         except ValueError as error:
             raise UsageError(
-                f"this machine is not told as any is: {error}",
-                hint="look at XLA_FLAGS and at the variables of the accelerator, such as TPU_TOPOLOGY",
+                f"cannot identify this machine: {error}",
+                hint="correct XLA_FLAGS or the variables of the accelerator, such as TPU_TOPOLOGY",
             ) from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Fingerprint:
-        """A fingerprint saved with `prejit fingerprint`.
+        """Read a fingerprint that `prejit fingerprint` wrote.
 
         Raises:
             StoreError: the file cannot be read.
@@ -198,10 +199,11 @@ class Fingerprint:
         except OSError as error:
             raise StoreError(
                 f"{os.fspath(path)}: cannot read a fingerprint: {error.strerror}",
-                hint="write one with `prejit fingerprint > FILE` on the machine that it is of",
+                hint="write one with `prejit fingerprint > FILE` on the machine to describe",
             ) from error
         try:
-            # A person's file, unlike those of a bundle: editors and jq spell JSON as they like.
+            # People edit this file, unlike those of a bundle, and tools such as jq write other spellings of
+            # JSON.
             found = from_any_json(cls, content, os.fspath(path))
         except RejectError as error:
             error.hint = "write a fingerprint with `prejit fingerprint > FILE`"
@@ -215,9 +217,9 @@ class Fingerprint:
 
 
 def _linux_cpu() -> tuple[frozenset[str], str]:
-    """Flags and model name of the first processor; empty where there is no /proc/cpuinfo.
+    """Return flags and model name of the first CPU; no flags if there is no /proc/cpuinfo.
 
-    A machine with cores of two kinds shows the flags that all of them have (Linux clears the others).
+    If the cores differ, Linux shows the flags that all of them have.
     """
     flags, model = frozenset[str](), "unknown"
     try:
@@ -239,6 +241,6 @@ def _linux_cpu() -> tuple[frozenset[str], str]:
 def _glibc() -> str | None:
     try:
         found = os.confstr("CS_GNU_LIBC_VERSION")
-    except (OSError, ValueError):  # another C library does not know the name
+    except (OSError, ValueError):  # another C library has no such name
         return None
     return (found or "").removeprefix("glibc ") or None

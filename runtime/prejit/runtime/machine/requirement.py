@@ -9,12 +9,13 @@ from typing import Any
 from prejit.runtime.base.typed_json import shown
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-"""What portable programs may be lowered for."""
+"""The platforms that portable programs may be lowered for."""
 
-# Of `\d+(\.[0-9A-Za-z]+)*([.+-][0-9A-Za-z.]+)?`, spelled so that no text is tried in several ways.
+# Matches the same as `\d+(\.[0-9A-Za-z]+)*([.+-][0-9A-Za-z.]+)?`, but in one way only, so it never
+# backtracks.
 _VERSION = r"\d+(?:\.[0-9A-Za-z.]+|(?:\.[0-9A-Za-z]+)*[+-][0-9A-Za-z.]+)?"
 _AXIS_FORMS = {
-    # field of Requirement and of Fingerprint: (what it looks like, an example)
+    # field of Requirement and of Fingerprint: (its form, an example)
     "platform": (r"[a-z]+", "cpu"),
     "architecture": (r"[a-z][a-z0-9_]*", "x86_64"),
     "cpu_features": (r"[a-z0-9.\-]+", "avx2"),
@@ -34,10 +35,10 @@ _AXIS_FORMS = {
 
 
 def check_axes(value: Requirement | Any) -> None:
-    """Checks the form of every axis of a requirement or a fingerprint.
+    """Check the form of every axis of a requirement or a fingerprint.
 
     Raises:
-        ValueError: an axis has a value that nothing could mean.
+        ValueError: an axis has a value of another form.
     """
     for name, (form, example) in _AXIS_FORMS.items():
         found = getattr(value, name)
@@ -48,26 +49,26 @@ def check_axes(value: Requirement | Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What an executable needs of a machine. Empty or None: does not matter.
+    """The properties that an executable needs of a machine, called axes. None: any value will do.
 
-    `fingerprint.compare` has the rule of each, with its reason.
+    `compare.compare` has the rule of each axis, with the reason for it.
 
     Attributes:
         platform: `cpu`, `cuda`, `tpu`.
-        architecture: of the host: `x86_64`, `aarch64`.
+        architecture: architecture of the host: `x86_64`, `aarch64`.
         cpu_features: instruction-set extensions in LLVM's names.
-        jaxlib: exact version; executables have no promise beyond it.
-        plugin: name and exact version of the PJRT plugin, where it is not jaxlib itself.
-        cuda: the lowest CUDA runtime, of the same major version.
-        driver: the lowest driver.
-        device_kind: as its driver names it.
-        compute_capability: of a GPU.
-        device_count: how many devices a program runs on.
-        topology: of a TPU slice.
-        device_memory_bytes: what the largest program needs of one device.
-        xla_flags: of the build, those that change results or speed; sorted.
-        environment: NAME=value likewise; sorted.
-        glibc: the lowest that native kernels can be loaded with, where that is above jaxlib's own.
+        jaxlib: exact version, because no other version promises to load the executable.
+        plugin: name and exact version of the PJRT plugin; None: jaxlib itself.
+        cuda: the lowest version of the CUDA runtime; the major version must be equal.
+        driver: the lowest version of the driver.
+        device_kind: the name of the device, as its driver has it.
+        compute_capability: compute capability of a GPU.
+        device_count: the number of devices that a program runs on.
+        topology: topology of a TPU slice.
+        device_memory_bytes: the memory that the largest program needs on one device.
+        xla_flags: the XLA flags of the build that change results or speed, sorted.
+        environment: the environment variables of the build that do so, as NAME=value, sorted.
+        glibc: the lowest version that loads the native kernels; None: one that jaxlib needs anyway.
     """
 
     platform: str

@@ -16,23 +16,23 @@ from typing import Any
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 HOST = "cpu-host"
-"""The target that is the machine which builds."""
+"""The name of the target that is the build host."""
 
 PLUGINS = {"cuda": "jax-cuda13-pjrt", "tpu": "libtpu"}
-"""The package that holds the PJRT plugin of a platform."""
+"""The package with the PJRT plugin of each platform."""
 
 CUDA = "13.0"
-"""The CUDA version that the plugin compiles for."""
+"""The version of CUDA that the plugin compiles for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What XLA wants to know of a GPU beside its compute capability.
+    """The properties of a GPU that XLA needs in addition to its compute capability.
 
     Attributes:
-        core_count: streaming multiprocessors.
-        bandwidth_bytes: of the memory, a second.
-        l2_bytes: of the second-level cache.
+        core_count: number of streaming multiprocessors.
+        bandwidth_bytes: memory bandwidth in bytes per second.
+        l2_bytes: size of the second-level cache.
         clock_mhz: boost clock.
     """
 
@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What all GPUs of a compute capability share."""
+    """The properties that all GPUs of a compute capability share."""
 
     fpus_per_core: int
     threads_per_core: int
@@ -54,27 +54,27 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A class of machines.
+    """A class of machines that programs are compiled for.
 
     Attributes:
         name: unique in a bundle.
         platform: `cpu`, `cuda`, `tpu`.
-        architecture: of the host: `x86_64`, `aarch64`.
-        cpu: LLVM's name of the CPU to tune for; None: the build host's, or none matters.
-        cpu_features: LLVM's names of the extensions that code may use, sorted; None: all that the
-            build host has.
+        architecture: architecture of the host: `x86_64`, `aarch64`.
+        cpu: LLVM's name of the CPU to tune for; None: the build host's CPU, or no CPU code.
+        cpu_features: LLVM's names of the extensions that code may use, sorted; None: all extensions of the
+            build host.
         xla_max_isa: value of `--xla_cpu_max_isa` for a jaxlib before 0.11.
-        device_kind: as the device's driver names it.
-        compute_capability: of a GPU: `9.0`.
-        memory_bytes: of one device.
-        driver: the lowest that runs it.
-        gpu: of a GPU.
+        device_kind: the name of the device, as its driver has it.
+        compute_capability: compute capability of a GPU: `9.0`.
+        memory_bytes: memory of one device.
+        driver: the lowest version of the driver.
+        gpu: further properties of a GPU.
         generation: libtpu's name of a TPU: `v5e`.
         topology: of a TPU slice, chips in each dimension: `2x2`.
-        device_count: devices that a program runs on: the size of the manifest's mesh.
-        xla_flags: for compiling, beside the user's own.
-        jax: the version to compile with; None: the build host's.
-        constraints: further packages of its environment, as pip takes them.
+        device_count: the number of devices that a program runs on: the size of the manifest's mesh.
+        xla_flags: XLA flags for compiling, in addition to the user's own.
+        jax: the version of jax to compile with; None: the build host's.
+        constraints: further packages of the target's environment, as pip takes them.
         tuning: path of a file that `prejit tune` wrote on such a device.
     """
 
@@ -108,16 +108,16 @@ class Target:
         xla_flags: tuple[str, ...] = (),
         environment: tuple[str, ...] = (),
     ) -> Requirement:
-        """What executables of this target need of a machine.
+        """Return the requirement of this target's executables.
 
         Args:
-            jaxlib: that they are compiled with.
-            plugin: name and version of the PJRT plugin, where it is not jaxlib itself.
-            cuda: the CUDA version that they are compiled for.
-            cpu_features: that they really use; None: all that the target has.
-            device_memory_bytes: that they need; None: not known.
-            xla_flags: those of the build that change what runs.
-            environment: variables of the build, likewise.
+            jaxlib: version of jaxlib that compiles them.
+            plugin: name and version of the PJRT plugin; None: jaxlib itself.
+            cuda: the version of CUDA that they are compiled for.
+            cpu_features: the extensions that they use; None: all extensions of the target.
+            device_memory_bytes: the memory that they need; None: not known.
+            xla_flags: XLA flags of the build that change results or speed.
+            environment: variables of the build that do so, as NAME=value.
         """
         features = self.cpu_features if cpu_features is None else cpu_features
         return Requirement(
@@ -139,13 +139,13 @@ class Target:
 
 
 def chips(topology: str) -> int:
-    """The number of chips of a topology such as `2x2x1`."""
+    """Return the number of chips of a topology such as `2x2x1`."""
     return math.prod(map(int, topology.split("x")))
 
 
 @cache
 def catalogue() -> dict[str, Target]:
-    """Every target that is described, by name; `cpu-host` is not among them."""
+    """Return every target of the catalogue, by name. `cpu-host` is not one of them."""
     return {
         entry["name"]: _target(entry)
         for platform in PLATFORMS
@@ -155,7 +155,7 @@ def catalogue() -> dict[str, Target]:
 
 @cache
 def capabilities() -> dict[str, Capability]:
-    """What GPUs of each compute capability share."""
+    """Return the properties that GPUs share, by compute capability."""
     return {name: Capability(**values) for name, values in _read("cuda")["capability"].items()}
 
 
@@ -166,7 +166,7 @@ def _read(platform: str) -> dict[str, Any]:
 
 
 def _target(entry: dict[str, Any]) -> Target:
-    """A table of the catalogue as a Target."""
+    """Return the target that a table of the catalogue describes."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     if "gpu" in values:
         values["gpu"] = Gpu(**values["gpu"])

@@ -1,6 +1,6 @@
-"""What a shared library tells of itself: its exports, the libraries and the glibc that it needs.
+"""Read a shared library: its exports, the libraries and the glibc that it needs, its notes.
 
-Sections and their records are those of elf(5); versions of symbols those of the LSB, "Symbol Versioning".
+elf(5) describes sections and their records; the LSB, "Symbol Versioning", describes versions of symbols.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED = 6, 11, 0x6FFFFFFE
 _DT_NEEDED = 1
 _HEADER_BYTES = 64
-"""Of an Elf64_Shdr."""
+"""Size of a section header, an Elf64_Shdr."""
 _SHT_NOTE, _NOTE_BYTES = 7, 12
-"""Its kind, and the size of an Elf64_Nhdr."""
+"""The section type of notes, and the size of a note's header, an Elf64_Nhdr."""
 _STB_LOCAL, _SHN_UNDEF = 0, 0
 _MAX_ENTRIES = 1 << 16
-"""In each table that is read. Libraries of kernels have some hundred."""
+"""Maximum number of entries in each table. Libraries of kernels have some hundred."""
 _MAX_NAME_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLibrary:
-    """What a dynamic linker reads of a shared library.
+    """The entries of a shared library that a dynamic linker reads.
 
     Attributes:
-        needed: names of the libraries that it is loaded with, in its own order.
+        needed: names of the libraries that it needs, in its own order.
         exported: names of the symbols that it defines for others, sorted.
-        versions: of the symbols that it wants: `GLIBC_2.17`, sorted as text.
+        versions: versions of the symbols that it needs: `GLIBC_2.17`, sorted as text.
     """
 
     needed: tuple[str, ...]
@@ -40,7 +40,7 @@ class SharedLibrary:
 
     @property
     def glibc(self) -> str | None:
-        """The oldest glibc that has all of its symbols; None: it wants none of glibc."""
+        """Return the oldest glibc with all symbols that it needs; None: it needs none of glibc."""
         form = r"GLIBC_(\d{1,9}(?:\.\d{1,9})*)"
         found = [re.fullmatch(form, version) for version in self.versions]
         numbers = [match[1] for match in found if match is not None]
@@ -104,8 +104,7 @@ def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
         owner: the note's name, without its ending 0.
 
     Returns:
-        The address of the note's descriptor, before the library is moved to where it is loaded, and the
-        descriptor.
+        The address of the note's descriptor, relative to where the library is loaded, and the descriptor.
 
     Raises:
         ValueError: the content is not an ELF file with whole section headers.
@@ -122,10 +121,10 @@ def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
 
 
 def read_shared_library(content: bytes) -> SharedLibrary:
-    """Reads a shared library of x86-64 Linux that still has its section headers.
+    """Read a shared library of x86-64 Linux that still has its section headers.
 
     Raises:
-        ValueError: the content is none.
+        ValueError: the content is not such a library.
     """
     try:
         return _read(content)
@@ -142,7 +141,7 @@ def _read(content: bytes) -> SharedLibrary:
         if section.kind in found:  # a dynamic linker reads one of each
             raise ValueError(f"expected one section of type {section.kind:#x}, found several")
         names, places = sections[section.strings].content, _READERS[section.kind](section.content)
-        # More are none that a linker needs, and could be so made that they take forever.
+        # No linker needs more, and a forged table could take forever.
         taken = list(islice(places, _MAX_ENTRIES + 1))
         if len(taken) > _MAX_ENTRIES:
             raise ValueError(f"expected at most {_MAX_ENTRIES} entries in a table, found more")
@@ -152,19 +151,19 @@ def _read(content: bytes) -> SharedLibrary:
 
 
 def _needed(content: memoryview) -> Iterator[int | None]:
-    """Places of the names of needed libraries; None: another entry of the dynamic section."""
+    """Yield the places of the names of needed libraries; None for other entries of the dynamic section."""
     for tag, value in struct.iter_unpack("<QQ", content):
         yield value if tag == _DT_NEEDED else None
 
 
 def _exported(content: memoryview) -> Iterator[int | None]:
-    """Places of the names of symbols that are defined for others; None: another symbol."""
+    """Yield the places of the names of exported symbols; None for other symbols."""
     for name, info, _, defined_in, _, _ in struct.iter_unpack("<IBBHQQ", content):
         yield name if defined_in != _SHN_UNDEF and info >> 4 != _STB_LOCAL else None
 
 
 def _wanted_versions(content: memoryview) -> Iterator[int | None]:
-    """Places of their names: Elf64_Verneed, each with its Elf64_Vernaux; 0 ends either chain."""
+    """Yield the places of version names: Elf64_Verneed, each with its Elf64_Vernaux; 0 ends each chain."""
     at, following = 0, 1
     while following:
         first, following = struct.unpack_from("<8xII", content, at)

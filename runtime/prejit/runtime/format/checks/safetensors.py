@@ -11,20 +11,22 @@ from prejit.runtime.base.typed_json import check_amount, each_key_once
 from prejit.runtime.errors import RejectError
 
 GAP_PREFIX = ".gap"
-"""safetensors allows no holes: bytes between aligned tensors are tensors of this name."""
+"""The beginning of the names of gaps. safetensors allows no holes, so the bytes between aligned tensors are
+tensors."""
 WEIGHTS_ALIGNMENT_BYTES = 64
-"""XLA takes a host buffer without a copy only at this alignment (xla/service/cpu/cpu_runtime)."""
+"""The alignment of tensors in bytes. XLA copies a host buffer that has another
+(xla/service/cpu/cpu_runtime)."""
 
 MAX_WEIGHTS_HEADER_BYTES = 16 << 20
-"""A tensor takes about 120 bytes of it."""
+"""Maximum size of the header. A tensor takes about 120 bytes of it."""
 
 MAX_DIMENSIONS = 64
-"""As NumPy caps them."""
+"""Maximum number of dimensions of a tensor, as in NumPy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Where a tensor lies in the weights layer: byte offsets from the start of the file."""
+    """A tensor of the weights layer; `start` and `end` are byte offsets from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ SAFETENSORS_DTYPES = {
 
 
 def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
-    """10. A weights layer is a safetensors file whose tensors lie inside it, aligned and apart.
+    """10. Check that a weights layer is a safetensors file with all tensors inside, aligned and apart.
 
     8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of 64
     """
@@ -93,7 +95,7 @@ def _slice(entry: dict[str, Any], data: int) -> TensorSlice:
     if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise ValueError(f"shape {shape}")
     dtype, item_bytes = SAFETENSORS_DTYPES[entry["dtype"]]
-    # NumPy multiplies what is not 0, even where the array is empty.
+    # NumPy multiplies all sizes but 0, even if the array is empty.
     if item_bytes * math.prod(extent or 1 for extent in shape) >= 1 << 63:
         raise ValueError(f"shape {shape}")
     size = item_bytes * math.prod(shape)
