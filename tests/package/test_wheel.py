@@ -61,8 +61,10 @@ def test_the_wheel_holds_both_sides_and_nothing_else(wheel: Path) -> None:
         *("prejit/compiler", "prejit/runtime"),
     }
     assert "prejit/runtime/loader.py" in inside
-    assert "prejit/compiler/plan.py" in inside
-    assert {"prejit/compiler/kernels/linear.cc", "prejit/compiler/forms.json"} <= set(inside)
+    assert "prejit/compiler/pipeline/plan.py" in inside
+    native = {"prejit/compiler/native/kernels/linear.cc", "prejit/compiler/native/forms.json"}
+    catalogue = {f"prejit/runtime/machine/catalogue/{name}.toml" for name in ("cpu", "cuda", "tpu")}
+    assert native | catalogue <= set(inside)
     assert "prejit/runtime/py.typed" in inside, "it says `Typing :: Typed`"
     assert "prejit/__init__.py" not in inside, "prejit is a namespace of two roots"
     assert not [name for name in names if "test" in name or "__pycache__" in name]
