@@ -62,9 +62,9 @@ def test_the_wheel_holds_both_sides_and_nothing_else(wheel: Path) -> None:
     }
     assert "prejit/runtime/loader.py" in inside
     assert "prejit/compiler/pipeline/plan.py" in inside
-    assert {"prejit/compiler/native/kernels/linear.cc", "prejit/compiler/native/forms.json"} <= set(
-        inside
-    )
+    native = {"prejit/compiler/native/kernels/linear.cc", "prejit/compiler/native/forms.json"}
+    catalogue = {f"prejit/runtime/machine/catalogue/{name}.toml" for name in ("cpu", "cuda", "tpu")}
+    assert native | catalogue <= set(inside)
     assert "prejit/runtime/py.typed" in inside, "it says `Typing :: Typed`"
     assert "prejit/__init__.py" not in inside, "prejit is a namespace of two roots"
     assert not [name for name in names if "test" in name or "__pycache__" in name]

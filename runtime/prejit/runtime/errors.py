@@ -1,7 +1,7 @@
-"""Every error that prejit raises, in one place: what a caller may catch and what a script may test for.
+"""Every error and warning of prejit, for callers that catch them and scripts that test exit statuses.
 
-Each class has a stable `code` (printed as `error[code]`) and the exit status that the command line ends
-with. A message says what was expected and what was found; the hint says what to do next.
+Each error class has a stable `code` (printed as `error[code]`) and an exit status of the command line. A
+message has the expected and the found value; the hint is the next step.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from prejit.runtime.verdict import Verdict
 
-# What moves a terminal's cursor or colours its text, and what turns the direction of writing.
+# Characters that move a terminal's cursor, colour its text, or change the direction of writing.
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
 
 def printable(text: str) -> str:
     r"""Return a text with its control characters spelt out (`\x1b`); line ends and tabs stay.
 
-    For whatever comes from a file and goes to a terminal: a bundle need not be a friend's.
+    Text from a file must pass through it before it goes to a terminal, because a bundle may be hostile.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -41,13 +41,13 @@ class PrejitError(Exception):
         self.hint = hint
 
     def describe(self) -> str:
-        """The error as the command line prints it: one sentence, then the next step."""
+        """Return the error as the command line prints it: one sentence, then the next step."""
         text = f"error[{self.code}]: {self}"
         return printable(f"{text}\n\nhint: {self.hint}" if self.hint else text)
 
 
 class BuildError(PrejitError):
-    """A build could not be finished; what was finished before stays cached."""
+    """A build failed. The results of its finished steps stay in the cache."""
 
     code = "build-failed"
 
@@ -59,14 +59,14 @@ class CheckpointError(BuildError):
 
 
 class UsageError(PrejitError):
-    """A command or a call got an argument that it cannot take."""
+    """A command or a call got a wrong argument."""
 
     code = "usage"
     exit_code = 2
 
 
 class ManifestError(UsageError):
-    """A manifest says something that cannot be built."""
+    """A manifest is wrong, or asks for something that cannot be built."""
 
     code = "manifest"
 
@@ -113,7 +113,7 @@ class RejectError(PrejitError):
 
 
 class NumbersError(PrejitError):
-    """A model gave NaN or infinity where numbers were expected."""
+    """A model returned NaN or infinity instead of numbers."""
 
     code = "no-numbers"
 
@@ -133,14 +133,14 @@ class StoreError(PrejitError):
 
 
 class NetworkError(PrejitError):
-    """Something had to be fetched and could not be."""
+    """A download failed."""
 
     code = "network"
     exit_code = 7
 
 
 class RegressionError(PrejitError):
-    """A measured bundle is slower or larger than what it was compared with."""
+    """A measured bundle is slower or larger than the one it is compared with."""
 
     code = "regression"
     exit_code = 9
@@ -153,16 +153,18 @@ class ProcessError(PrejitError):
 
     def __init__(self, message: str, status: int, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.exit_code = status if status > 0 else 128 - status  # of a signal, as shells say it
+        self.exit_code = (
+            status if status > 0 else 128 - status
+        )  # a signal, in the convention of shells
 
 
 class PrejitWarning(UserWarning):
-    """Something works, but not as built: most often a fallback to compiling."""
+    """Something works, but not as the bundle was built; mostly a fallback to compiling."""
 
 
 class TruncationWarning(PrejitWarning):
-    """Sentences were longer than an encoder takes, and were cut off."""
+    """Sentences were longer than the encoder's maximum and were cut."""
 
 
 class FallbackWarning(PrejitWarning):
-    """This machine is none of the bundle's targets: its programs are compiled here."""
+    """This machine matches no target of the bundle, so its programs are compiled here."""
