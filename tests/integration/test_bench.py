@@ -87,7 +87,9 @@ def test_a_slower_bundle_fails_and_an_equal_one_passes(
     assert f"{quick}: expected" in failed.stderr
     assert "only before: decode/b1-c16" in failed.stdout
     assert "only now: decode/b1-c32" in failed.stdout
-    assert "not compared, other work: peak RSS: expected something else" in failed.stdout
+    assert (
+        "not compared, because the work differs: peak RSS: expected something else" in failed.stdout
+    )
     assert "1 row worse" in page.read_text()
     comparison = json.loads(told.read_text())["comparison"]
     assert [d["name"] for d in comparison["deltas"] if d["verdict"] == "worse"] == [quick]

@@ -13,9 +13,10 @@ from prejit.runtime.verdict import Axis, Verdict
 def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
     """Compare the requirement of a target's executables with a machine, by one rule for each axis.
 
-    - platform: equal; a client of one platform cannot read executables of another. - architecture: equal;
-    machine code is for one architecture, also the host's part of an accelerator's program. - cpu_features:
-    a subset. Code with an instruction that the machine lacks is killed by SIGILL, and XLA
+    - platform: equal; a client of one platform cannot read executables of another.
+    - architecture: equal; machine code is for one architecture, also the host's part of an accelerator's
+      program.
+    - cpu_features: a subset. Code with an instruction that the machine lacks is killed by SIGILL, and XLA
       does not check. Further extensions do no harm.
     - jaxlib: equal. No version promises to read the serialized form of another
       (xla/pjrt/pjrt_executable.h), even if a neighbouring version happens to read it.
@@ -24,17 +25,16 @@ def compare(target: str, needs: Requirement, machine: Fingerprint) -> Verdict:
     - driver: at least (CUDA Toolkit release notes: each toolkit has a lowest driver; CUDA Compatibility:
       a later driver runs code for an earlier one).
     - device_kind: equal for a TPU, whose code is for one kind of chip. For a GPU information only: XLA
-    needs the
-      same compute capability (xla/service/gpu/gpu_executable.cc, CheckCompatibility) and takes any
-      board that has it; code that is tuned for another board runs a little slower.
+      needs the same compute capability (xla/service/gpu/gpu_executable.cc, CheckCompatibility) and takes
+      any board that has it; code that is tuned for another board runs a little slower.
     - compute_capability: equal for the same reason.
     - device_count: at least; a program runs on the first devices. CPU devices are virtual: a process
       makes as many as it needs.
     - topology: equal; collectives are routed at compile time (xla/pjrt/pjrt_compiler.h: an executable is
       compiled for one PjRtTopologyDescription).
-    - device_memory: at least; with less memory the first call fails with RESOURCE_EXHAUSTED. - glibc: at
-    least; the dynamic linker refuses a library that needs symbols of a later version (LSB, "Symbol
-      Versioning").
+    - device_memory: at least; with less memory the first call fails with RESOURCE_EXHAUSTED.
+    - glibc: at least; the dynamic linker refuses a library that needs symbols of a later version (LSB,
+      "Symbol Versioning").
     - xla_flags, environment: equal. They are compiled into an executable (xla/xla.proto, DebugOptions; the
       cuBLAS and libtpu documentation), so different settings on a server would be ignored silently.
 

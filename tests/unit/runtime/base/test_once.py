@@ -9,6 +9,7 @@ import pytest
 
 from prejit.runtime.base.once import once
 from prejit.runtime.bundle import Bundle
+from prejit.runtime.text.bundle_text import BundleText
 
 
 class Slow:
@@ -57,5 +58,10 @@ def test_what_fails_is_tried_again() -> None:
 
 
 def test_what_a_bundle_makes_when_it_is_wanted_is_made_once() -> None:
-    for name in ("decoder", "encoder", "_tokenizer", "_chat"):
-        assert isinstance(vars(Bundle)[name], once), name
+    for owner, name in (
+        (Bundle, "decoder"),
+        (Bundle, "encoder"),
+        (BundleText, "tokenizer"),
+        (BundleText, "_chat"),
+    ):
+        assert isinstance(vars(owner)[name], once), name

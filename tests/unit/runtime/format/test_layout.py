@@ -205,7 +205,7 @@ def test_a_forbidden_file_is_a_store_error_not_a_damaged_bundle(
     closed: str, bundle_dir: Path, settled_dir: Path, run_python: Any
 ) -> None:
     for above in bundle_dir.parents:
-        if above.name.startswith(("pytest-", "test_")):
+        if above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
     path = blob_of(bundle_dir)[0] if closed == "a blob" else bundle_dir / closed
     assert run_python(LOAD_AS_NOBODY, settled_dir, bundle_dir).stdout == "loaded\n"
