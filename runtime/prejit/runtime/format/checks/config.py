@@ -25,19 +25,19 @@ from prejit.runtime.format.schema import Config, Encoder, Manifest
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 MAX_PATH_KEYS = 256
-"""Of an argument or result: how deep a tree may be, which is walked by recursion."""
+"""Maximum depth of the tree of an argument or result; code walks the tree by recursion."""
 
 
 def check_config(
     content: bytes, written: str, target: str, requirement: Requirement, path: str
 ) -> Config:
-    """7. A target's config is canonical and agrees with the index that led to it, and with itself.
+    """7. Return the config of a target, which must be canonical and agree with the index and with itself.
 
     Args:
-        content: of the config blob.
-        written: the format that the index says it is of.
-        target: its name, from its descriptor in the index.
-        requirement: from there as well.
+        content: the config blob.
+        written: the format version in the index.
+        target: the name of the target in the index.
+        requirement: the requirement of the target in the index.
         path: the file, for errors.
     """
     config = from_json(Config, content, path)
@@ -76,7 +76,7 @@ def check_config(
 
 
 def _check_kernels(config: Config, path: str) -> None:
-    """Programs that call kernels have a library, of a CPU, whose level the requirement covers."""
+    """Check that programs which call kernels have a library, for a CPU level that the requirement covers."""
     kernels = config.kernels
     calling = [program for program in config.programs if program.kernels is not None]
     if not all(program.kernels for program in calling):
@@ -113,12 +113,12 @@ def _check_kernels(config: Config, path: str) -> None:
 
 
 def check_kernels_layer(config: Config, manifest: Manifest, path: str) -> None:
-    """7. The library of kernels that a config names is a layer of its manifest, and no other one is.
+    """7. Check that the kernel library of a config is the only kernel layer of its manifest.
 
     Args:
-        config: of a target.
-        manifest: of the same target.
-        path: the manifest's file, for errors.
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the manifest, for errors.
     """
     named = None if config.kernels is None else config.kernels.digest
     layers = [at for at in manifest.layers if at.mediaType == KERNELS_MEDIA_TYPE]
@@ -155,7 +155,7 @@ def _check_mesh(config: Config, path: str) -> None:
 
 
 def _check_programs(config: Config, path: str) -> None:
-    """Each program is of a kind that its format knows, and has the sizes and the signature of that kind."""
+    """Check that each program has a kind of its format, with the sizes and the signature of that kind."""
     kinds, signatures = kinds_of(config.format), Signatures(config)
     seen = set[tuple[str, ...]]()
     for program in config.programs:
@@ -195,7 +195,7 @@ def _check_programs(config: Config, path: str) -> None:
 
 
 def _check_decoder(config: Config, path: str) -> None:
-    """Each batch has a program of each kind for each context, and what a cache needs to grow."""
+    """Check that each batch has every kind of program for each context, and the copies to grow a cache."""
     buckets: dict[str, set[tuple[int, ...]]] = {kind: set() for kind in DECODER_KINDS}
     drafts = set[int]()
     for program in config.programs:
@@ -242,7 +242,7 @@ def _check_decoder(config: Config, path: str) -> None:
 
 
 def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
-    """Each bucket has three programs, called by their names; layers are alike but for their weights."""
+    """Check that each bucket has three programs, and that layers differ only in their weights."""
     buckets: dict[str, set[tuple[int, int]]] = {kind: set() for kind in ENCODER_KINDS}
     layers = dict.fromkeys(encoder.layers)  # models may share weights between layers
     for program in config.programs:
@@ -270,9 +270,9 @@ def _check_encoder(config: Config, encoder: Encoder, path: str) -> None:
 
 
 def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
-    """7. An argument or result is spelled as the format has it, and its mesh splits it evenly.
+    """7. Return an argument or result, which must have the format's spelling and split evenly over the mesh.
 
-    Of a program, when it is wanted: a table of hundreds is not parsed whole.
+    A program's arrays are parsed when the program is first used: a table may have hundreds of programs.
     """
     try:
         array = Array.parse(text)
@@ -285,11 +285,13 @@ def check_array(text: str, mesh: Mesh | None, path: str) -> Array:
 def check_arrays(
     texts: Sequence[str], kind: str, mesh: Mesh | None, path: str
 ) -> tuple[Array, ...]:
-    """7. As `check_array`, of all arguments or results of a program; of `call` their paths are a tree."""
+    """7. Return the checked arguments or results of a program; those of a `call` program must form a tree."""
     arrays = tuple(check_array(text, mesh, path) for text in texts)
-    if kind != "call":  # whose texts were compared whole
+    if kind != "call":  # check_config has compared these texts with the signature
         return arrays
-    paths = [tuple(map(str, array.path)) for array in arrays]  # as files and options name them
+    paths = [
+        tuple(map(str, array.path)) for array in arrays
+    ]  # keys as text, as files and options spell them
     if (longest := max(map(len, paths), default=0)) > MAX_PATH_KEYS:
         raise RejectError(path, f"expected at most {MAX_PATH_KEYS} keys in a path, found {longest}")
     inner = {at[:place] for at in paths for place in range(len(at))}
@@ -310,12 +312,12 @@ def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh |
 
 
 def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], path: str) -> None:
-    """10. Every tensor that the config names is in the weights layer, and the mesh splits it evenly.
+    """10. Check that the weights layer has every tensor of the config, and that the mesh splits each evenly.
 
     Args:
         config: the program table.
-        shapes: of the tensors of the weights layer, by name.
-        path: the file, for errors.
+        shapes: the shapes of the tensors in the weights layer, by name.
+        path: the file of the weights, for errors.
     """
     for name, members in config.weight_sets.items():
         if missing := [tensor for tensor in members if tensor not in shapes]:

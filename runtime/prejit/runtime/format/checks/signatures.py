@@ -1,4 +1,4 @@
-"""What the programs of a model take and give, as docs/bundle-format.md has it. No JAX, no file access.
+"""The arguments and results of each kind of program, as in docs/bundle-format.md. No JAX, no file access.
 
 Texts are made, not parsed, and shared: to compare a table of hundreds takes milliseconds.
 """
@@ -21,22 +21,22 @@ BUCKETS = {
     "layer": ("batch", "length"),
     "pool": ("batch", "length"),
 }
-"""The static sizes of each kind; those of `call` are the user's."""
+"""The names of the sizes in a bucket of each kind. A `call` program has the names of its manifest."""
 DECODER_KINDS = ("prefill", "decode", "verify", "copy")
 ENCODER_KINDS = ("embed", "layer", "pool")
 WITHOUT_WEIGHTS = ("copy", "pool")
-"""Kinds that need not have a weight set."""
+"""Kinds of programs that may have no weight set."""
 
 _OLD_KINDS = ("prefill", "decode", "call")
 _TOP_LOGPROBS = 20
 _CACHE_SHARDING = " @data,tensor,,"
 
 Signature = tuple[tuple[str, ...], tuple[str, ...]]
-"""Arguments behind the weights, and results, as `Array` prints itself."""
+"""The arguments after the weights, and the results, as texts of `Array`."""
 
 
 def kinds_of(written: int) -> tuple[str, ...]:
-    """The kinds of program that a format knows."""
+    """Return the kinds of programs of a format version."""
     return (*BUCKETS, "call") if written > 2 else _OLD_KINDS
 
 
@@ -45,7 +45,7 @@ class Signatures:
     """Signatures of the programs of a decoder or an encoder."""
 
     def __init__(self, config: Config) -> None:
-        """Reads the sizes of the model.
+        """Read the sizes of the model.
 
         Args:
             config: whose decoder and encoder, if any, are right in themselves.
@@ -61,7 +61,7 @@ class Signatures:
         self._cache = cache(self._cache_uncached)
 
     def of(self, program: Program) -> Signature:
-        """The signature of a program of this config, of any kind but `call`; its bucket has been checked."""
+        """Return the signature of a program whose bucket was checked; its kind is not `call`."""
         sizes = program.bucket
         if program.kind in ENCODER_KINDS:
             return self._of_encoder(program.kind, sizes["batch"], sizes["length"])
@@ -132,7 +132,7 @@ class Signatures:
         )
 
     def _sampling_uncached(self, batch: int) -> tuple[str, ...]:
-        """In the order of the document."""
+        """Return the arguments in the order of the document."""
         real, whole = f"float32[{batch}]", f"int32[{batch}]"
         return (
             f'["temperature"] {real}',
@@ -158,7 +158,7 @@ class Signatures:
         )
 
     def _layers(self, program: Program) -> int:
-        """Of the model; a forged number costs no memory: more than a program's arguments are not right."""
+        """Return the number of layers of the model, limited so that a forged number costs no memory."""
         decoder = self._config.decoder
         return 0 if decoder is None else min(decoder.num_layers, len(program.arguments))
 
@@ -184,7 +184,7 @@ class Signatures:
 
 
 def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
-    """In words, the first place where two lists of arguments or results differ, as they do."""
+    """Return the first difference of two unequal lists of arguments or results, as text."""
     pairs = enumerate(zip_longest(found, expected))
     place, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
     shown = "nothing" if one is None else f"{one!r:.80}"
@@ -192,6 +192,6 @@ def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
 
 
 def _size(texts: tuple[str, ...], form: str) -> int:
-    """A size that a program itself says, from 1: what is not of the form differs from any."""
+    """Return a size from the text of a program's own array; 1 if the text is not of that form."""
     found = re.fullmatch(form, texts[0], re.ASCII) if texts else None
     return max(1, int(found[1])) if found else 1
