@@ -15,7 +15,7 @@ from benchmarks.harness.measure import machine, progress, versions
 from benchmarks.harness.report import Target
 
 Facts = dict[str, Any]
-"""What a file of results says besides its samples."""
+"""The entries of a results file that are not samples."""
 
 
 def use_two_cores() -> None:

@@ -4,9 +4,9 @@
 
 Prints a row for each shape, dtype and number of rows: GB/s of weights and GFLOP/s of the kernel, of
 XLA's best form (weights (out, in) or (in, out)) and, as a limit, of one thread that reads as many bytes
-(NumPy's max). Each is the best of its calls, so that a busy machine disturbs little. Weights rotate through
-160 MB, so that they come from memory. A call is a program of several products, each of which waits for the
-one before, as in a model: threads that wait for the next product do not sleep in between.
+(NumPy's max). Each is the best of its calls, so that a busy machine disturbs little. Calls rotate
+through 160 MB of weights, so that each call reads them from memory. A call runs several products one after
+another, as a model does, so that threads do not sleep between two products.
 """
 
 from __future__ import annotations

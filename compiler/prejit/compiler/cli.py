@@ -209,10 +209,10 @@ def build(
 
 
 def _read_all(paths: Sequence[Path]) -> list[Manifest]:
-    """Read manifests, each of which must name another bundle: the second would replace the first.
+    """Read manifests and check that their bundle names differ. A second bundle would replace the first.
 
     Raises:
-        UsageError: two have the same bundle name.
+        UsageError: two manifests have the same bundle name.
         ManifestError, StoreError: a manifest has mistakes, or cannot be read.
     """
     from prejit.compiler.manifest.reading import read_manifest

@@ -32,12 +32,12 @@ class StoredDtype:
 
     @property
     def has_scales(self) -> bool:
-        """Whether a matrix has a float32 scale for each output."""
+        """True if a matrix has one float32 scale for each output."""
         return self.largest is not None
 
     @property
     def is_narrow(self) -> bool:
-        """Whether an element has fewer bits than float32, in which all sums are computed."""
+        """True if an element has fewer bits than float32. Sums are always computed in float32."""
         return self.bits < 32
 
 

@@ -1,4 +1,4 @@
-"""What a build may ask of an executor of compile jobs, and how results get into the store.
+"""The interface of executors of compile jobs, and the code that puts their results into the store.
 
 `pool.WorkerPool` is the executor that compiles in worker processes of this machine.
 """

@@ -1,4 +1,4 @@
-"""What a build gives an executor, and what it gets back: values only."""
+"""The job that a build submits to an executor, and its result. Both are frozen values."""
 
 from __future__ import annotations
 

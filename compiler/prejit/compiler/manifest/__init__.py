@@ -2,7 +2,7 @@
 
     manifest.py      the values: begin here
     reading.py       TOML to values, and errors with lines
-    tables.py        the form: which keys, of which types
+    tables.py        the keys of a manifest and their types
     checks.py        the values of each key (expected.py has their words)
     shape_string.py  `float32[{batch}, 128]`
     toml_lines.py    the line of each key

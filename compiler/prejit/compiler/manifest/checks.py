@@ -1,4 +1,4 @@
-"""What is wrong with the values of a manifest.
+"""Check the values of a manifest.
 
 Every check takes the data as tomllib returns it and passes over values of a wrong type, which `tables`
 reports. So one run reports all mistakes of a file.

@@ -1,4 +1,4 @@
-"""What may stand at each key of a manifest, in words: the second half of every error message."""
+"""The text that describes the valid values of each key of a manifest, for error messages."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Manifest:
-    """What to compile and for which machines.
+    """A manifest: the programs to compile, and the machines to compile them for.
 
     Attributes:
         bundle: the bundle that the build writes.

@@ -1271,7 +1271,8 @@ def test_9_a_program_may_not_donate_what_the_table_keeps() -> None:
     for donated in ({0}, {0, 1}, {2}):
         with pytest.raises(
             RejectError,
-            match="found one that the program donates",
+            match="expected an argument that is kept, as in the program table, "
+            "found one that the program donates",
         ):
             check_with(donated)
 

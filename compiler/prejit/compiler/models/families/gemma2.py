@@ -46,7 +46,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """Return A Gemma 2 for contexts up to `context`, or as long as it was made for if None."""
+    """Return a Gemma 2 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, config.head_dim, context=context)
 
     def block(window: int | None) -> Block:

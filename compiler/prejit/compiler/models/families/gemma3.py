@@ -50,7 +50,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """Return A Gemma 3 for contexts up to `context`, or as long as it was made for if None."""
+    """Return a Gemma 3 for contexts up to `context`, or as long as it was made for if None."""
     size, norm = config.head_dim, gemma2.norm_of(config)
 
     def block(layer_type: str, window: int | None) -> gemma2.Block:

@@ -34,7 +34,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """Return A Llama for contexts up to `context`, or as long as it was made for if None."""
+    """Return a Llama for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context)
     heads = Heads.of(config, rotary)
     width, bias = config.hidden_size, config.attention_bias

@@ -41,7 +41,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """Return A Phi-3 for contexts up to `context`, or as long as it was made for if None."""
+    """Return a Phi-3 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context, partial=True)
     heads = Heads.of(config, rotary, window(config))
     width, inner = config.hidden_size, config.intermediate_size

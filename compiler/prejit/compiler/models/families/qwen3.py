@@ -38,7 +38,7 @@ def describe(config: Any) -> DecoderConfig:
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
-    """Return A Qwen 3 for contexts up to `context`, or as long as it was made for if None."""
+    """Return a Qwen 3 for contexts up to `context`, or as long as it was made for if None."""
     rotary = rope.frequencies(config, head_size(config), context=context)
     norm = partial(RMSNorm, epsilon=config.rms_norm_eps)
     width, inner, bias = config.hidden_size, config.intermediate_size, config.attention_bias
