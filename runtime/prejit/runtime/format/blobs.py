@@ -1,20 +1,27 @@
-"""Read the blobs of a bundle: every byte is hashed before it is used."""
+"""Read the blobs of a bundle: every byte is verified before it is used.
+
+Small blobs are verified whole, large ones in chunks whose digests the config has. `Blobs.verify` begins the
+verification, and `Layer` waits for the bytes that it returns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from prejit.runtime.base.files import Content, Identity, digest_file, map_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import open_index
-from prejit.runtime.format.schema import Descriptor, Index, Manifest, Segment
+from prejit.runtime.format.schema import Chunks, Descriptor, Index, Manifest, Segment
+from prejit.runtime.format.verification import Job, Verification
 from prejit.runtime.store.receipts import Receipts
 
 _ATTEMPTS = 20
@@ -24,36 +31,231 @@ seconds."""
 _T = TypeVar("_T")
 
 
-@final
-class Blobs:
-    """Verified blobs of a bundle.
-
-    Each file is opened once. So the bytes come from the very file whose digest was right, even if another
-    file has its name by now.
+class _File(NamedTuple):
+    """An open file.
 
     Attributes:
-        hashed_bytes: the number of bytes that were hashed; all others have a receipt.
+        path: the file, for errors.
+        descriptor: its file descriptor.
+        identity: its identity when it was opened.
+        content: its map.
     """
 
-    def __init__(self, layout: Layout, contents: dict[str, Content], hashed_bytes: int) -> None:
+    path: str
+    descriptor: int
+    identity: Identity
+    content: Content
+
+
+@final
+class Blobs:
+    """The blobs of a bundle.
+
+    Each file is opened once. So what is verified is what is used, even if another file has its name by now.
+
+    Attributes:
+        hashed_bytes: the number of bytes that are hashed; all others have a receipt.
+        verification: verifies these blobs; `verify` begins it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        manifests: Collection[Manifest],
+        receipts: Receipts | None,
+        *,
+        keep: Collection[Manifest] = (),
+    ) -> None:
+        """Open the blobs.
+
+        Args:
+            layout: the bundle.
+            manifests: the manifests of all its targets.
+            receipts: receipts of earlier verifications; None: hash everything.
+            keep: the manifests whose blobs are read afterwards. Their blobs are mapped.
+
+        Raises:
+            RejectError: a blob of `keep` is missing or has another size.
+        """
         self._layout = layout
-        self._contents = contents
-        self.hashed_bytes = hashed_bytes
+        self._receipts = receipts
+        kept = {at.digest: at.size for m in keep for at in (m.config, *m.layers)}
+        everything = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
+        self._others = {d: size for d, size in everything.items() if d not in kept}
+        self._files: dict[str, _File] = {}
+        self._open = contextlib.ExitStack()
+        self._close = weakref.finalize(self, self._open.close)
+        for digest, size in kept.items():
+            descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
+            content = map_file(descriptor, size)
+            self._files[digest] = _File(layout.blob_path(digest), descriptor, identity, content)
+        self.hashed_bytes = 0
+        self.verification = Verification(())
 
     def read(self, at: Descriptor) -> bytes:
-        """Return a copy of a blob, to which nobody else can write.
-
-        The caller must check its digest, because another process may have written to the file since it was
-        hashed.
-        """
-        return bytes(self._contents[at.digest])
+        """Return a copy of a blob, to which nobody else can write. The caller must check its digest."""
+        return bytes(self._files[at.digest].content)
 
     def layers(self, manifest: Manifest) -> dict[str, Layer]:
-        """Return every layer of a target, by media type."""
+        """Return every layer of a target, by media type, as `verification` verifies them."""
         return {
-            at.mediaType: Layer(self._contents[at.digest], self._layout.blob_path(at.digest))
+            at.mediaType: Layer(
+                self._files[at.digest].content,
+                self._files[at.digest].path,
+                at.digest,
+                self.verification,
+            )
             for at in manifest.layers
         }
+
+    def verify(self) -> None:
+        """Verify every blob that has no valid receipt, whole: check 8.
+
+        Raises:
+            RejectError: a blob is missing, of another size, or has another digest.
+            StoreError: the disk does not give its bytes.
+        """
+        self._begin({}, (), threads=len(os.sched_getaffinity(0)), late=False)
+        self.verification.finish()
+
+    def begin(self, chunks: Mapping[str, Chunks], first: Iterable[str]) -> None:
+        """Begin to verify every blob that has no valid receipt, in threads. `verification` waits for them.
+
+        Args:
+            chunks: the chunks of large blobs, by digest; other blobs are hashed whole.
+            first: digests of blobs, in the order in which they are needed; all others come after them.
+        """
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)  # whoever waits is one more
+        self._begin(chunks, first, threads=threads, late=True)
+
+    def _begin(
+        self, chunks: Mapping[str, Chunks], first: Iterable[str], *, threads: int, late: bool
+    ) -> None:
+        jobs: list[Job] = []
+        for digest in dict.fromkeys((*first, *self._files)):
+            jobs += self._jobs(digest, chunks.get(digest))
+        for digest, size in self._others.items():
+            with self._layout.open_blob(digest, size) as (_, identity):
+                if self._receipts is None or not self._receipts.holds(digest, identity):
+                    jobs.append(Job(digest, 0, size, partial(self._check_other, digest, size, late)))
+        self.hashed_bytes = sum(job.end - job.start for job in jobs)
+        if not jobs:
+            self._close()
+            return
+        if late:  # the caller closes the layout
+            self._layout = self._open.enter_context(self._layout.again())
+        self.verification = Verification(jobs, threads=threads, finished=self._finish)
+
+    def _finish(self) -> None:
+        self._close()
+        if self._receipts is not None:
+            self._receipts.save()
+
+    def _jobs(self, digest: str, chunks: Chunks | None) -> list[Job]:
+        """Return the jobs of a blob that is kept; none if it has a receipt."""
+        file, receipts = self._files[digest], self._receipts
+        names = [digest] if chunks is None else [digest, chunks.name]
+        if receipts is not None and any(receipts.holds(name, file.identity) for name in names):
+            return []
+        if chunks is None:
+            return [Job(digest, 0, file.identity.size, partial(self._check_whole, digest, file))]
+        done = _Countdown(len(chunks.digests), lambda: self._add_receipt(names[-1], file.identity))
+        return [
+            Job(digest, start, end, partial(_check_chunk, file, start, end, expected, done))
+            for start, end, expected in chunks.places(file.identity.size)
+        ]
+
+    def _check_whole(self, digest: str, file: _File) -> None:
+        _check_digest(file.path, file.descriptor, digest)
+        self._add_receipt(digest, file.identity)
+
+    def _check_other(self, digest: str, size: int, late: bool) -> None:
+        """Check a blob that is not kept.
+
+        A build may have replaced the bundle since it was loaded. Its blob is gone then, and nobody needs it.
+        """
+        try:
+            with self._layout.open_blob(digest, size) as (descriptor, identity):
+                _check_digest(self._layout.blob_path(digest), descriptor, digest)
+        except RejectError:
+            if not (late and self._layout.is_replaced()):
+                raise
+        else:
+            self._add_receipt(digest, identity)
+
+    def _add_receipt(self, name: str, identity: Identity) -> None:
+        if self._receipts is not None:
+            self._receipts.add(name, identity)
+
+
+class _Countdown:
+    """Calls a function when it was called so many times, from any threads."""
+
+    def __init__(self, count: int, then: Callable[[], object]) -> None:
+        self._left = count
+        self._then = then
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._then()
+
+
+_buffers = threading.local()
+"""One buffer a thread, for a chunk: a new one would have to be filled with zeros each time."""
+
+
+def _check_chunk(
+    file: _File, start: int, end: int, expected: str, done: Callable[[], object]
+) -> None:
+    """Compare a chunk of a file with its digest.
+
+    It is read, not mapped: a file that somebody truncates meanwhile ends in an error, not in SIGBUS.
+
+    Raises:
+        RejectError: they differ, or the file is shorter.
+        StoreError: the disk does not give its bytes.
+    """
+    from blake3 import blake3  # starts with a receipt do not need it
+
+    size = end - start
+    if len(getattr(_buffers, "chunk", b"")) < size:
+        _buffers.chunk = bytearray(size)
+    view = memoryview(_buffers.chunk)[:size]
+    count = 0
+    with _readable(file.path):
+        while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
+            count += more
+    where = f"bytes {start} to {end - 1}"
+    if count < size:
+        raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
+    found = blake3(view).hexdigest()
+    if found != expected:
+        raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
+    done()
+
+
+def _check_digest(path: str, descriptor: int, digest: str) -> None:
+    """Compare an open file with its digest. Raises as `_check_chunk`."""
+    with _readable(path):
+        found = digest_file(descriptor)
+    if found != digest:
+        raise RejectError(path, f"expected {digest}, found {found}")
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Raise StoreError where a disk fails."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot read: {error.strerror}",
+            hint="the disk or the network failed, and the bundle may be sound: see the system's log",
+        ) from error
 
 
 def check_blobs(
@@ -63,68 +265,10 @@ def check_blobs(
     *,
     keep: Collection[Manifest] = (),
 ) -> Blobs:
-    """Hash every layer and program table that has no valid receipt: check 8.
-
-    Args:
-        layout: the bundle.
-        manifests: the manifests of all its targets.
-        receipts: receipts of earlier verifications; None: hash everything.
-        keep: the manifests whose blobs are read afterwards. Their blobs are mapped.
-
-    Returns:
-        The blobs of `keep`.
-
-    Raises:
-        RejectError: a layer is missing, of another size, or has another digest.
-        StoreError: the disk does not give its bytes.
-    """
-    kept = {at.digest: at.size for m in keep for at in (m.config, *m.layers)}
-    sizes = kept | {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
-    contents: dict[str, Content] = {}
-
-    def check(digest: str, descriptor: int, identity: Identity) -> int:
-        path = layout.blob_path(digest)
-        try:
-            found = digest_file(descriptor)
-        except OSError as error:
-            raise StoreError(
-                f"{path}: cannot read: {error.strerror}",
-                hint="the disk or the network failed, and the bundle may be sound: see the system's log",
-            ) from error
-        if found != digest:
-            raise RejectError(path, f"expected {digest}, found {found}")
-        if receipts is not None:
-            receipts.add(digest, identity)
-        return sizes[digest]
-
-    def check_other(digest: str) -> int:
-        with layout.open_blob(digest, sizes[digest]) as (descriptor, identity):
-            return check(digest, descriptor, identity)
-
-    jobs: list[Callable[[], int]] = []
-    with contextlib.ExitStack() as opened:
-        for digest, size in sizes.items():
-            with contextlib.ExitStack() as stack:
-                descriptor, identity = stack.enter_context(layout.open_blob(digest, size))
-                if digest in kept:
-                    contents[digest] = map_file(descriptor, size)
-                if receipts is not None and receipts.holds(digest, identity):
-                    continue
-                if digest in kept:
-                    opened.push(stack.pop_all())
-                    jobs.append(partial(check, digest, descriptor, identity))
-                else:
-                    jobs.append(partial(check_other, digest))
-        if not jobs:
-            return Blobs(layout, contents, 0)
-
-        from concurrent.futures import ThreadPoolExecutor  # not needed at most starts
-
-        with ThreadPoolExecutor() as pool:
-            hashed = sum(pool.map(lambda job: job(), jobs))
-    if receipts is not None:
-        receipts.save()
-    return Blobs(layout, contents, hashed)
+    """Verify every blob of a bundle now, each whole. Arguments and errors as `Blobs` and `Blobs.verify`."""
+    blobs = Blobs(layout, manifests, receipts, keep=keep)
+    blobs.verify()
+    return blobs
 
 
 def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Index, str], _T]) -> _T:
@@ -160,15 +304,35 @@ class Layer:
     """A layer of a bundle, mapped.
 
     Attributes:
-        content: its bytes.
+        content: its bytes. Those that `wait` has not returned for may be damaged.
         path: the file, for errors.
+        digest: its digest.
+        verification: verifies it.
     """
 
     content: Content
     path: str
+    digest: str
+    verification: Verification
+
+    def wait(self, start: int = 0, end: int | None = None) -> Content:
+        """Return the content after a part of it was verified.
+
+        Args:
+            start, end: the part in bytes; None: to the end.
+
+        Raises:
+            RejectError: the bundle is damaged.
+            StoreError: the disk does not give its bytes.
+        """
+        self.verification.wait(self.digest, start, end)
+        return self.content
 
     def unpack(self, segment: Segment) -> bytes:
-        """Return a frame of a pack, decompressed: the very bytes that check 9 verified."""
+        """Return a frame of a pack, decompressed: the very bytes that check 9 verified.
+
+        A frame has digests of its own, so that it needs no other verification.
+        """
         # The slice is a copy, to which no other process can write.
         frame = self.content[segment.offset : segment.offset + segment.size]
         return layer_checks.unpack(frame, segment, self.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """The format that prejit writes. It is raised when a reader of the last version cannot read a new bundle.
 
 1 (2026-11-20): the first.
@@ -13,8 +13,10 @@ FORMAT_VERSION = 4
     the names of their arguments, and options that an older program has no argument for are refused.
 4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
     reads 1 to 3 as they are: every new key may be missing.
+5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
+    in threads, beside other work. A reader of 5 reads 1 to 4 as they are, and verifies them whole first.
 """
-READABLE_FORMATS = (1, 2, 3, 4)
+READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'

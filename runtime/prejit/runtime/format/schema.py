@@ -171,6 +171,34 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of a large layer, which are verified one by one.
+
+    Attributes:
+        algorithm: the hash function of the digests: `blake3`.
+        size: the number of bytes of each chunk; the last one may have fewer.
+        digests: the digest of each chunk, as 64 hexadecimal digits, in order.
+    """
+
+    algorithm: str
+    size: int
+    digests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name of a receipt for a file that has these chunks."""
+        return f"{self.algorithm}/{self.size}/{digest_of(''.join(self.digests).encode())}"
+
+    def places(self, size: int) -> list[tuple[int, int, str]]:
+        """Return start, end and digest of each chunk of a layer that has `size` bytes."""
+        starts = range(0, size, self.size)
+        return [
+            (start, min(start + self.size, size), digest)
+            for start, digest in zip(starts, self.digests, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The library of native kernels that a target's executables call: a layer of its own.
 
@@ -372,6 +400,7 @@ class Config:
         accuracy: the loss of accuracy; None: everything is float32, or it was not measured.
         kernels: the native kernels that executables call; None: they call none.
         forms: how programs with kernels compute their products; None: there are no such programs.
+        chunks: the chunks of large layers, by media type; None: there are none.
     """
 
     format: int
@@ -389,6 +418,7 @@ class Config:
     accuracy: Accuracy | None = None
     kernels: Kernels | None = None
     forms: tuple[ProductForm, ...] | None = None
+    chunks: dict[str, Chunks] | None = None
 
 
 def encode_index(

@@ -1,0 +1,138 @@
+"""Verification of a bundle's files in threads, in the order of need, while the caller does other things.
+
+A caller that needs some bytes waits for them, and helps: on one CPU it does the work itself. A failure is
+raised to whoever waits for anything afterwards, so that no request ends as if the bundle were sound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+
+class Job(NamedTuple):
+    """The verification of a part of a blob.
+
+    Attributes:
+        blob: digest of the blob.
+        start, end: the part, in bytes from the start of the blob.
+        run: verifies it. Raises RejectError if it is damaged, StoreError if the disk does not give it.
+    """
+
+    blob: str
+    start: int
+    end: int
+    run: Callable[[], None]
+
+
+_WAITING, _RUNNING, _DONE = range(3)
+
+
+@final
+class Verification:
+    """Jobs that threads run in their order, and callers that wait for some of them. Thread-safe."""
+
+    def __init__(
+        self, jobs: Sequence[Job], *, threads: int = 0, finished: Callable[[], None] | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            jobs: in the order in which their bytes are needed.
+            threads: number of threads that run them; 0: only callers that wait do.
+            finished: called once, by the thread that ran the last job, if all jobs succeeded.
+        """
+        self._jobs = jobs
+        self._states = [_WAITING] * len(jobs)
+        self._left = len(jobs)
+        self._first = 0  # no job before it is waiting
+        self._failure: Exception | None = None
+        self._finished = finished
+        self._changed = threading.Condition()
+        for _ in range(min(threads, len(jobs))):
+            # Not a daemon: the interpreter would stop it inside a hash function at exit.
+            with contextlib.suppress(RuntimeError):  # no more threads: whoever waits runs the jobs
+                threading.Thread(target=self._work, name="prejit-verify").start()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every job has succeeded."""
+        return self._left == 0
+
+    def check(self) -> None:
+        """Raise the failure, if there is one by now. It waits for nothing.
+
+        Raises:
+            RejectError: a part of the bundle is damaged.
+            StoreError: the disk does not give its bytes.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, blob: str, start: int = 0, end: int | None = None) -> None:
+        """Wait until a part of a blob is verified. Raises as `check`.
+
+        Args:
+            blob: digest of the blob.
+            start, end: the part in bytes; None: to the end of the blob.
+        """
+        needed = [
+            place
+            for place, job in enumerate(self._jobs)
+            if job.blob == blob and job.end > start and (end is None or job.start < end)
+        ]
+        self._help(needed)
+
+    def finish(self) -> None:
+        """Wait until every job has succeeded. Raises as `check`."""
+        if self._left:
+            self._help(range(len(self._jobs)))
+        self.check()
+
+    def _help(self, needed: Sequence[int]) -> None:
+        for place in needed:
+            if self._take(place):
+                self._run(place)
+            self.check()
+        with self._changed:
+            while self._failure is None and any(self._states[p] != _DONE for p in needed):
+                self._changed.wait()
+        self.check()
+
+    def _take(self, place: int) -> bool:
+        with self._changed:
+            if self._states[place] != _WAITING or self._failure is not None:
+                return False
+            self._states[place] = _RUNNING
+            return True
+
+    def _work(self) -> None:
+        # At exit the interpreter waits for this thread.
+        while self._failure is None and threading.main_thread().is_alive():
+            with self._changed:
+                while self._first < len(self._jobs) and self._states[self._first] != _WAITING:
+                    self._first += 1
+                place = self._first
+            if place == len(self._jobs):
+                return
+            if self._take(place):
+                self._run(place)
+
+    def _run(self, place: int) -> None:
+        failure: Exception | None = None
+        try:
+            self._jobs[place].run()
+        except Exception as error:  # whoever waits gets it
+            failure = error
+        with self._changed:
+            self._states[place] = _DONE
+            if failure is not None:
+                self._failure = self._failure or failure
+            else:
+                self._left -= 1
+            is_last = self._left == 0
+            self._changed.notify_all()
+        if is_last and self._finished is not None:
+            self._finished()
