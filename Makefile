@@ -35,7 +35,8 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: test-main test-other ## all tests on one interpreter, and on a newer one what can differ there
+test: $(READY) ## all tests on one interpreter, and on a newer one what can differ there
+	@tests/both.sh $(MAKE)
 
 test-main: $(READY) ## all tests on one interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)

@@ -31,7 +31,7 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
@@ -67,7 +67,7 @@ def kernel_recipe(
 
     executables, placed = bundle_files.pack({"scale": frame(compiled.serialized)}, cache)
     portables, portable_placed = bundle_files.pack({"scale": frame(portable)}, cache)
-    features = {*declared_features(compiled.serialized), *library.cpu_features}
+    features = {*declared_features(compiled.serialized), *library.cpu_features} - {*NEVER_CHOSEN}
     config = Config(
         format=FORMAT_VERSION,
         bundle="kernels",

@@ -17,6 +17,15 @@ LEFT_OUT = {
     "test_kernel_norm.py": "C++ called by ctypes; parity tests call it from programs",
     "test_kernel_threads.py": "C++ in processes that import no jax",
     "test_layout.py": "files, links and renames, by calls of the operating system",
+    "test_bounds.py": "sizes and memory of tables that are refused before jaxlib sees them",
+    "test_corruption.py": "files and digests; test_verify.py has each check",
+    "test_compile_cache.py": "files, locks and kills; test_fallback.py compiles into the cache",
+    "test_receipt.py": "identities of files",
+    "test_pool.py": "processes, signals and time limits; builds compile in workers",
+    "test_bundle.py": "the spelling of JSON, by our own encoder",
+    "test_fleet.py": "fingerprints compared with each other",
+    "test_import_rules.py": "the text of modules",
+    "test_import_graph.py": "the text of modules",
 }
 """Files, and why they cannot differ."""
 ONE_OF_EACH_KIND = {

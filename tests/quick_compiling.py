@@ -1,7 +1,7 @@
 """Settings of XLA with which programs compile in a third of the time and run slower.
 
-For tests of what programs compute, and of what the engine does with them. The demo and
-the bundles of test_stories.py, test_fleet.py, test_build.py and test_forms.py are compiled as users' are.
+For tests of what programs compute, and of what the engine does with them. The bundles of test_stories.py,
+test_fleet.py and test_forms.py are compiled as users' are.
 """
 
 from __future__ import annotations

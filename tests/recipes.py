@@ -27,14 +27,15 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
-from prejit.compiler.compile.disassembly import declared_features
+from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features
 from prejit.compiler.compile.xla import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
     compiled = compile_portable(Path(at).read_bytes(), machine)
     Path(at + ".xla").write_bytes(compiled.serialized)
-    Path(at + ".features").write_text(",".join(declared_features(compiled.serialized)))
+    declared = set(declared_features(compiled.serialized)) - set(NEVER_CHOSEN)
+    Path(at + ".features").write_text(",".join(sorted(declared)))
 """
 
 
@@ -157,7 +158,7 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
     import numpy as np
 
-    from prejit.compiler.compile.disassembly import declared_features
+    from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features
     from prejit.compiler.compile.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
@@ -183,7 +184,8 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
     targets = {
         "cpu-host": {
-            p: (c.serialized, declared_features(c.serialized)) for p, c in on_host.items()
+            p: (c.serialized, {*declared_features(c.serialized)} - {*NEVER_CHOSEN})
+            for p, c in on_host.items()
         },
         "cpu-x86-64-v3": _compile_for_v3(
             at, {p: portable for p, (portable, _, _) in lowered.items()}

@@ -100,5 +100,6 @@ def stories() -> tuple[Path, dict[str, list[int]]]:
 def demo(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo bundle, built for every target."""
     output = tmp_path_factory.mktemp("demo")
-    run("build", ROOT / "manifests" / "demo.toml", "-o", output, "--skip-unbuildable")
+    options = ("-o", output, "--skip-unbuildable")
+    run("build", ROOT / "manifests" / "demo.toml", *options, quick=True)
     return output / "demo"

@@ -316,7 +316,7 @@ def test_unknown_targets_and_manifests_are_usage_errors(run: Run, project: Path)
 
 def test_the_demo_is_built_once_and_fits_this_machine(run: Run, demo: Path) -> None:
     options = ("-o", demo.parent, "--skip-unbuildable", "--json")
-    again = run("build", ROOT / "manifests" / "demo.toml", *options)
+    again = run("build", ROOT / "manifests" / "demo.toml", *options, quick=True)
     [built] = json.loads(again.stdout)
     assert (built["compiled"], built["written"]) == (0, False)
     explained = json.loads(run("explain", demo, "--json").stdout)

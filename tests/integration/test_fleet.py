@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parity.cases import Case
 
 from prejit.compiler.targets import environments
 from prejit.compiler.targets.installing import make_environment
@@ -48,13 +48,24 @@ PROMPT = (
 )
 
 
+MODEL = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 8192,
+    "n_positions": 128,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_layer": 1,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": False,
+}
+"""One layer, because compilers for accelerators take a second for each, and many weights."""
+
+
 def manifest(path: Path, name: str, tables: str) -> Path:
-    """A manifest of the demo model without its tokenizer, which the environments of targets lack."""
-    for file in ("config.json", "generation_config.json", "model.safetensors"):
-        source = ROOT / "manifests" / "demo-model" / file
-        if source.exists():
-            (path.parent / "model").mkdir(exist_ok=True)
-            shutil.copy(source, path.parent / "model")
+    """A manifest of a model without a tokenizer, which the environments of targets lack."""
+    Case("fleet", MODEL, seed=1).write(path.parent / "model")
     path.write_text(
         f'[bundle]\nname = "{name}"\n[model]\nsource = "model"\n'
         "[generate]\nbatch = [1]\nprompt = [16]\ncontext = [128]\n" + tables

@@ -497,22 +497,21 @@ def table_of(forms: Mapping[int, str], dtype: str, path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["kernels", "mixed"])
-def forms(request: pytest.FixtureRequest) -> dict[int, str]:
-    return MIXED if request.param == "mixed" else {}
-
-
-@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+@pytest.fixture(
+    scope="module",
+    params=[("bfloat16", MIXED), ("int8", MIXED), ("bfloat16", {})],
+    ids=["bfloat16-mixed", "int8-mixed", "bfloat16-kernels"],
+)
 def low(
     request: pytest.FixtureRequest,
-    forms: dict[int, str],
     make_decoder: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Subject:
-    table = table_of(forms, request.param, tmp_path_factory.mktemp("forms") / "forms.json")
+    dtype, forms = request.param
+    table = table_of(forms, dtype, tmp_path_factory.mktemp("forms") / "forms.json")
     buckets = {"batch": (1, BATCH), "prompt": PROMPTS, "context": (144,), "draft_tokens": DRAFT}
     # What is bounded is the rounding of programs that are compiled as users' are.
-    settings = {"dtype": request.param, "forms": table, "quick": False}
+    settings = {"dtype": dtype, "forms": table, "quick": False}
     path = make_decoder("llama", **buckets, **settings)
     random = np.random.default_rng(3)
     texts = [random.integers(0, VOCABULARY, 144).tolist() for _ in range(BATCH - 1)]

@@ -110,7 +110,9 @@ def test_a_module_with_its_own_parameters_builds(tmp_path: Path, options: dict[s
     np.testing.assert_allclose(found, module(x), rtol=1e-5)
 
 
-def test_a_model_builds_from_values(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_model_builds_from_values(
+    tmp_path: Path, options: dict[str, Any], build_cache: Path
+) -> None:
     source = write_random("gpt2", tmp_path / "gpt2")
     manifest = Manifest(
         "model",
@@ -120,9 +122,11 @@ def test_a_model_builds_from_values(tmp_path: Path, options: dict[str, Any]) -> 
         mesh=Mesh(1, 1),
     )
     assert manifest.mesh is None, "a mesh of one device is none"
-    built = prejit.compiler.build(manifest, tmp_path / "out", measure=False, **options)
+    built = prejit.compiler.build(
+        manifest, tmp_path / "out", measure=False, **options | {"cache": build_cache}
+    )
     assert len(load(built.path).generate([1, 2, 3], max_new_tokens=4).token_ids) == 4
-    planned = prejit.compiler.plan(manifest, cache=options["cache"])
+    planned = prejit.compiler.plan(manifest, cache=build_cache)
     assert {each.state for each in planned} == {"cached"}
 
 

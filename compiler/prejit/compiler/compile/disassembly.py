@@ -112,6 +112,11 @@ EVERYWHERE = frozenset(
 )
 """iced's CpuidFeatures that every x86-64 processor has. LLVM uses no others of its own accord."""
 
+NEVER_CHOSEN = ("rdrnd", "rdseed")
+"""Extensions whose instructions LLVM uses only where a program asks for random numbers, and XLA never does.
+
+LLVM asks the CPU for its extensions. Linux hides these two on CPUs where they are broken, such as `rdseed`
+on AMD's Zen 5: a requirement that lists one would not fit the machine that built it."""
 _ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _EM_X86_64 = 62
 _SHF_EXECINSTR = 4
@@ -122,7 +127,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
     """Return the extensions that the instructions of an XLA:CPU executable need.
 
     Where the code cannot be read with certainty (another architecture, an extension newer than the
-    disassembler, an object in an unknown place), return `declared_features`.
+    disassembler, an object in an unknown place), return `declared_features` without `NEVER_CHOSEN`.
 
     Returns:
         Keys of `CPU_FEATURES`, sorted.
@@ -142,7 +147,7 @@ def used_features(serialized: bytes) -> tuple[str, ...]:
             raise ValueError("a function that no object holds")
         return tuple(sorted(_needed_by(objects, declared)))
     except (ValueError, KeyError):
-        return declared
+        return tuple(name for name in declared if name not in NEVER_CHOSEN)
 
 
 def declared_features(serialized: bytes) -> tuple[str, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from flax import linen, nnx, traverse_util
 
 from prejit.compiler.lowering.program import Shapes
-from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.runtime.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -60,55 +59,42 @@ def find_function(
     Raises:
         ManifestError: the module or the attribute does not exist, raises, or cannot be called.
     """
-    found = program.fn
+    found, where = program.fn, f"{at}: program {program.name!r}"
     if isinstance(found, str):
-        found = modules.find(found, f"{at}: program {program.name!r}: function")
-    values = dict(sorted((parameters or {}).items()))
-
+        found = modules.find(found, f"{where}: function")
+    values = None if parameters is None else dict(sorted(parameters.items()))
     nested = nested or _nested
-    if isinstance(found, type) and issubclass(found, nnx.Module | linen.Module):
-        raise ManifestError(
-            f"{at}: program {program.name!r}: function: expected a module, found the class "
-            f"{program.label!r}",
-            hint=f"make an instance beside it and name that: model = {found.__name__}(...)",
-        )
-    if isinstance(found, linen.Module):
-        module = found
+    module = None
+    if "flax" in sys.modules:  # else it is no module of flax, whose import takes 0.4 s
+        from prejit.compiler.lowering.user.flax_modules import call_module
 
-        def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            variables = nested(weights)
-            variables = variables if "params" in variables else {"params": variables}
-            return module.apply(variables, *args, **kwargs)
-
-    elif isinstance(found, nnx.Module):
-        graph, random, state = nnx.split(found, nnx.RngState, ...)
-        own = flat_parameters(state)
-        if parameters is not None and own.keys() != values.keys():
-            differing = sorted(own.keys() ^ values.keys())
-            raise ManifestError(
-                f"{at}: program {program.name!r}: params: expected the names of {program.label}, "
-                f"and {', '.join(differing[:8])} differ"
-            )
-        values = values or {name: np.asarray(leaf) for name, leaf in sorted(own.items())}
-
-        def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            return nnx.merge(graph, random, with_parameters(state, weights))(*args, **kwargs)
-
+        module = call_module(found, program.label, where, values, nested)
+    if module is not None:
+        function, weights = module
     elif callable(found):
-        called = found
-
-        def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            first = (nested(weights),) if parameters is not None else ()
-            return called(*first, *args, **kwargs)
-
+        function, weights = _calling(found, nested if values is not None else None), values or {}
     else:
         raise ManifestError(
-            f"{at}: program {program.name!r}: function: expected something to call, found "
+            f"{where}: function: expected something to call, found "
             f"{type(found).__name__} {program.label!r}"
         )
-    shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
-    return UserFunction(function, shapes, values, modules)
+    shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in weights.items()}
+    return UserFunction(function, shapes, weights, modules)
+
+
+def _calling(
+    called: Callable[..., Any], nested: Callable[[Mapping[str, Any]], Any] | None
+) -> Callable[..., Any]:
+    """Return a function of flat weights and arguments; `nested` is None where `called` takes no weights."""
+
+    def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        first = () if nested is None else (nested(weights),)
+        return called(*first, *args, **kwargs)
+
+    return function
 
 
 def _nested(weights: Mapping[str, Any]) -> Any:
+    from flax import traverse_util
+
     return traverse_util.unflatten_dict(dict(weights), sep=".")

@@ -1,0 +1,75 @@
+"""Make a flax module of the user callable with flat weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from flax import linen, nnx
+
+from prejit.compiler.models.parameters import flat_parameters, with_parameters
+from prejit.runtime.errors import ManifestError
+
+Values = Mapping[str, np.ndarray[Any, Any]]
+"""Weights by flat name."""
+
+
+def call_module(
+    found: object,
+    label: str,
+    at: str,
+    parameters: Values | None,
+    nested: Callable[[Mapping[str, Any]], Any],
+) -> tuple[Callable[..., Any], Values] | None:
+    """Return a function of flat weights and arguments that calls a module, and the weights; None: it is none.
+
+    Args:
+        found: what the user named: perhaps a module of flax.linen or flax.nnx.
+        label: its name, for errors.
+        at: the section of the manifest, for errors.
+        parameters: values by flat name, sorted; None if the manifest gives no params.
+        nested: makes the params of a linen module from flat weights.
+
+    Raises:
+        ManifestError: it is the class of a module, or params has other names than the module.
+    """
+    if isinstance(found, type) and issubclass(found, nnx.Module | linen.Module):
+        raise ManifestError(
+            f"{at}: function: expected a module, found the class {label!r}",
+            hint=f"make an instance beside it and name that: model = {found.__name__}(...)",
+        )
+    if isinstance(found, linen.Module):
+        return _of_linen(found, nested), parameters or {}
+    if isinstance(found, nnx.Module):
+        return _of_nnx(found, label, at, parameters)
+    return None
+
+
+def _of_linen(
+    module: linen.Module, nested: Callable[[Mapping[str, Any]], Any]
+) -> Callable[..., Any]:
+    def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        variables = nested(weights)
+        variables = variables if "params" in variables else {"params": variables}
+        return module.apply(variables, *args, **kwargs)
+
+    return function
+
+
+def _of_nnx(
+    module: nnx.Module, label: str, at: str, parameters: Values | None
+) -> tuple[Callable[..., Any], Values]:
+    graph, random, state = nnx.split(module, nnx.RngState, ...)
+    own = flat_parameters(state)
+    if parameters is not None and own.keys() != parameters.keys():
+        differing = sorted(own.keys() ^ parameters.keys())
+        raise ManifestError(
+            f"{at}: params: expected the names of {label}, and {', '.join(differing[:8])} differ"
+        )
+    values = parameters or {name: np.asarray(leaf) for name, leaf in sorted(own.items())}
+
+    def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return nnx.merge(graph, random, with_parameters(state, weights))(*args, **kwargs)
+
+    return function, values
