@@ -45,7 +45,7 @@ def kernel_recipe(
         PORTABLE_MEDIA_TYPE,
         kernel_target,
     )
-    from prejit.runtime.format.schema import Config, Kernels, Program, Segment
+    from prejit.runtime.format.schema import Config, Kernels, ProgramEntry, Segment
     from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
@@ -81,7 +81,7 @@ def kernel_recipe(
         ),
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
-            Program(
+            ProgramEntry(
                 name="scale",
                 kind="call",
                 bucket={},

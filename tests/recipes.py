@@ -169,7 +169,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
         PORTABLE_MEDIA_TYPE,
         WEIGHTS_MEDIA_TYPE,
     )
-    from prejit.runtime.format.schema import Config, Program, Segment
+    from prejit.runtime.format.schema import Config, ProgramEntry, Segment
     from prejit.runtime.machine.requirement import Requirement
 
     random = np.random.default_rng(0)
@@ -202,7 +202,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     with cache.blob_writer() as blob:
         bundle_files.write_weights(
             [
-                bundle_files.Tensor(
+                bundle_files.PackedTensor(
                     tensor, str(value.dtype), value.shape, lambda value=value: value
                 )
                 for tensor, value in weights.items()
@@ -231,7 +231,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
-                Program(
+                ProgramEntry(
                     name=program,
                     kind="call",
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},

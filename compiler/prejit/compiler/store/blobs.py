@@ -20,7 +20,7 @@ from prejit.runtime.base.digests import digest_of, is_digest
 
 
 @final
-class Blobs:
+class StoreBlobs:
     """The blobs of one store."""
 
     def __init__(self, files: Files) -> None:
@@ -78,7 +78,7 @@ class Blobs:
 class FileBlobWriter:
     """Writes one blob to a temporary file, which gets its name when the block ends without an error."""
 
-    def __init__(self, files: Files, blobs: Blobs) -> None:
+    def __init__(self, files: Files, blobs: StoreBlobs) -> None:
         self._files = files
         self._blobs = blobs
         self._hash = hashlib.sha256()

@@ -101,7 +101,7 @@ def compile_program(portable, machine):
             sys.exit("nobody came")
     if action == "break-cache":
         Path(argument).rename(argument + ".gone")
-    return compiling.Output(
+    return compiling.CompilerOutput(
         portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
     )
 

@@ -27,9 +27,9 @@ from prejit.compiler.pipeline.plan import (
     CACHED,
     COMPILE,
     TRACED,
-    Kernels,
     Native,
     Plan,
+    TargetKernels,
     choose_source,
     find_toolchain,
     kernels_of,
@@ -72,7 +72,7 @@ class Planned:
     def reasons(self) -> set[str]:
         return {each.why for each in planned_executables(self.plan, self.store)}
 
-    def kernels(self) -> Kernels:
+    def kernels(self) -> TargetKernels:
         [target] = self.plan.targets
         toolchain = find_toolchain(target, self.store)
         assert toolchain is not None
