@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, final
 
 from prejit.compiler.compile.jobs import Compiled, Source
@@ -205,12 +204,7 @@ class WorkerProcess:
     def __enter__(self) -> WorkerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
