@@ -263,7 +263,7 @@ def find_native(key: Key, store: Store) -> Native | None:
     return None if result is None else Native.from_json(result)
 
 
-def find_toolchain(target: Target, store: Store) -> Toolchain | None:
+def find_toolchain(target: Target) -> Toolchain | None:
     """Return what compiles for a target; None: its environment has to be made first.
 
     Raises:
@@ -276,7 +276,7 @@ def find_toolchain(target: Target, store: Store) -> Toolchain | None:
         found = toolchain_of(target, environment)
     else:
         return None
-    return replace(found, tuned=read_tuning(target, store))
+    return replace(found, tuned=read_tuning(target))
 
 
 def why_not(target: Target) -> str | None:
@@ -335,7 +335,7 @@ def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ..
     Raises:
         BuildError, RejectError, StoreError: a file cannot be read, or is wrong.
     """
-    toolchains = {target.name: find_toolchain(target, store) for target in plan.targets}
+    toolchains = {target.name: find_toolchain(target) for target in plan.targets}
     kernels = {
         name: _planned_kernels(plan, toolchain, store) for name, toolchain in toolchains.items()
     }
