@@ -24,12 +24,12 @@ class StoreBlobs:
     """The blobs of one store."""
 
     def __init__(self, files: Files) -> None:
-        """Nothing is created yet."""
+        """Use a directory; nothing is created yet."""
         self._files = files
         self.directory = files.base / "blobs" / "sha256"
 
     def path(self, digest: str) -> Path:
-        """Return the file that a blob has or would have.
+        """Return the path of a blob, whether it exists or not.
 
         Raises:
             ValueError: it is not a digest.

@@ -103,15 +103,12 @@ class Toolchain:
             worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
                 "1"  # only one process may hold chips, but many compile
             )
-        return (
-            worker
-            | {
-                "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
-                "XLA_FLAGS": flags,
-                "PYTHONHASHSEED": "0",
-                "OPENBLAS_NUM_THREADS": "1",  # a worker forks, and only a process without threads can well
-            }
-        )
+        return worker | {
+            "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
+            "XLA_FLAGS": flags,
+            "PYTHONHASHSEED": "0",
+            "OPENBLAS_NUM_THREADS": "1",  # a worker forks, which is safe only without threads
+        }
 
     def xla_flags(self, inherited: Mapping[str, str]) -> str:
         """Return XLA_FLAGS: prejit's, which the user's may override, then the target's; none of `tuned`.

@@ -83,7 +83,7 @@ class Comparison:
         drift: how many times longer the machine itself takes now; 1 for sides that alternate.
         deltas: the rows that both sides have.
         differences: of machine, versions, settings and bundle, such as `cpu_count: expected 8, found 2`.
-        incomparable: rows of one name but different work, with both works.
+        incomparable: the names of rows whose work differs, with the work of both sides.
         only_before, only_after: the names of rows that only one side has.
         is_same_machine: False: times are shown without a verdict.
     """

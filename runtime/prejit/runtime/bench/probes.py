@@ -24,7 +24,7 @@ from prejit.runtime.generation.options import Request, Sampling
 from prejit.runtime.generation.sampling import place_sampling
 
 _REQUEST_WEIGHT = 4
-"""The share of time of a request, where a single program has 1: percentiles need more samples."""
+"""The share of time that a request gets, when a single program gets 1. Its percentiles need more samples."""
 PROMPTS = (16, 64, 256, 1024)
 """Lengths of prompts, up to the context. They are fixed, so that bundles with other buckets compare."""
 NEW_TOKENS = 32

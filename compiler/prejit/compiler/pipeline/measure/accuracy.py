@@ -16,7 +16,7 @@ from prejit.compiler.store.interface import Store
 from prejit.runtime.format.schema import Accuracy
 
 _NONE = "none"
-"""Stands in a key for a file that is not there."""
+"""The value in a key for a missing file."""
 
 
 def measure_accuracy(
