@@ -20,7 +20,7 @@ from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import open_index
-from prejit.runtime.format.schema import Chunks, Descriptor, Index, Manifest, Segment
+from prejit.runtime.format.schema import Chunks, Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.format.verification import Job, Verification
 from prejit.runtime.store.receipts import Receipts
 
@@ -61,10 +61,10 @@ class Blobs:
     def __init__(
         self,
         layout: Layout,
-        manifests: Collection[Manifest],
+        manifests: Collection[ImageManifest],
         receipts: Receipts | None,
         *,
-        keep: Collection[Manifest] = (),
+        keep: Collection[ImageManifest] = (),
     ) -> None:
         """Open the blobs.
 
@@ -96,7 +96,7 @@ class Blobs:
         """Return a copy of a blob, to which nobody else can write. The caller must check its digest."""
         return bytes(self._files[at.digest].content)
 
-    def layers(self, manifest: Manifest) -> dict[str, Layer]:
+    def layers(self, manifest: ImageManifest) -> dict[str, Layer]:
         """Return every layer of a target, by media type, as `verification` verifies them."""
         return {
             at.mediaType: Layer(
@@ -260,10 +260,10 @@ def _readable(path: str) -> Iterator[None]:
 
 def check_blobs(
     layout: Layout,
-    manifests: Collection[Manifest],
+    manifests: Collection[ImageManifest],
     receipts: Receipts | None,
     *,
-    keep: Collection[Manifest] = (),
+    keep: Collection[ImageManifest] = (),
 ) -> Blobs:
     """Verify every blob of a bundle now, each whole. Arguments and errors as `Blobs` and `Blobs.verify`."""
     blobs = Blobs(layout, manifests, receipts, keep=keep)

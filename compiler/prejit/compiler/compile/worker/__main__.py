@@ -1,0 +1,5 @@
+"""The entry of a worker process."""
+
+from prejit.compiler.compile.worker.requests import main
+
+main()
