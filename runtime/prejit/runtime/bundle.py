@@ -38,7 +38,7 @@ from prejit.runtime.generation.options import (
 from prejit.runtime.generation.prefill import compute_prefix
 from prejit.runtime.generation.rows import admit
 from prejit.runtime.programs.ready import ProgramReport, Programs
-from prejit.runtime.programs.weights import tensors
+from prejit.runtime.programs.weights import open_weights
 from prejit.runtime.store.first_programs import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
 from prejit.runtime.verdict import Verdict
@@ -88,6 +88,7 @@ class Bundle:
         self.verdicts = verdicts
         self.config = config
         self._layers = layers
+        self._verification = layers[PORTABLE_MEDIA_TYPE].verification
         self._text = BundleText(config.bundle, layers)
         self._device = Device(platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
@@ -95,16 +96,17 @@ class Bundle:
 
             register(kernels)
         weights = layers.get(WEIGHTS_MEDIA_TYPE)
-        values = tensors(weights) if weights is not None else {}
+        opened = None if weights is None else open_weights(weights)
         portable = layers[PORTABLE_MEDIA_TYPE]
-        shapes = {name: value.shape for name, value in values.items()}
+        shapes = {} if opened is None else {n: value.shape for n, value in opened.values.items()}
         check_weight_sets(config, shapes, (weights or portable).path)
         self._programs = Programs(
             config,
             self._device,
             layers[EXECUTABLES_MEDIA_TYPE] if matched else None,
             portable,
-            values,
+            opened,
+            self._verification,
             serve_smaller=serve_smaller,
         )
         if config.decoder is not None and matched and not is_plain_start():
@@ -248,7 +250,7 @@ class Bundle:
         layer = self._layers.get(GENERATION_MEDIA_TYPE)
         if layer is None or self.config.decoder is None:
             return Defaults()
-        return check_generation(bytes(layer.content), self.config.format, layer.path)
+        return check_generation(bytes(layer.wait()), self.config.format, layer.path)
 
     @once
     def decoder(self) -> DecoderPrograms:
@@ -396,9 +398,7 @@ class Bundle:
             ContextError: a sentence is too long, and on_too_long is `error`.
             RejectError: a program is damaged.
         """
-        from prejit.runtime.encoding.sentences import encode
-
-        return encode(self.encoder, self._text, sentences, on_too_long).embeddings
+        return self.encode_batch(sentences, on_too_long=on_too_long).embeddings
 
     def encode_batch(
         self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
@@ -406,7 +406,9 @@ class Bundle:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
         from prejit.runtime.encoding.sentences import encode
 
-        return encode(self.encoder, self._text, sentences, on_too_long)
+        encoded = encode(self.encoder, self._text, sentences, on_too_long)
+        self._verification.finish()
+        return encoded
 
     @once
     def encoder(self) -> EncoderPrograms:
@@ -443,16 +445,18 @@ class Bundle:
             UsageError: there is no such program, or no bucket of it takes these arguments.
             RejectError: the program is damaged.
         """
-        from prejit.runtime.programs.calls import call_leaves, flatten
+        from prejit.runtime.programs.calls import flatten
 
         arguments.text("name", name)
-        return call_leaves(self._programs, self._device, name, flatten(name, args, kwargs))
+        return self.call_leaves(name, flatten(name, args, kwargs))
 
     def call_leaves(self, name: str, given: Mapping[Path, Any]) -> Any:
         """Run a program as `call` does, with flat arguments: each array by its path. Raises as `call`."""
         from prejit.runtime.programs.calls import call_leaves
 
-        return call_leaves(self._programs, self._device, name, given)
+        results = call_leaves(self._programs, self._device, name, given)
+        self._verification.finish()
+        return results
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""

@@ -30,10 +30,16 @@ from prejit.runtime.fallback import (
     fallback_warning,
     mismatch,
 )
-from prejit.runtime.format.blobs import Blobs, check_blobs, read_whole
+from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
+from prejit.runtime.format.names import (
+    CHUNKS_SINCE,
+    GENERATION_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
+    TOKENIZER_MEDIA_TYPE,
+    WEIGHTS_MEDIA_TYPE,
+)
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
 from prejit.runtime.format.schema import Config, ImageManifest, Index
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -96,6 +102,8 @@ def load(
     open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
     opened = read_whole(path, open_)
     choice = _choose(opened, must_match)
+    if choice.config.format >= CHUNKS_SINCE:
+        _begin_verifying(opened, choice)
     if not choice.matched:
         count_fallback(choice.target.verdict, on_fallback)
         warning = fallback_warning(opened.layout, choice.target)
@@ -117,7 +125,7 @@ def load(
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
-    """A bundle after every byte of it was verified.
+    """A bundle that is open: a bundle of format 4 or less is verified, another will be.
 
     Attributes:
         layout: its directory.
@@ -158,9 +166,24 @@ def _open(
     manifests = read_manifests(layout, targets)
     candidates = [target for target in targets if target.verdict.matches]
     served = {t.name: manifests[t.name] for t in candidates or [closest_target(targets)]}
-    receipts = Receipts(layout.path)
-    blobs = check_blobs(layout, manifests.values(), receipts, keep=served.values())
+    blobs = Blobs(layout, manifests.values(), Receipts(layout.path), keep=served.values())
+    if int(targets[0].format) < CHUNKS_SINCE:
+        blobs.verify()
     return _Opened(layout, digest, targets, served, blobs)
+
+
+_NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE)
+"""Layers that the first token needs and that have no digests of their own in the program table."""
+
+
+def _begin_verifying(opened: _Opened, choice: _Choice) -> None:
+    """Begin to verify all blobs in threads, those first that the first token needs.
+
+    What `_choose` read already was checked there: the config and the kernels.
+    """
+    layers = {at.mediaType: at.digest for at in opened.manifests[choice.target.name].layers}
+    chunks = {layers[name]: each for name, each in (choice.config.chunks or {}).items()}
+    opened.blobs.begin(chunks, [layers[name] for name in _NEEDED_FIRST if name in layers])
 
 
 class _Choice(NamedTuple):

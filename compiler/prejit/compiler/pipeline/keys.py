@@ -6,6 +6,7 @@
     weights   the weights layer                        files of the checkpoint, dtype, our code
     accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
     tokenizer a check that passed                      tokenizer.json, config.json
+    chunks    digests of a layer's chunks              digest of the layer, hash function, size
     cost      microseconds of an encoder's program     as compile, and the machine
 
 A user's function has no key of its own lowering: it can read anything, so the build traces it each time. The
@@ -155,6 +156,17 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
         *versions("tokenizers", "transformers").items(),
     )
     return Key("tokenizer", manifest.bundle.name, ingredients)
+
+
+def chunks_key(layer: str, algorithm: str, size: int) -> Key:
+    """Return the key of the digests of a layer's chunks.
+
+    Args:
+        layer: digest of the layer.
+        algorithm: name of the hash function.
+        size: bytes of a chunk.
+    """
+    return Key("chunks", layer, (("layer", layer), ("hash", algorithm), ("size", str(size))))
 
 
 def cost_key(compiled: Key) -> Key:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prejit.runtime.format.blobs import check_blobs, read_whole
+from prejit.runtime.format.blobs import check_blobs, check_chunk, read_whole
 from prejit.runtime.format.checks.config import check_arrays, check_weight_sets
 from prejit.runtime.format.checks.layers import check_chat, unpack
 from prejit.runtime.format.checks.oci import check_digest
@@ -66,6 +66,7 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
             _check_programs(layout, content, unpacked)
             read_kernels(layout, content.config, content.manifest)
             _check_weights(layout, content)
+            _check_chunks(layout, content)
             _check_texts(layout, content, check_generation)
         programs = sum(len(content.config.programs) for content in contents)
         return Audit(digest, len(targets), programs, blobs.hashed_bytes)
@@ -107,6 +108,15 @@ def _check_weights(layout: Layout, content: Contents) -> None:
         tensors = check_weights(memoryview(layout.map_blob(at.digest, at.size)), path)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_weight_sets(config, shapes, path)
+
+
+def _check_chunks(layout: Layout, content: Contents) -> None:
+    """Check that the chunks of a target's layers have their digests, as its whole layers have theirs."""
+    for media_type, chunks in (content.config.chunks or {}).items():
+        at = content.manifest.layer(media_type)
+        with layout.open_blob(at.digest, at.size) as (descriptor, _):
+            for start, end, expected in chunks.places(at.size):
+                check_chunk(layout.blob_path(at.digest), descriptor, start, end, expected)
 
 
 def _check_texts(layout: Layout, content: Contents, check_generation: CheckGeneration) -> None:

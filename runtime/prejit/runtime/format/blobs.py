@@ -21,7 +21,7 @@ from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import open_index
 from prejit.runtime.format.schema import Chunks, Descriptor, ImageManifest, Index, Segment
-from prejit.runtime.format.verification import Job, Verification
+from prejit.runtime.format.verification import VERIFIED, Job, Verification
 from prejit.runtime.store.receipts import Receipts
 
 _ATTEMPTS = 20
@@ -77,7 +77,6 @@ class Blobs:
         Raises:
             RejectError: a blob of `keep` is missing or has another size.
         """
-        self._layout = layout
         self._receipts = receipts
         kept = {at.digest: at.size for m in keep for at in (m.config, *m.layers)}
         everything = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
@@ -85,12 +84,13 @@ class Blobs:
         self._files: dict[str, _File] = {}
         self._open = contextlib.ExitStack()
         self._close = weakref.finalize(self, self._open.close)
+        self._layout = self._open.enter_context(layout.again())  # the caller closes its own
         for digest, size in kept.items():
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             content = map_file(descriptor, size)
             self._files[digest] = _File(layout.blob_path(digest), descriptor, identity, content)
         self.hashed_bytes = 0
-        self.verification = Verification(())
+        self.verification = VERIFIED
 
     def read(self, at: Descriptor) -> bytes:
         """Return a copy of a blob, to which nobody else can write. The caller must check its digest."""
@@ -137,13 +137,13 @@ class Blobs:
         for digest, size in self._others.items():
             with self._layout.open_blob(digest, size) as (_, identity):
                 if self._receipts is None or not self._receipts.holds(digest, identity):
-                    jobs.append(Job(digest, 0, size, partial(self._check_other, digest, size, late)))
+                    jobs.append(
+                        Job(digest, 0, size, partial(self._check_other, digest, size, late))
+                    )
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
         if not jobs:
             self._close()
             return
-        if late:  # the caller closes the layout
-            self._layout = self._open.enter_context(self._layout.again())
         self.verification = Verification(jobs, threads=threads, finished=self._finish)
 
     def _finish(self) -> None:
@@ -211,9 +211,21 @@ _buffers = threading.local()
 def _check_chunk(
     file: _File, start: int, end: int, expected: str, done: Callable[[], object]
 ) -> None:
-    """Compare a chunk of a file with its digest.
+    check_chunk(file.path, file.descriptor, start, end, expected)
+    done()
 
-    It is read, not mapped: a file that somebody truncates meanwhile ends in an error, not in SIGBUS.
+
+def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str) -> None:
+    """Compare a chunk of an open file with its digest.
+
+    It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
+
+    Args:
+        path: the file, for errors.
+        descriptor: its file descriptor.
+        start: where the chunk begins, in bytes.
+        end: where it ends.
+        expected: its digest by BLAKE3, in hexadecimal digits.
 
     Raises:
         RejectError: they differ, or the file is shorter.
@@ -224,18 +236,16 @@ def _check_chunk(
     size = end - start
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
-    view = memoryview(_buffers.chunk)[:size]
-    count = 0
-    with _readable(file.path):
-        while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
+    view, count = memoryview(_buffers.chunk)[:size], 0
+    with _readable(path):
+        while count < size and (more := os.preadv(descriptor, [view[count:]], start + count)):
             count += more
     where = f"bytes {start} to {end - 1}"
     if count < size:
-        raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
+        raise RejectError(path, f"{where}: expected {size} bytes, found {count}")
     found = blake3(view).hexdigest()
     if found != expected:
-        raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
-    done()
+        raise RejectError(path, f"{where}: expected blake3 {expected}, found {found}")
 
 
 def _check_digest(path: str, descriptor: int, digest: str) -> None:
@@ -304,22 +314,23 @@ class Layer:
     """A layer of a bundle, mapped.
 
     Attributes:
-        content: its bytes. Those that `wait` has not returned for may be damaged.
+        content: its bytes, which may be damaged until `wait` has returned for them.
         path: the file, for errors.
         digest: its digest.
-        verification: verifies it.
+        verification: verifies it; by default it is verified.
     """
 
     content: Content
     path: str
-    digest: str
-    verification: Verification
+    digest: str = ""
+    verification: Verification = VERIFIED
 
     def wait(self, start: int = 0, end: int | None = None) -> Content:
         """Return the content after a part of it was verified.
 
         Args:
-            start, end: the part in bytes; None: to the end.
+            start: where the part begins, in bytes.
+            end: where it ends; None: at the end of the layer.
 
         Raises:
             RejectError: the bundle is damaged.

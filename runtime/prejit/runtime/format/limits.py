@@ -16,6 +16,11 @@ MAX_PROGRAM_BYTES = 1 << 30
 MAX_CHAT_BYTES = 4 << 20
 """Maximum size of the chat templates. Published ones have about 10 kB."""
 
+MIN_CHUNK_BYTES = 64 << 10
+"""Minimum size of a chunk of a layer; smaller ones would take longer to hand out than to hash."""
+MAX_CHUNK_BYTES = 64 << 20
+"""Maximum size of a chunk of a layer. Each thread that verifies chunks has a buffer for one."""
+
 MAX_TOKENIZER_BYTES = 128 << 20
 """Maximum size of a tokenizer. Published ones have up to 35 MB."""
 MAX_GENERATION_BYTES = 1 << 20

@@ -19,6 +19,9 @@ FORMAT_VERSION = 5
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
 
+CHUNKS_SINCE = 5
+"""The format since which large layers have digests of chunks, and a load need not wait for all of them."""
+
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
 MANIFEST_MEDIA_TYPE = "application/vnd.oci.image.manifest.v1+json"

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format import copied, limits
-from prejit.runtime.format.checks.config import check_config, check_kernels_layer
+from prejit.runtime.format.checks.config import (
+    check_chunks_layers,
+    check_config,
+    check_kernels_layer,
+)
 from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.checks.oci import (
     check_digest,
@@ -138,6 +142,7 @@ def check_config_blob(
     check_digest(content, manifest.config.digest, path)
     config = check_config(content, target.format, name, needs, path)
     check_kernels_layer(config, manifest, layout.blob_path(target.descriptor.digest))
+    check_chunks_layers(config, manifest, path)
     return config
 
 

@@ -76,7 +76,8 @@ class Verification:
 
         Args:
             blob: digest of the blob.
-            start, end: the part in bytes; None: to the end of the blob.
+            start: where the part begins, in bytes.
+            end: where it ends; None: at the end of the blob.
         """
         needed = [
             place
@@ -136,3 +137,7 @@ class Verification:
             self._changed.notify_all()
         if is_last and self._finished is not None:
             self._finished()
+
+
+VERIFIED = Verification(())
+"""The verification of bytes that are verified already."""

@@ -115,7 +115,20 @@ class Batch:
         """Return the next tokens of live slots: at least one each, in order; empty if no slot is live.
 
         The step after an insertion returns the tokens of that insertion and decodes nothing.
+
+        Raises:
+            RejectError: the bundle is damaged. The last token of a request comes after the whole bundle was
+                verified.
+            StoreError: the disk does not give the bundle's bytes.
         """
+        tokens = self._next()
+        verification = self._decoder.programs.verification
+        if any(token.finish_reason is not None for token in tokens):
+            verification.finish()
+        verification.check()
+        return tokens
+
+    def _next(self) -> list[Token]:
         with self._lock:
             if self._pending:
                 pending, self._pending = self._pending, []

@@ -234,7 +234,8 @@ def run(
                 piece = found.take(token)
                 if piece.finish_reason is not None:
                     del running[token.slot]
-                    if token.finish_reason is None:
+                    if token.finish_reason is None:  # a stop string
+                        decoder.programs.verification.finish()
                         batch.evict(token.slot)
                 yield found, piece
     finally:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
 from prejit.runtime.base.once import once
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
@@ -21,9 +19,11 @@ from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_arrays
 from prejit.runtime.format.checks.layers import check_signature
 from prejit.runtime.format.schema import Config, ProgramEntry
+from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.local import LocalCompiler
+    from prejit.runtime.programs.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Programs:
     Attributes:
         bundle: name of the bundle.
         table: the rows of the program table by name.
+        verification: of the whole bundle; no request ends before it has finished.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Programs:
         device: Device,
         executables: Layer | None,
         portable: Layer,
-        weights: dict[str, np.ndarray[Any, Any]],
+        weights: Weights | None,
+        verification: Verification = VERIFIED,
         *,
         serve_smaller: bool = False,
     ) -> None:
@@ -68,7 +70,8 @@ class Programs:
             device: where they run.
             executables: None if the machine does not match: programs are compiled from portable.
             portable: StableHLO of the same programs.
-            weights: tensors of the weights layer by name.
+            weights: the weights layer; None: there is none.
+            verification: of the whole bundle.
             serve_smaller: whether a request may use other programs that are ready while its own compile.
         """
         self.bundle = config.bundle
@@ -78,6 +81,7 @@ class Programs:
         self._executables = executables
         self._portable = portable
         self._weights = weights
+        self.verification = verification
         # In a cluster every process must run the same programs, whichever of them are ready.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
@@ -163,7 +167,8 @@ class Programs:
         """Yield name, values and sharding of the tensors of a weight set; nothing for None."""
         shardings = self._config.weight_shardings or {}
         for tensor in () if name is None else self._config.weight_sets[name]:
-            value = self._weights[tensor]
+            assert self._weights is not None
+            value = self._weights.values[tensor]
             yield tensor, value, parse_sharding(shardings.get(tensor, ""), value.ndim)
 
     @property
@@ -244,11 +249,18 @@ class Programs:
                 self._failed.add(name)
 
     def weights(self, name: str | None) -> list[DeviceArray]:
-        """Return the tensors of a weight set on the device. On a CPU they are the mapped file itself."""
+        """Return the tensors of a weight set on the device. On a CPU they are the mapped file itself.
+
+        Raises:
+            RejectError: the bundle is damaged.
+            StoreError: the disk does not give its bytes.
+        """
         if name is None:
             return []
         with self._lock:
             if name not in self._weights_on_device:
+                if self._weights is not None:
+                    self._weights.wait(self._config.weight_sets[name])
                 self._weights_on_device[name] = [
                     self._device.put(value, split) for _, value, split in self._weight_set(name)
                 ]

@@ -53,7 +53,7 @@ class BundleText:
             return None
         from prejit.runtime.text.tokenizer import Tokenizer  # costs 20 ms, only text needs it
 
-        return Tokenizer(layer.content[:], layer.path)
+        return Tokenizer(layer.wait()[:], layer.path)
 
     def need_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -115,4 +115,4 @@ class BundleText:
             return None
         from prejit.runtime.text.chat import ChatTemplates  # Jinja costs 40 ms, only chats need it
 
-        return ChatTemplates(check_chat(bytes(layer.content), layer.path), layer.path)
+        return ChatTemplates(check_chat(bytes(layer.wait()), layer.path), layer.path)

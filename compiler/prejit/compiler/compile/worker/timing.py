@@ -68,13 +68,13 @@ def measure(
         kernels: digest of the library that they call; None: they call none.
     """
     from prejit.runtime.format.blobs import Layer
-    from prejit.runtime.programs.weights import tensors
+    from prejit.runtime.programs.weights import open_weights
 
     if kernels is not None:
         native_kernels.register(native_kernels.load(require_blob(store, kernels)))
     with open(weights, "rb") as file:
         layer = Layer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), weights)
-    values = tensors(layer)
+    values = open_weights(layer).values
     device = Device("cpu")
     placed = {name: device.put(value) for name, value in values.items()}
     runs = [_runner(store, device, placed, program) for program in programs]

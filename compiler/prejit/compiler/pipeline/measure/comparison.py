@@ -33,7 +33,7 @@ from prejit.runtime.errors import (
 )
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.schema import Accuracy
-from prejit.runtime.programs.weights import tensors
+from prejit.runtime.programs.weights import open_weights
 from prejit.runtime.text.tokenizer import Tokenizer
 
 Arrays = np.ndarray[Any, Any]
@@ -170,7 +170,7 @@ def mapped(weights: Path) -> dict[str, Arrays]:
     """
     with weights.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return tensors(Layer(content, str(weights)))
+    return {**open_weights(Layer(content, str(weights))).values}
 
 
 def of_decoder(

@@ -13,7 +13,11 @@ import numpy as np
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import BuildError, RejectError
-from prejit.runtime.format.checks.config import check_config, check_kernels_layer
+from prejit.runtime.format.checks.config import (
+    check_chunks_layers,
+    check_config,
+    check_kernels_layer,
+)
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import (
     GAP_PREFIX,
@@ -254,5 +258,6 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             written = read.annotations[BUNDLE_FORMAT]
             table = check_config(config, written, target, needs, target)
             check_kernels_layer(table, manifest, target)
+            check_chunks_layers(table, manifest, target)
     except RejectError as error:
         raise BuildError(f"no reader would take this bundle: {error}") from error

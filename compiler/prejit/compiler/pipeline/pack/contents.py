@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prejit.compiler.native.products import Product
@@ -11,6 +11,7 @@ from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTar
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
+from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.pack.requirement import requirement_of
@@ -111,8 +112,11 @@ def _pack_target(
         _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
         for each in target.executables
     )
-    config = _config(plan, target, programs, products, accuracy)
-    return PackedTarget(config, (*own, *shared))
+    layers = (*own, *shared)
+    config = replace(
+        _config(plan, target, programs, products, accuracy), chunks=chunks_of(layers, store)
+    )
+    return PackedTarget(config, layers)
 
 
 def _program(

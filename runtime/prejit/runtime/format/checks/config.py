@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 
@@ -20,9 +21,15 @@ from prejit.runtime.format.checks.signatures import (
     difference,
     kinds_of,
 )
-from prejit.runtime.format.names import KERNEL_LEVELS, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.names import CHUNKS_SINCE, KERNEL_LEVELS, KERNELS_MEDIA_TYPE
 from prejit.runtime.format.schema import Config, Encoder, ImageManifest
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
+
+CHUNK_ALGORITHM = "blake3"
+"""The hash function of chunks. On one core of a Zen 5 it takes 7.1 GB/s, SHA-256 with its instructions 1.9
+(benchmarks/results/2026-11-21-hashing.md)."""
+
+_HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 MAX_PATH_KEYS = 256
 """Maximum depth of the tree of an argument or result; code walks the tree by recursion."""
@@ -65,6 +72,7 @@ def check_config(
     _check_mesh(config, path)
     _check_programs(config, path)
     _check_kernels(config, path)
+    _check_chunks(config, path)
     if config.decoder is not None:
         _check_decoder(config, path)
     if config.encoder is not None:
@@ -127,6 +135,52 @@ def check_kernels_layer(config: Config, manifest: ImageManifest, path: str) -> N
         raise RejectError(
             path, f"expected kernels {named or 'none'}, as the config; found {found or 'no layer'}"
         )
+
+
+def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that chunks are of layers of the manifest, and cover each of these layers.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    sizes = {at.mediaType: at.size for at in manifest.layers}
+    for media_type, chunks in (config.chunks or {}).items():
+        if (size := sizes.get(media_type)) is None:
+            raise RejectError(
+                path, f"chunks: expected media types of layers, found {media_type!r:.80}"
+            )
+        expected = -(-size // chunks.size)
+        if len(chunks.digests) != expected:
+            raise RejectError(
+                path,
+                f"chunks of {media_type}: expected {expected} for {size} bytes in chunks of "
+                f"{chunks.size}, found {len(chunks.digests)}",
+            )
+
+
+def _check_chunks(config: Config, path: str) -> None:
+    if config.chunks is None:
+        return
+    if config.format < CHUNKS_SINCE:
+        raise RejectError(
+            path, f"expected chunks since format {CHUNKS_SINCE}, found them in {config.format}"
+        )
+    for media_type, chunks in config.chunks.items():
+        where = f"chunks of {media_type!r:.80}"
+        if chunks.algorithm != CHUNK_ALGORITHM:
+            raise RejectError(
+                path, f"{where}: expected {CHUNK_ALGORITHM}, found {chunks.algorithm!r:.80}"
+            )
+        if not limits.MIN_CHUNK_BYTES <= chunks.size <= limits.MAX_CHUNK_BYTES:
+            raise RejectError(
+                path,
+                f"{where}: expected a size of {limits.MIN_CHUNK_BYTES} to {limits.MAX_CHUNK_BYTES} "
+                f"bytes, found {chunks.size}",
+            )
+        if not all(map(_HEX_DIGEST.fullmatch, chunks.digests)):
+            raise RejectError(path, f"{where}: expected digests of 64 hexadecimal digits")
 
 
 def _is_date(text: str) -> bool:

@@ -55,17 +55,22 @@ SAFETENSORS_DTYPES = {
 }
 
 
-def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
-    """10. Check that a weights layer is a safetensors file with all tensors inside, aligned and apart.
-
-    8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of 64
-    """
+def header_end(content: memoryview, path: str) -> int:
+    """10. Return where the header of a safetensors file ends, in bytes from the start of the file."""
     if len(content) < 8:
         raise RejectError(path, f"expected a safetensors file, found {len(content)} bytes")
     header_size = int.from_bytes(content[:8], "little")
     if not 0 < header_size <= min(MAX_WEIGHTS_HEADER_BYTES, len(content) - 8):
         raise RejectError(path, f"expected a safetensors header, found one of {header_size} bytes")
-    data = 8 + header_size
+    return 8 + header_size
+
+
+def check_weights(content: memoryview, path: str) -> dict[str, TensorSlice]:
+    """10. Check that a weights layer is a safetensors file with all tensors inside, aligned and apart.
+
+    8 bytes: size of the header, little-endian | header: JSON | tensors, each at a multiple of 64
+    """
+    data = header_end(content, path)
     text = bytes(content[8:data])
     check_amount(text, (b":",), (b"[", b"{"), path)
     try:
