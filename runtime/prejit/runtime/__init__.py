@@ -110,6 +110,13 @@ def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             if name == "load":
-                import_module("prejit.runtime.device.start").import_numpy()
+                return _load()
             return getattr(import_module(f"prejit.runtime.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _load() -> Any:
+    """Return `load`, with NumPy and most of the modules that it needs imported."""
+    with import_module("prejit.runtime.base.collector").collector_off():
+        import_module("prejit.runtime.device.start").import_numpy()
+        return import_module("prejit.runtime.loader").load

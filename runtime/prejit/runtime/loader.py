@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
+from prejit.runtime.base.collector import collector_off
 from prejit.runtime.device.start import quickly
 from prejit.runtime.errors import FallbackWarning, KernelError, PrejitWarning
 from prejit.runtime.fallback import (
@@ -43,10 +44,11 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.device.kernels import Library
 
-_CALLER = 3
-"""Stack level of the user's code for a warning in `load`, whose decorator has a frame of its own."""
+_CALLER = 4
+"""Stack level of the user's code for a warning in `load`, whose decorators have a frame each."""
 
 
+@collector_off()
 @quickly()
 def load(
     path: str | os.PathLike[str],

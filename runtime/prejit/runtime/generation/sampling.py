@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import OPTIONS, Sampling
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _SINCE_FORMAT_3 = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Names of the options that programs of formats 1 and 2 do not take."""

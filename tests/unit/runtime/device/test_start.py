@@ -53,6 +53,19 @@ def test_one_switch_turns_all_of_it_off(settled_dir: Path, run_python: Any) -> N
     )
 
 
+def test_the_collector_looks_at_nothing_between_numpy_and_the_end_of_a_load(
+    settled_dir: Path, run_python: Any
+) -> None:
+    run_python(
+        "import gc, sys\nfound = []\n"
+        "gc.callbacks.append(lambda phase, info: found.append(info) if 'numpy' in sys.modules else None)\n"
+        "from prejit.runtime import load\n"
+        f"bundle = load({str(settled_dir)!r})\n"
+        "assert not found, found\n"
+        "assert gc.isenabled()"
+    )
+
+
 def test_numpy_is_imported_with_load(run_python: Any) -> None:
     """Not when it runs, beside what other threads import by then."""
     run_python(
