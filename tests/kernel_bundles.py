@@ -31,8 +31,8 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler.compile.disassembly import declared_features
-    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.compile.worker.disassembly import declared_features
+    from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of

@@ -27,8 +27,8 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
-from prejit.compiler.compile.disassembly import declared_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.compile.worker.disassembly import declared_features
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
@@ -157,8 +157,8 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
     import numpy as np
 
-    from prejit.compiler.compile.disassembly import declared_features
-    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.compile.worker.disassembly import declared_features
+    from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of

@@ -26,7 +26,7 @@ _ROOTS = {
 }
 """Directory of each root package."""
 
-COMPILING = ("prejit.compiler.compile.compiling",)
+COMPILING = ("prejit.compiler.compile.worker.compiling",)
 """The module that compiles a program."""
 LOWERING = (
     "prejit.compiler.lowering.decoder",

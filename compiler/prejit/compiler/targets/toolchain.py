@@ -122,7 +122,7 @@ class Toolchain:
         return " ".join(flags)
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
-        """Return the fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
+        """Return the fields of `prejit.compiler.compile.worker.xla.CompileFor`, for a worker.
 
         Args:
             platforms: platforms that the program was lowered for.

@@ -101,7 +101,7 @@ def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(keys, "code_digest", lambda *modules: f"sha256:of mended {modules}")
     after = ingredients(new(V3), {})
     assert after != before
-    assert "prejit.compiler.compile.compiling" in dict(after)["our code"]
+    assert "prejit.compiler.compile.worker.compiling" in dict(after)["our code"]
 
 
 def test_flags_of_libtpu_are_in_the_key() -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import zstandard
 
-from prejit.compiler.compile.disassembly import in_order, narrowed, used_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable, stand_in_for_kernels
+from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_features
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable, stand_in_for_kernels
 from prejit.compiler.native.calls import with_library
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format.schema import Memory
