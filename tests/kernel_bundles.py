@@ -31,8 +31,8 @@ def kernel_recipe(
     import numpy as np
     import zstandard
 
-    from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features
-    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
+    from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
@@ -45,7 +45,7 @@ def kernel_recipe(
         PORTABLE_MEDIA_TYPE,
         kernel_target,
     )
-    from prejit.runtime.format.schema import Config, Kernels, Program, Segment
+    from prejit.runtime.format.schema import Config, Kernels, ProgramEntry, Segment
     from prejit.runtime.machine.requirement import Requirement
 
     library, content = toy_library
@@ -81,7 +81,7 @@ def kernel_recipe(
         ),
         versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
         programs=(
-            Program(
+            ProgramEntry(
                 name="scale",
                 kind="call",
                 bucket={},

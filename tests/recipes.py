@@ -27,8 +27,8 @@ V3_FEATURES = (
 COMPILE_FOR_V3 = """
 import sys
 from pathlib import Path
-from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 features = tuple(sys.argv[1].split(","))
 for at in sys.argv[2:]:
     machine = CompileFor(cpu="x86-64-v3", cpu_features=features)
@@ -158,8 +158,8 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
     import numpy as np
 
-    from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features
-    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
+    from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.compiler.pipeline.pack import bundle_files
     from prejit.compiler.store.directory import DirectoryStore
     from prejit.runtime.base.digests import digest_of
@@ -170,7 +170,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
         PORTABLE_MEDIA_TYPE,
         WEIGHTS_MEDIA_TYPE,
     )
-    from prejit.runtime.format.schema import Config, Program, Segment
+    from prejit.runtime.format.schema import Config, ProgramEntry, Segment
     from prejit.runtime.machine.requirement import Requirement
 
     random = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     with cache.blob_writer() as blob:
         bundle_files.write_weights(
             [
-                bundle_files.Tensor(
+                bundle_files.PackedTensor(
                     tensor, str(value.dtype), value.shape, lambda value=value: value
                 )
                 for tensor, value in weights.items()
@@ -233,7 +233,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
             ),
             versions={"jax": version("jax"), "jaxlib": version("jaxlib"), "prejit": "0.1.0"},
             programs=tuple(
-                Program(
+                ProgramEntry(
                     name=program,
                     kind="call",
                     bucket={"b": int(program[7:])} if program.startswith("score/b") else {},

@@ -18,7 +18,7 @@ from benchmarks.harness import workload
 from prejit.runtime import Bundle, Fingerprint, load
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy
-from prejit.runtime.format.schema import Program
+from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 
@@ -91,7 +91,7 @@ def buckets(bundle: Bundle) -> None:
     workload.say_last(answers=answers, programs=sources(bundle))
 
 
-def answer(decoder: DecoderPrograms, program: Program, cache: KVCache) -> None:
+def answer(decoder: DecoderPrograms, program: ProgramEntry, cache: KVCache) -> None:
     """Run a prefill program on whole prompts, or a decode program for one step, and read the tokens."""
     prompt = workload.prompt_ids(program.bucket.get("prompt", 1))
     inputs = {}

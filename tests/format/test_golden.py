@@ -38,11 +38,11 @@ from prejit.runtime.format.schema import (
     Decoder,
     Descriptor,
     Encoder,
+    ImageManifest,
     Kernels,
-    Manifest,
     Memory,
     Portable,
-    Program,
+    ProgramEntry,
     Segment,
 )
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -154,8 +154,8 @@ def test_another_reader_finds_what_the_documentation_says(golden: Path) -> None:
 def test_the_documentation_names_every_key() -> None:
     document = (HERE.parent.parent / "docs" / "bundle-format.md").read_text(encoding="utf-8")
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
-    kinds = [Config, Program, Segment, Memory, Decoder]
-    kinds += [Requirement, Mesh, Portable, Manifest, Descriptor]
+    kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
+    kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
     kinds += [Encoder, Chat, Accuracy, Kernels]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.quick_compiling import COMPILER_OPTIONS
 
-from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.lowering.user.lower import lower_function
 from prejit.compiler.lowering.user.modules import UserModules

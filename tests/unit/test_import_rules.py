@@ -89,6 +89,16 @@ def test_the_repository_breaks_no_rule(copy: Path) -> None:
             "from jaxlib import xla_client\n",
             "One module touches jaxlib",
         ),
+        (
+            COMPILER / "compile" / "pool.py",
+            "def f():\n    from prejit.compiler.compile.worker import xla\n",
+            "A build uses a worker's code only through its process",
+        ),
+        (
+            COMPILER / "compile" / "worker" / "xla.py",
+            "def f():\n    import click\n",
+            "A worker runs in environments that have the server's dependencies only",
+        ),
     ],
 )
 def test_a_broken_rule_is_found(copy: Path, file: Path, text: str, rule: str) -> None:

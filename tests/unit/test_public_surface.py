@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,10 @@ COMPILER = """
 BuildError Built BundleTable CheckpointError Encode Generate GpuTable Manifest ManifestError Mesh Model
 NetworkError PlannedExecutable Program TargetTable build plan read_manifest
 """
+ROOTS = [
+    Path(importlib.import_module(door).__path__[0])
+    for door in ("prejit.runtime", "prejit.compiler")
+]
 DOORS = {"prejit.runtime": RUNTIME.split(), "prejit.compiler": COMPILER.split()}
 
 
@@ -59,3 +66,17 @@ def test_importing_the_build_side_imports_nothing_else(run_python: Any) -> None:
         "heavy = {'jax', 'flax', 'transformers', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """Only the code of models repeats names: each family has an `Attention`, as in its paper."""
+    files = defaultdict[str, list[str]](list)
+    for root in ROOTS:
+        for file in sorted(root.rglob("*.py")):
+            for statement in ast.parse(file.read_text()).body:
+                if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
+                    files[statement.name].append(str(file.relative_to(root.parent)))
+    shared = {name: places for name, places in files.items() if len(places) > 1}
+    models = ("compiler/models/families/", "compiler/models/encoders/", "compiler/models/layers/")
+    assert {n: p for n, p in shared.items() if not all(f.startswith(models) for f in p)} == {}
+    assert "Attention" in shared

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, TextIO, cast, final
 
 HEARTBEAT_SECONDS = 10.0
@@ -151,12 +150,7 @@ class Progress(abc.ABC):
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         return None
 
     def _end(self, program: str, target: str) -> float:
@@ -213,12 +207,7 @@ class Plain(Progress):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -271,12 +260,7 @@ class Live(Progress):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def _tell(self, text: str) -> None:

@@ -20,7 +20,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Config, Program
+from prejit.runtime.format.schema import Config, ProgramEntry
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.defaults import Defaults, check_generation
@@ -454,7 +454,7 @@ class Bundle:
 
         return call_leaves(self._programs, self._device, name, given)
 
-    def runner_with_zeros(self, program: Program) -> Callable[[], object]:
+    def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
         from prejit.runtime.programs.calls import runner_with_zeros
 

@@ -35,7 +35,7 @@ from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
-from prejit.runtime.format.schema import Config, Index, Manifest
+from prejit.runtime.format.schema import Config, ImageManifest, Index
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
 from prejit.runtime.verdict import Axis
@@ -130,7 +130,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
     layout: Layout
     digest: str
     targets: tuple[OpenTarget, ...]
-    manifests: Mapping[str, Manifest]
+    manifests: Mapping[str, ImageManifest]
     blobs: Blobs
 
 

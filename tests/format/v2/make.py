@@ -37,7 +37,7 @@ from jax import export
 
 from prejit.compiler.pipeline.pack.bundle_files import (
     PackedTarget,
-    Tensor,
+    PackedTensor,
     assemble,
     layer,
     pack,
@@ -57,7 +57,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import match, open_index, read_contents
-from prejit.runtime.format.schema import Config, Memory, Portable, Program, Segment
+from prejit.runtime.format.schema import Config, Memory, Portable, ProgramEntry, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 
@@ -273,7 +273,7 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
         cache.put_blob(frame)
         portables[name] = segment
     portable, portables = pack(portables, cache)
-    bias = Tensor("where:bias", "float32", (4,), lambda: np.arange(4, dtype=np.float32))
+    bias = PackedTensor("where:bias", "float32", (4,), lambda: np.arange(4, dtype=np.float32))
     with cache.blob_writer() as blob:
         write_weights([bias], blob)
     weights = cache.read_blob(blob.digest)
@@ -286,7 +286,7 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
     for target, needs in NEEDS.items():
         frame, segment = frame_of(f"an executable for {target}".encode())
         programs = tuple(
-            Program(
+            ProgramEntry(
                 name=name,
                 kind="call",
                 bucket={},

@@ -38,7 +38,7 @@ from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Config, Kernels, Memory, Portable, Program
+from prejit.runtime.format.schema import Config, Kernels, Memory, Portable, ProgramEntry
 
 HERE = Path(__file__).parent
 X = (0.25, 1.0, 4.0, -1.0, 0.0)
@@ -68,7 +68,7 @@ def main() -> None:
     for target in ("cpu-x86-64-v2", "plain"):
         calls = target == "cpu-x86-64-v2"
         programs = tuple(
-            Program(
+            ProgramEntry(
                 name=name,
                 kind="call",
                 bucket={},

@@ -1,10 +1,9 @@
 """Compile StableHLO to executables, in worker processes.
 
-`jobs` are the values that go in and come out; `keys.executable_key` says what decides an executable.
-`executor.Executor` is what a build may ask for; `pool.WorkerPool` runs jobs in workers of this machine.
-`worker_process` is the client of a worker. `worker` runs in the process itself: it compiles with `compiling`
-(XLA through `xla`, then `disassembly` of CPU code) and measures with `timing`. A worker may run in an
-environment of another jax, which has the server's dependencies and `iced-x86` only.
+`jobs` are the values that go in and come out; `keys.executable_key` lists what decides an executable.
+`executor.Executor` is the interface that a build uses; `pool.WorkerPool` implements it with worker processes
+of this machine. `worker_process` starts such a process and sends it requests. The package `worker` is the
+code that runs in it.
 
 This package imports `targets`, `native` and `store`. Begin with `jobs`, then `executor`.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Protocol
 
 from prejit.compiler.compile.jobs import Compiled, CompileJob
@@ -40,12 +39,7 @@ class Executor(Protocol):
     def __enter__(self) -> Executor:
         """Return the executor itself."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Close it."""
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 from prejit.compiler.compile.executor import compile_once, find_compiled
@@ -108,12 +107,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _run_lane(self) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, final
 
 from prejit.compiler.compile.jobs import Compiled, Source
@@ -50,11 +49,11 @@ class WorkerProcess:
 
         Raises:
             BuildError: the process cannot be started.
-            StoreError: XLA_FLAGS names a file, and it cannot be read.
+            StoreError: XLA_FLAGS names a file, and it cannot be read; or the store cannot be written.
         """
         self.toolchain = toolchain
         command = (*toolchain.command, str(store.root), toolchain.target.platform)
-        environment = toolchain.environment(environ)
+        environment = toolchain.environment(environ, _stored_results(toolchain, store))
         # No pipe: nobody would have to read it, and the last lines are there after a crash.
         self._stderr: BinaryIO = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (see release)
         self._lock = threading.Lock()
@@ -205,12 +204,7 @@ class WorkerProcess:
     def __enter__(self) -> WorkerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,6 +228,13 @@ class WorkerProcess:
         self._stderr.seek(max(start, end - _LAST_BYTES))
         text = self._stderr.read().decode("utf-8", "replace")
         return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+
+
+def _stored_results(toolchain: Toolchain, store: Store) -> Path | None:
+    """Store the results of `prejit tune`, and return their file; None: the target has none."""
+    if toolchain.tuned is None:
+        return None
+    return store.blob_path(store.put_blob(toolchain.tuned.results))
 
 
 def _too_late(seconds: float) -> tuple[str, str]:

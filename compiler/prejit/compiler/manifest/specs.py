@@ -20,7 +20,7 @@ class ProgramSpec:
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
             `encode/b8-t128/layer`, `score/batch8`, `score`.
-        kind: as in `schema.Program`.
+        kind: as in `schema.ProgramEntry`.
         bucket: static sizes by name.
         section: name of the [[program]] that it comes from; empty for programs of the model.
     """

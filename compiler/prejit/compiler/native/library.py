@@ -61,7 +61,7 @@ _LINK_FLAGS = (
     "-s",
 )
 _HANDLERS = "_ffi.cc"
-"""Sources with FFI handlers have names that end so."""
+"""The names of sources with FFI handlers end with this."""
 _EXPORTS = f"{{ global: {KERNEL_PREFIX}*; local: *; }};\n"
 """The linker's version script. Without it libstdc++'s templates and operator new are exported, whatever
 -fvisibility is."""
@@ -132,7 +132,7 @@ def build_kernels(
 ) -> KernelLibrary | NoKernels:
     """Return the kernels for a target, from the cache or compiled now.
 
-    The first compiler of `find_compilers` that can compile them does.
+    The first compiler of `find_compilers` that succeeds makes them.
 
     Args:
         toolchain: the toolchain of the target; its jaxlib has the headers.

@@ -12,7 +12,7 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.pipeline.keys import compile_key
-from prejit.compiler.pipeline.plan import Kernels, Lowered
+from prejit.compiler.pipeline.plan import Lowered, TargetKernels
 from prejit.compiler.targets.toolchain import Toolchain
 
 
@@ -26,7 +26,7 @@ class TargetTools:
     """
 
     toolchain: Toolchain
-    kernels: Kernels | None
+    kernels: TargetKernels | None
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class TargetTools:
 
 
 @dataclass(frozen=True)
-class Executable:
+class CompiledExecutable:
     """A program that was compiled for a target.
 
     Attributes:
@@ -61,7 +61,7 @@ class CompiledTarget:
     """
 
     tools: TargetTools
-    executables: tuple[Executable, ...]
+    executables: tuple[CompiledExecutable, ...]
 
     @property
     def library(self) -> KernelLibrary | None:
@@ -116,7 +116,9 @@ def compiled_targets(
     """
     results = collect({(each.spec.name, each.job.target.name): each.future for each in submitted})
     found = [
-        Executable(each.spec, each.lowered, each.job, results[each.spec.name, each.job.target.name])
+        CompiledExecutable(
+            each.spec, each.lowered, each.job, results[each.spec.name, each.job.target.name]
+        )
         for each in submitted
     ]
     return tuple(

@@ -20,11 +20,11 @@ from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.keys import UserWeights, native_key
 from prejit.compiler.pipeline.model import ReadModel
 from prejit.compiler.pipeline.plan import (
-    Kernels,
     Lowered,
     Native,
     Plan,
     PlannedProgram,
+    TargetKernels,
     calls_kernels,
     choose_source,
     find_lowered,
@@ -154,7 +154,7 @@ def source_of(
     plan: Plan,
     program: PlannedProgram,
     lowered: Lowered,
-    kernels: Kernels | None,
+    kernels: TargetKernels | None,
     model: ReadModel,
     store: Store,
 ) -> Source:

@@ -123,7 +123,7 @@ class Native:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class TargetKernels:
     """The kernels of a target, and the form that each product takes beside them.
 
     Attributes:
@@ -263,7 +263,7 @@ def find_native(key: Key, store: Store) -> Native | None:
     return None if result is None else Native.from_json(result)
 
 
-def find_toolchain(target: Target, store: Store) -> Toolchain | None:
+def find_toolchain(target: Target) -> Toolchain | None:
     """Return what compiles for a target; None: its environment has to be made first.
 
     Raises:
@@ -276,7 +276,7 @@ def find_toolchain(target: Target, store: Store) -> Toolchain | None:
         found = toolchain_of(target, environment)
     else:
         return None
-    return replace(found, tuned=read_tuning(target, store))
+    return replace(found, tuned=read_tuning(target))
 
 
 def why_not(target: Target) -> str | None:
@@ -288,10 +288,10 @@ def why_not(target: Target) -> str | None:
     return None if error is None else f"{error} ({error.hint})"
 
 
-def kernels_of(library: KernelLibrary, toolchain: Toolchain, forms: KnownForms) -> Kernels:
+def kernels_of(library: KernelLibrary, toolchain: Toolchain, forms: KnownForms) -> TargetKernels:
     """Return the kernels of a target with the choice of forms beside them."""
     conditions = conditions_of(toolchain, library)
-    return Kernels(library, cache(partial(forms.choice, conditions=conditions)))
+    return TargetKernels(library, cache(partial(forms.choice, conditions=conditions)))
 
 
 def calls_kernels(manifest: Manifest, spec: ProgramSpec) -> bool:
@@ -300,7 +300,9 @@ def calls_kernels(manifest: Manifest, spec: ProgramSpec) -> bool:
 
 
 def choose_source(
-    lowered: Lowered, kernels: Kernels | None, native: Callable[[Mapping[Product, str]], Native]
+    lowered: Lowered,
+    kernels: TargetKernels | None,
+    native: Callable[[Mapping[Product, str]], Native],
 ) -> Source:
     """Return what a program is compiled from for a target: with kernels, if it has a use for them.
 
@@ -333,7 +335,7 @@ def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ..
     Raises:
         BuildError, RejectError, StoreError: a file cannot be read, or is wrong.
     """
-    toolchains = {target.name: find_toolchain(target, store) for target in plan.targets}
+    toolchains = {target.name: find_toolchain(target) for target in plan.targets}
     kernels = {
         name: _planned_kernels(plan, toolchain, store) for name, toolchain in toolchains.items()
     }
@@ -350,7 +352,7 @@ def _state(
     plan: Plan,
     program: PlannedProgram,
     toolchain: Toolchain | None,
-    kernels: Kernels | str | None,
+    kernels: TargetKernels | str | None,
     store: Store,
 ) -> tuple[str, str]:
     """Return the state of an executable, and why it is not cached."""
@@ -379,7 +381,9 @@ def _state(
     return COMPILE, _why(key, store)
 
 
-def _planned_kernels(plan: Plan, toolchain: Toolchain | None, store: Store) -> Kernels | str | None:
+def _planned_kernels(
+    plan: Plan, toolchain: Toolchain | None, store: Store
+) -> TargetKernels | str | None:
     """Return a target's kernels; None: it has none; a text: why they are not known yet."""
     if toolchain is None or not uses_kernels(plan.manifest):
         return None

@@ -133,7 +133,7 @@ def build(
     functions = find_functions(manifest)
     published = find_published(plan)
     _check(plan, model, published)
-    toolchains = [_make_toolchain(target, store, progress) for target in plan.targets]
+    toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     libraries = _build_kernels(plan, toolchains, store, progress)
     with executor:
         known = plan.forms
@@ -189,13 +189,13 @@ def _check(plan: Plan, model: ReadModel, published: Published | None) -> None:
         check_model(plan.manifest, model(), published.checkpoint, new)
 
 
-def _make_toolchain(target: Target, store: Store, progress: Progress) -> Toolchain:
+def _make_toolchain(target: Target, progress: Progress) -> Toolchain:
     """Return what compiles for a target; its environment is made first if it is not there."""
-    if (found := find_toolchain(target, store)) is None:
+    if (found := find_toolchain(target)) is None:
         spec = spec_for(target, versions("jax")["jax"])
         assert spec is not None
         make_environment(spec, progress)
-        found = find_toolchain(target, store)
+        found = find_toolchain(target)
         assert found is not None
     return found
 

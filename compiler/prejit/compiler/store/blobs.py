@@ -20,16 +20,16 @@ from prejit.runtime.base.digests import digest_of, is_digest
 
 
 @final
-class Blobs:
+class StoreBlobs:
     """The blobs of one store."""
 
     def __init__(self, files: Files) -> None:
-        """Nothing is created yet."""
+        """Use a directory; nothing is created yet."""
         self._files = files
         self.directory = files.base / "blobs" / "sha256"
 
     def path(self, digest: str) -> Path:
-        """Return the file that a blob has or would have.
+        """Return the path of a blob, whether it exists or not.
 
         Raises:
             ValueError: it is not a digest.
@@ -78,7 +78,7 @@ class Blobs:
 class FileBlobWriter:
     """Writes one blob to a temporary file, which gets its name when the block ends without an error."""
 
-    def __init__(self, files: Files, blobs: Blobs) -> None:
+    def __init__(self, files: Files, blobs: StoreBlobs) -> None:
         self._files = files
         self._blobs = blobs
         self._hash = hashlib.sha256()

@@ -26,7 +26,7 @@ _ROOTS = {
 }
 """Directory of each root package."""
 
-COMPILING = ("prejit.compiler.compile.compiling",)
+COMPILING = ("prejit.compiler.compile.worker.compiling",)
 """The module that compiles a program."""
 LOWERING = (
     "prejit.compiler.lowering.decoder",
@@ -55,7 +55,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""The tokens of a source file, as far as they separate code from prose. A line comes with its first code."""
+"""The tokens that separate code from prose. A `line` token includes the first code of its line."""
 
 
 _NO_CODE = hashlib.sha256().hexdigest()
@@ -78,7 +78,7 @@ class _Import:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What counts of a source file.
+    """The parts of a source file that enter a digest.
 
     Attributes:
         digest: digest of its code without its imports of prejit.
@@ -101,7 +101,7 @@ def code_digest(*modules: str) -> str:
     parts = set[str]()
     for name in imported(*modules):
         source = _source(name)
-        # Imported code counts by what it is, not by where it lies.
+        # Imported code enters by its content, not by its path.
         links = sorted(
             f"{each.local}={_source(each.module).digest}.{each.name}" for each in source.imports
         )

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
-from prejit.compiler.store.blobs import Blobs, FileBlobWriter
+from prejit.compiler.store.blobs import FileBlobWriter, StoreBlobs
 from prejit.compiler.store.files import Files, discard, parse_json, read_json, size_of, writing
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
@@ -72,7 +72,7 @@ class DirectoryStore:
         self.root = root
         self._base = root / VERSION
         self._files = Files(self._base)
-        self._blobs = Blobs(self._files)
+        self._blobs = StoreBlobs(self._files)
 
     @classmethod
     def open(cls, root: Path | None = None) -> DirectoryStore:

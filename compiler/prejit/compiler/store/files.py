@@ -24,7 +24,7 @@ class Files:
     """The files below one directory."""
 
     def __init__(self, base: Path) -> None:
-        """Nothing is created yet."""
+        """Use a directory; nothing is created yet."""
         self.base = base
         self.temp = base / "temp"
 
@@ -133,7 +133,7 @@ def remove_abandoned(path: Path, *, dry_run: bool = False) -> bool:
 
     Args:
         path: the file.
-        dry_run: whether to keep it all the same.
+        dry_run: whether to keep an abandoned file too.
     """
     with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The store of results: what a build may ask of it. `directory.DirectoryStore` keeps results in a directory.
+"""The interface of a store of results. `directory.DirectoryStore` keeps results in a directory.
 
 A result is JSON under the key of everything that decides it. Large contents (programs, executables, weights)
 are blobs, named by their digest; a result names its blobs.

@@ -67,7 +67,7 @@ def why(old: Key | None, new: Key) -> str:
 
 
 def _short(value: str) -> str:
-    """Return a value as a person compares it: digests by 12 digits, an empty text in quotes."""
+    """Return a short form of a value for people: a digest by 12 digits, an empty text in quotes."""
     head, separator, digits = value.partition(":")
     if head == "sha256" and separator and len(digits) > 12:
         return f"sha256:{digits[:12]}"

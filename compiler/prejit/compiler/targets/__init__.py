@@ -1,6 +1,6 @@
 """The targets of a bundle, and the tools that compile for each.
 
-`target_table` turns a `[[target]]` table into a `prejit.runtime.machine.targets.Target`. `toolchain` says
+`target_table` turns a `[[target]]` table into a `prejit.runtime.machine.targets.Target`. `toolchain` holds
 what compiles for a target: a worker's command, packages and flags. A target that pins a jax version needs
 an `environments.Environment`; `installing` makes it, with one of this machine's `interpreters`. `listing`
 is `prejit targets`, `build_host` what this machine can compile for, `cpu_count` how many CPUs XLA sees, and

@@ -76,7 +76,7 @@ def _can_answer() -> bool:
 
 
 def install(to_parent: socket.socket) -> None:
-    """Pass all later calls of this process for its CPUs to its parent, if the kernel allows it.
+    """Send later sched_getaffinity calls of this process to its parent, if the kernel allows it.
 
     Args:
         to_parent: socket that sends the parent the descriptor for `answer`.

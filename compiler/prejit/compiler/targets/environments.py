@@ -1,7 +1,7 @@
 """Virtual environments of workers, for targets that pin a jax version or need an accelerator's plugin.
 
     <root>/v1/<key>/                  a virtual environment, made once
-    <root>/v1/<key>/environment.json  the marker, written last: without it the rest counts as nothing
+    <root>/v1/<key>/environment.json  the marker, written last: without it the environment is incomplete
     <root>/v1/<key>.lock              held by the process that makes it, and by the workers that run in it
 
 The key is a digest of the packages that the environment needs. The interpreter is not in it, because it does

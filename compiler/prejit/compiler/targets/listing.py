@@ -74,7 +74,7 @@ def _packages(spec: EnvironmentSpec) -> tuple[str, ...]:
 
 
 def _more(way: Listed) -> Iterator[str]:
-    """Yield what a pinned version needs first."""
+    """Yield what must happen before a pinned version compiles."""
     if way.builds == DOWNLOAD:
         yield f"after a first download of {', '.join(way.packages)}"
     elif way.note:

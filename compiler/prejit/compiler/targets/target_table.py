@@ -38,7 +38,7 @@ class GpuTable:
 
 @dataclass(frozen=True, slots=True)
 class TargetTable:
-    """`[[target]]`: machines to compile for. Its keys go before the catalogue and the fingerprint.
+    """`[[target]]`: machines to compile for. Its keys override the catalogue and the fingerprint.
 
     Attributes:
         name: a name that `prejit targets` lists, or another one beside `fingerprint` or `platform`.
@@ -93,7 +93,7 @@ def names() -> tuple[str, ...]:
 
 
 def target(name: str) -> Target:
-    """Return the target of a name, on one device.
+    """Return the target with a name, for one device.
 
     Raises:
         UsageError: no target has the name; the message suggests the nearest and lists all.
@@ -227,7 +227,7 @@ def _table_problems(table: TargetTable, directory: Path) -> Iterator[tuple[str, 
         if "://" in text or "@" in text or not re.match(r"[A-Za-z0-9]", text):
             yield (
                 "constraints",
-                f'expected such as "numpy==2.3.4", without a URL; found {shown(text)}',
+                f'expected a package such as "numpy==2.3.4", without a URL; found {shown(text)}',
             )
     if table.tuning is not None and not (directory / table.tuning).is_file():
         yield "tuning", f"no such file {shown(table.tuning)} beside the manifest"
@@ -252,7 +252,7 @@ def _incomplete(found: Target) -> Iterator[tuple[str, str]]:
     if found.platform == "cpu" and found.cpu_features is not None and found.cpu is None:
         yield "cpu", "missing; LLVM's name of the CPU to tune for"
     if found.topology is not None and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", found.topology):
-        yield "topology", f'expected such as "2x2"; found {shown(found.topology)}'
+        yield "topology", f'expected a topology such as "2x2"; found {shown(found.topology)}'
 
 
 def _on_mesh(found: Target, mesh: Mesh | None) -> Target:

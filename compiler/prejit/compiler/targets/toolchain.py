@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.build_host import cross_compiles
 from prejit.compiler.targets.environments import Environment, worker_command
 from prejit.compiler.targets.gpu_description import gpu_config
@@ -31,15 +30,15 @@ GPT-2's programs compile as fast as without it (2 CPUs)."""
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What `prejit tune` measured on a device, ready for a worker.
+    """What `prejit tune` measured on a device.
 
     Attributes:
-        results: path of a file with XLA's autotuning results.
+        results: XLA's autotuning results, which a worker reads from a file.
         topology: XLA's description of the device, base64.
         digest: digest of the tuning file.
     """
 
-    results: str
+    results: bytes
     topology: str
     digest: str
 
@@ -78,16 +77,21 @@ class Toolchain:
         """Whether an executable uses the extensions of the target only, whatever the build host has."""
         return self.target.cpu_features is not None and cross_compiles(self.jaxlib)
 
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+    def environment(
+        self, inherited: Mapping[str, str], tuning_results: Path | None = None
+    ) -> dict[str, str]:
         """Return the environment variables of a worker process.
 
         Args:
             inherited: this process's variables. The user's own XLA_FLAGS stay.
+            tuning_results: file with the results of `tuned`; None: the target has none.
 
         Raises:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
         """
-        worker = dict(inherited)
+        worker, flags = dict(inherited), self.xla_flags(inherited)
+        if tuning_results is not None:
+            flags += f" --xla_gpu_load_autotune_results_from={_quoted(str(tuning_results))}"
         # They set the size of XLA's thread pool, and with it the parts of loops: see cpu_count.py.
         for name in ("NPROC", "PJRT_NPROC"):
             worker.pop(name, None)
@@ -99,18 +103,15 @@ class Toolchain:
             worker["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
                 "1"  # only one process may hold chips, but many compile
             )
-        return (
-            worker
-            | {
-                "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
-                "XLA_FLAGS": self.xla_flags(inherited),
-                "PYTHONHASHSEED": "0",
-                "OPENBLAS_NUM_THREADS": "1",  # a worker forks, and only a process without threads can well
-            }
-        )
+        return worker | {
+            "JAX_PLATFORMS": "cpu",  # compiling for others needs their plugin, not their devices
+            "XLA_FLAGS": flags,
+            "PYTHONHASHSEED": "0",
+            "OPENBLAS_NUM_THREADS": "1",  # a worker forks, which is safe only without threads
+        }
 
     def xla_flags(self, inherited: Mapping[str, str]) -> str:
-        """Return XLA_FLAGS: prejit's, which the user's may override, then the target's.
+        """Return XLA_FLAGS: prejit's, which the user's may override, then the target's; none of `tuned`.
 
         Raises:
             StoreError: XLA_FLAGS names a file, and it cannot be read.
@@ -118,12 +119,10 @@ class Toolchain:
         flags = [_REPRODUCIBLE, *read_xla_flags(inherited).split(), *self.target.xla_flags]
         if self.target.xla_max_isa is not None and not self.is_exact:
             flags.append(f"--xla_cpu_max_isa={self.target.xla_max_isa}")
-        if self.tuned is not None:
-            flags.append(f"--xla_gpu_load_autotune_results_from={_quoted(self.tuned.results)}")
         return " ".join(flags)
 
     def machine(self, platforms: tuple[str, ...]) -> dict[str, Any]:
-        """Return the fields of `prejit.compiler.compile.xla.CompileFor`, for a worker.
+        """Return the fields of `prejit.compiler.compile.worker.xla.CompileFor`, for a worker.
 
         Args:
             platforms: platforms that the program was lowered for.
@@ -167,12 +166,8 @@ def toolchain_of(target: Target, environment: Environment) -> Toolchain:
     return Toolchain(target, tuple(worker_command(environment)), versions, isolated=True)
 
 
-def read_tuning(target: Target, store: Store) -> Tuned | None:
+def read_tuning(target: Target) -> Tuned | None:
     """Return the measurements for a target; None: its manifest names no tuning file.
-
-    Args:
-        target: the target.
-        store: gets XLA's part of the file as a blob, which XLA reads.
 
     Raises:
         BuildError: it was measured on another kind of device.
@@ -190,7 +185,4 @@ def read_tuning(target: Target, store: Store) -> Tuned | None:
             hint="name a file that `prejit tune` wrote on such a device, or remove `tuning`",
         )
     results = base64.b64decode(tuning.results)
-    digest = store.put_blob(results)
-    stored = store.blob_path(digest)
-    assert stored is not None
-    return Tuned(str(stored), tuning.topology, digest_of(path.read_bytes()))
+    return Tuned(results, tuning.topology, digest_of(path.read_bytes()))

@@ -1,7 +1,7 @@
 """Checks of the public API's arguments, made once where a call enters. Imports neither JAX nor NumPy.
 
 Each function takes the name of an argument and its value, and returns the value in the Python type that the
-code behind it computes with. Whatever the value is, all that it raises is a UsageError that names the
+code behind it computes with. For a wrong value it raises UsageError and nothing else. The message names the
 argument, what was expected and what was found.
 """
 
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 80
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _TEXT_LIKE = (str, bytes, bytearray, memoryview, Mapping)
-"""Types that can be iterated, and that nobody means as a list."""
+"""Iterable types that are not accepted as lists."""
 
 
 def refuse(name: str, expected: str, value: object) -> NoReturn:
@@ -31,7 +31,7 @@ def refuse(name: str, expected: str, value: object) -> NoReturn:
 
     Args:
         name: of the argument.
-        expected: what it should be, to follow "expected".
+        expected: the text that follows "expected" in the message.
         value: what was passed.
     """
     raise UsageError(f"{name}: expected {expected}, found {described(value)}")
@@ -49,7 +49,9 @@ def described(value: object) -> str:
             text = f"{type(value).__name__} of {len(value)}"
         else:
             text = repr(value)
-    except Exception:  # the value's own code: a repr that fails, an integer of 10,000 digits
+    except (
+        Exception
+    ):  # the value's own code may raise anything; so does an integer of 10,000 digits
         text = f"a value of type {type(value).__name__}"
     text = " ".join(printable(text).split())
     if len(text) > _SHOWN_CHARACTERS:
@@ -96,7 +98,7 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a bool, from one of Python's or NumPy's."""
+    """Return a bool from a bool of Python or NumPy."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
         refuse(name, "True or False", value)
     return bool(value)
@@ -136,7 +138,7 @@ def path(name: str, value: object) -> str | os.PathLike[str]:
         refuse(name, "a path", value)
     try:
         found = os.fspath(value)
-    except Exception:  # the object's own code
+    except Exception:  # __fspath__ may raise anything
         refuse(name, "a path", value)
     if not isinstance(found, str) or "\0" in found:
         refuse(name, "a path without a null character", value)
@@ -144,12 +146,12 @@ def path(name: str, value: object) -> str | os.PathLike[str]:
 
 
 def items(name: str, value: object, expected: str, *, sets: bool = False) -> list[Any]:
-    """Return the items of a list, tuple or array of any kind; of no text, mapping or iterator.
+    """Return the items of a list, tuple or array. Text, mappings and iterators are refused.
 
     Args:
         name: of the argument.
         value: what was passed.
-        expected: what it should be, to follow "expected".
+        expected: the text that follows "expected" in the message.
         sets: whether it may be a set, which has no order.
     """
     kinds = (Sequence, Set) if sets else (Sequence,)
@@ -159,7 +161,7 @@ def items(name: str, value: object, expected: str, *, sets: bool = False) -> lis
         refuse(name, expected, value)
     try:
         return list(value)  # type: ignore[call-overload, no-any-return]
-    except Exception:  # an array without dimensions, or what only claims to be an array
+    except Exception:  # an array without dimensions, or an object with a wrong __array__
         refuse(name, expected, value)
 
 
@@ -171,7 +173,7 @@ def integers(
     Args:
         name: of the argument.
         value: what was passed.
-        expected: what it should be, to follow "expected".
+        expected: the text that follows "expected" in the message.
         sets: whether it may be a set, which has no order.
     """
     if hasattr(value, "__array__") and not isinstance(value, _TEXT_LIKE):
@@ -179,7 +181,7 @@ def integers(
 
         try:
             array = np.asarray(value)
-        except Exception:  # a deleted buffer, or what only claims to be an array
+        except Exception:  # a deleted buffer, or an object with a wrong __array__
             refuse(name, expected, value)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             refuse(name, expected, value)
@@ -196,14 +198,14 @@ def integers(
 
 
 def check_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Check that token ids are of 0 to `vocab_size` - 1."""
+    """Check that token ids are from 0 to `vocab_size` - 1."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(each for each in ids if not 0 <= each < vocab_size)
         refuse(name, f"token ids of 0 to {vocab_size - 1}", wrong)
 
 
 def prompt(name: str, value: object, vocab_size: int) -> str | list[int]:
-    """Return a text, or token ids of 0 to `vocab_size` - 1, at least one."""
+    """Return a text, or a list of at least one token id from 0 to `vocab_size` - 1."""
     if isinstance(value, str):
         return value
     found = integers(name, value, "text or a list of token ids")
@@ -224,7 +226,7 @@ def strings(name: str, value: object) -> tuple[str, ...]:
 
 
 def pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    """Return a logit bias as pairs of token id and number, in order of the id, each once.
+    """Return a logit bias as pairs of token id and number, sorted by token id; each id occurs once.
 
     Args:
         name: of the argument.
@@ -236,7 +238,7 @@ def pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:
         found = [(token, bias) for token, bias in given]
     except UsageError:
         raise
-    except Exception:  # no pairs, or a mapping that fails
+    except Exception:  # items that are not pairs, or a mapping that raises
         refuse(name, expected, value)
     checked: dict[int, float] = {}
     for token, bias in found:
@@ -250,9 +252,10 @@ def pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _as_integer(value: object) -> int | None:
+    """Return an integer; None: the value is a bool, or not an integer."""
     if isinstance(value, bool):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except Exception:  # no integer, or the value's own code
+    except Exception:  # not an integer, or __index__ raised
         return None

@@ -23,6 +23,7 @@ MAX_JSON_ITEMS = 1 << 19
 """Maximum number of keys, and of lists and objects, in a config or a header of weights. 15,000 programs or
 100,000 tensors have as many."""
 _SMALL_JSON_BYTES = 1 << 20
+"""Smaller JSON is never refused for its number of items: it cannot take much memory."""
 
 T = TypeVar("T")
 
@@ -61,12 +62,12 @@ def check_amount(
 
     Args:
         content: JSON.
-        keys: marks; every key has at least one.
-        containers: marks; every list and every object has at least one.
+        keys: byte strings; every key in JSON comes with at least one of them.
+        containers: the same for lists and objects.
         path: the file, for errors.
 
     Raises:
-        RejectError: the content has more marks than any bundle needs.
+        RejectError: the content has more keys, or more lists and objects, than any bundle needs.
     """
     if len(content) <= _SMALL_JSON_BYTES:
         return
@@ -76,9 +77,10 @@ def check_amount(
 
 
 def from_any_json(cls: type[T], content: bytes, path: str) -> T:
-    """Read JSON as a dataclass, like `from_json`, but in any spelling: a person or a tool may have edited it.
+    """Read JSON that a person or a tool may have edited as a dataclass.
 
-    Keys may come in any order, with white space between them. No key may come twice.
+    Other than in `from_json`, keys may come in any order, with white space between them. No key may come
+    twice.
 
     Raises:
         RejectError: the content is not JSON, or a key is missing, unknown, repeated or of another type.
@@ -110,6 +112,7 @@ def from_plain(cls: type[T], plain: Any) -> T:
 def _from_json(
     cls: type[T], content: bytes, path: str, pairs_hook: Callable[[Any], Any] | None
 ) -> tuple[T, Any]:
+    """Return JSON as a dataclass and as plain data. `pairs_hook` is `object_pairs_hook` of `json.loads`."""
     try:
         plain = json.loads(content, object_pairs_hook=pairs_hook)
     except (ValueError, RecursionError) as error:
@@ -145,6 +148,7 @@ def shown(value: Any) -> str:
 
 
 def _dumps(plain: Any) -> bytes:
+    """Return canonical JSON of plain data."""
     text = json.dumps(
         plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -152,6 +156,7 @@ def _dumps(plain: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """Return dataclasses as dicts without the fields that are None, and tuples as lists, at any depth."""
     if is_dataclass(value):
         pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
         return {name: _plain(item) for name, item in pairs if item is not None}
@@ -163,10 +168,12 @@ def _plain(value: Any) -> Any:
 
 
 _Where = tuple["_Where | None", object]
-"""The place of a JSON value: the place of its container, and its key or index there. Only errors spell it."""
+"""The place of a JSON value: the place of its container, and its key or index there. Only an error needs it
+as text."""
 
 
 def _spell(where: _Where | None) -> str:
+    """Return a place as text, such as `programs[3].name`."""
     parts = []
     while where is not None:
         where, key = where
@@ -221,12 +228,14 @@ def _reader(kind: Any, is_open: bool = False) -> _Read:
 
 
 def _read_float(value: Any, where: _Where | None) -> float:
+    """Return a finite number as a float."""
     if type(value) not in (int, float) or not math.isfinite(value):
         raise TypeError(f"{_spell(where)}: expected float, found {shown(value)}")
     return float(value)
 
 
 def _union_reader(kind: Any, is_open: bool) -> _Read:
+    """Return the reader of a union: the first option whose type fits reads the value."""
     options = [option for option in typing.get_args(kind) if option is not type(None)]
     takes_null = is_open and len(options) < len(typing.get_args(kind))
 
@@ -245,6 +254,7 @@ def _union_reader(kind: Any, is_open: bool) -> _Read:
 
 
 def _list_reader(item: Any, is_open: bool) -> _Read:
+    """Return the reader of a list, which becomes a tuple."""
     read_item = _reader(item, is_open)
 
     def read(value: Any, where: _Where | None) -> Any:
@@ -258,6 +268,7 @@ def _list_reader(item: Any, is_open: bool) -> _Read:
 
 
 def _object_reader(item: Any, is_open: bool) -> _Read:
+    """Return the reader of an object with any keys, which becomes a dict."""
     read_item = _reader(item, is_open)
 
     def read(value: Any, where: _Where | None) -> Any:
@@ -269,6 +280,7 @@ def _object_reader(item: Any, is_open: bool) -> _Read:
 
 
 def _dataclass_reader(kind: Any, is_open: bool) -> _Read:
+    """Return the reader of an object whose keys are the fields of a dataclass."""
     readers = {
         field.name: _reader(_annotation(typing.cast(str, field.type), kind.__module__), is_open)
         for field in fields(kind)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prejit.runtime.bench.report import YARDSTICK, BenchReport, Row
+from prejit.runtime.bench.report import YARDSTICK, BenchReport, BenchRow
 
 MIN_QUARTILE_SAMPLES = 20
 """With fewer samples the spread is from the minimum to the maximum instead of the middle half."""
@@ -58,7 +58,7 @@ class Delta:
     """One row on both sides.
 
     Attributes:
-        name, group, unit: as in Row.
+        name, group, unit: as in BenchRow.
         before, after: the medians.
         ratio: of after to before.
         verdict: `worse`, `better`, `same` (within tolerance or spread) or `shown` (without a verdict).
@@ -83,7 +83,7 @@ class Comparison:
         drift: how many times longer the machine itself takes now; 1 for sides that alternate.
         deltas: the rows that both sides have.
         differences: of machine, versions, settings and bundle, such as `cpu_count: expected 8, found 2`.
-        incomparable: rows of one name but different work, with both works.
+        incomparable: the names of rows whose work differs, with the work of both sides.
         only_before, only_after: the names of rows that only one side has.
         is_same_machine: False: times are shown without a verdict.
     """
@@ -161,7 +161,7 @@ def compare_reports(
     )
 
 
-def _ratio(old: Row, new: Row) -> Ratio:
+def _ratio(old: BenchRow, new: BenchRow) -> Ratio:
     few = min(old.samples, new.samples) < MIN_QUARTILE_SAMPLES
     (low_old, high_old), (low_new, high_new) = (
         (row.minimum, row.maximum) if few else (row.p25, row.p75) for row in (old, new)
@@ -175,7 +175,7 @@ def _ratio(old: Row, new: Row) -> Ratio:
 
 
 def _verdict(
-    old: Row, new: Row, ratio: Ratio, tolerance: float, drift: float, same_machine: bool
+    old: BenchRow, new: BenchRow, ratio: Ratio, tolerance: float, drift: float, same_machine: bool
 ) -> str:
     if new.group == "machine" or new.unit == "x":
         return "shown"

@@ -23,7 +23,7 @@ from prejit.runtime.bench.report import (
     REPORT_VERSION,
     YARDSTICK,
     BenchReport,
-    Row,
+    BenchRow,
     summarize,
 )
 from prejit.runtime.bench.rounds import Head, Rounds, Say, ratio_in_turns, run_in_rounds
@@ -133,7 +133,7 @@ def measure(
     }
 
 
-def _row(head: Head, rounds: Iterable[Sequence[float]]) -> Row:
+def _row(head: Head, rounds: Iterable[Sequence[float]]) -> BenchRow:
     samples = [sample for samples in rounds for sample in samples]
     return summarize(
         head.group,
@@ -146,7 +146,7 @@ def _row(head: Head, rounds: Iterable[Sequence[float]]) -> Row:
     )
 
 
-def _report(bundle: Bundle, rows: tuple[Row, ...], runs: int, seconds: float) -> BenchReport:
+def _report(bundle: Bundle, rows: tuple[BenchRow, ...], runs: int, seconds: float) -> BenchReport:
     packages = ("prejit", "jax", "jaxlib", "numpy")
     machine = {name: value for name, value in asdict(Fingerprint.current()).items() if value}
     return BenchReport(

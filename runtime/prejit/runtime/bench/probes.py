@@ -14,7 +14,7 @@ from prejit.runtime.bench.rounds import SEED, Head, Probe, seeded_random
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.encoding.encoder import EncoderPrograms
-from prejit.runtime.format.schema import Program
+from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decode import steps_per_call
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
@@ -24,7 +24,7 @@ from prejit.runtime.generation.options import Request, Sampling
 from prejit.runtime.generation.sampling import place_sampling
 
 _REQUEST_WEIGHT = 4
-"""The share of time of a request, where a single program has 1: percentiles need more samples."""
+"""The share of time that a request gets, when a single program gets 1. Its percentiles need more samples."""
 PROMPTS = (16, 64, 256, 1024)
 """Lengths of prompts, up to the context. They are fixed, so that bundles with other buckets compare."""
 NEW_TOKENS = 32
@@ -67,7 +67,7 @@ def _yardstick() -> Probe:
     return Probe((head,), _timed(array.sum))
 
 
-def _runner(bundle: Bundle, program: Program) -> Probe:
+def _runner(bundle: Bundle, program: ProgramEntry) -> Probe:
     sizes = ", ".join(f"{name} {size}" for name, size in program.bucket.items())
     # The prefix keeps a program that is called `load` or `peak RSS` apart from the rows of these names.
     head = Head("call", f"call {program.name}", f"a call on zeros{f' ({sizes})' if sizes else ''}")
@@ -238,7 +238,7 @@ def _tokens(decoder: DecoderPrograms, *shape: int) -> DeviceArray:
     return decoder.device.put(values)
 
 
-def _prefill(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe:
+def _prefill(decoder: DecoderPrograms, program: ProgramEntry, cache: KVCache) -> Probe:
     batch, length = cache.batch, program.bucket["prompt"]
     put = decoder.device.put
     inputs = {
@@ -253,7 +253,7 @@ def _prefill(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Prob
     return Probe((head,), _timed(lambda: to_numpy(cache.run(program, inputs)["token"])))
 
 
-def _decode(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe:
+def _decode(decoder: DecoderPrograms, program: ProgramEntry, cache: KVCache) -> Probe:
     batch, context, put = cache.batch, cache.context, decoder.device.put
     inputs = {
         **_fixed(decoder, batch),
@@ -278,7 +278,7 @@ def _decode(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe
     return Probe((Head("decode", program.name, work, items=batch, item="tokens"),), run_once)
 
 
-def _verify(decoder: DecoderPrograms, program: Program, cache: KVCache) -> Probe:
+def _verify(decoder: DecoderPrograms, program: ProgramEntry, cache: KVCache) -> Probe:
     batch, context, put = cache.batch, cache.context, decoder.device.put
     width = program.bucket["draft"] + 1
     inputs = {

@@ -37,7 +37,7 @@ MIN_P95_SAMPLES, MIN_P99_SAMPLES = 20, 100
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One thing that was measured. Less is better.
 
     Attributes:
@@ -82,11 +82,11 @@ def summarize(
     unit: str = "s",
     items: float | None = None,
     item: str | None = None,
-) -> Row:
-    """Return the row of at least one sample. The arguments are the attributes of Row."""
+) -> BenchRow:
+    """Return the row of at least one sample. The arguments are the attributes of BenchRow."""
     p25, p50, p75, p95, p99 = np.quantile(samples, (0.25, 0.5, 0.75, 0.95, 0.99)).tolist()
     count = len(samples)
-    return Row(
+    return BenchRow(
         group=group,
         name=name,
         work=work,
@@ -132,7 +132,7 @@ class BenchReport:
     runs: int
     seconds: float
     programs: tuple[ProgramReport, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     def described(self) -> dict[str, Any]:
         """Return the report as plain data for JSON, with `per_second` added to each row."""

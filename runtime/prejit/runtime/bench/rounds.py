@@ -25,7 +25,7 @@ _MAX_REPEATS = 50
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The name of a row, and what one of its samples is; the attributes are those of Row."""
+    """The name of a row, and what one of its samples is; the attributes are those of BenchRow."""
 
     group: str
     name: str

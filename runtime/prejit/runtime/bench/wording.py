@@ -7,7 +7,7 @@ from collections import Counter
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.bench.comparison import MIN_SAMPLES, Comparison, Ratio
-from prejit.runtime.bench.report import GROUPS, YARDSTICK, BenchReport, Row
+from prejit.runtime.bench.report import GROUPS, YARDSTICK, BenchReport, BenchRow
 from prejit.runtime.errors import RegressionError
 
 
@@ -35,7 +35,7 @@ def spelled(value: float | None, unit: str) -> str:
     return f"{_short(value)} s" if value >= 1 else f"{_short(value * 1e3)} ms"
 
 
-def spelled_rate(row: Row) -> str:
+def spelled_rate(row: BenchRow) -> str:
     """Return what a row gives in a second, such as `1,234 tokens`; empty: nothing is counted."""
     rate = row.per_second
     return "" if rate is None else f"{_short(rate)} {row.item}"
@@ -67,7 +67,7 @@ def spelled_programs(report: BenchReport) -> str:
     return f"{parts_text}; compiled: {last}" if parts_text else f"compiled: {last}"
 
 
-def by_group(report: BenchReport) -> dict[str, list[Row]]:
+def by_group(report: BenchReport) -> dict[str, list[BenchRow]]:
     """Return the rows of each group that has rows, in the order of GROUPS."""
     found = {group: [row for row in report.rows if row.group == group] for group in GROUPS}
     return {group: rows for group, rows in found.items() if rows}

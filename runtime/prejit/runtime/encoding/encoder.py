@@ -109,7 +109,7 @@ class EncoderPrograms:
         return Bucket(batch, length, embed + layer * len(self.encoder.layers) + pool)
 
     def start_loading(self, before: Callable[[], object]) -> None:
-        """Load one bucket and begin to load the others in a thread. Errors are raised when one is used.
+        """Load one bucket and begin to load the others in a thread. The use of a bucket raises its error.
 
         The one bucket serves most of the others well. The first call finds it ready, whatever its sentences
         are, and the number of buckets does not matter.
@@ -126,14 +126,14 @@ class EncoderPrograms:
             self._warm_up(first, self.encoder.layers)  # all layers: puts all weights on the device
 
     def _load(self, before: Callable[[], object], buckets: Sequence[Bucket]) -> None:
-        with contextlib.suppress(Exception):  # the caller who needs it gets it again
+        with contextlib.suppress(Exception):  # raised again for the call that needs it
             before()
         for bucket in buckets:
             with self._changed:
                 self._changed.wait_for(lambda: not self._calls, _PATIENCE_SECONDS)
             if not threading.main_thread().is_alive():  # at exit it waits for this thread
                 return
-            with contextlib.suppress(Exception):  # the caller who needs the bucket gets it again
+            with contextlib.suppress(Exception):  # raised again for the call that needs the bucket
                 if bucket not in self._warm:
                     self._warm_up(bucket, self.encoder.layers[:1])
 

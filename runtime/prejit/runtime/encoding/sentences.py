@@ -34,8 +34,8 @@ def encode(
     Args:
         encoder: the programs.
         text: the tokenizer of the bundle.
-        sentences: as of `Bundle.encode`.
-        on_too_long: as of `Bundle.encode`.
+        sentences: as in `Bundle.encode`.
+        on_too_long: as in `Bundle.encode`.
 
     Raises:
         UsageError, ContextError, RejectError: as `Bundle.encode`.
@@ -65,7 +65,7 @@ def check_ids(sentences: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Check that no sentence is empty and that all token ids are in the vocabulary.
 
     Raises:
-        UsageError: one is not.
+        UsageError: a sentence is empty, or a token id is not in the vocabulary.
     """
     for place, ids in enumerate(sentences):
         if not ids:
@@ -97,7 +97,7 @@ def shorten(
         How many were too long.
 
     Raises:
-        ContextError: one is too long, and on_too_long is `error`.
+        ContextError: a sentence is too long, and on_too_long is `error`.
     """
     too_long = [place for place, ids in enumerate(sentences) if len(ids) > limit]
     if not too_long:

@@ -24,7 +24,7 @@ class Build:
     Attributes:
         names: the names of the targets.
         device_count: the number of devices of the manifest's mesh.
-        need_bytes: by platform, the least device memory that a target needs. Only a compile tells the real
+        need_bytes: by platform, the least device memory that a target needs. Only a compile shows the real
             need of an added target.
         xla_flags: the flags of all targets, which come from the environment of the build.
         environment: by platform, the environment variables of the build.

@@ -48,11 +48,15 @@ class FleetReport:
     def advice(self) -> str:
         """Return what to do with the additions, in one sentence."""
         count = f"{len(self.additions)} target{'s' * (len(self.additions) > 1)}"
-        rest = " but those at the end" if self.beyond_help else ""
+        rest = " except those at the end" if self.beyond_help else ""
         how = "the fewest there can be" if self.is_fewest else "found greedily, fewer may do"
         others = sorted({a.requirement.architecture for a in self.additions if a.is_elsewhere})
-        where = f", those for {' and '.join(others)} on a host of that kind" if others else ""
-        return f"add {count} ({how}){where}, and none{rest} falls back"
+        where = (
+            f", those for {' and '.join(others)} on a build host of that architecture"
+            if others
+            else ""
+        )
+        return f"add {count} ({how}){where}; then no machine{rest} falls back"
 
     def described(self) -> dict[str, Any]:
         """Return the report as plain data for JSON."""

@@ -14,7 +14,7 @@ from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import open_index
-from prejit.runtime.format.schema import Descriptor, Index, Manifest, Segment
+from prejit.runtime.format.schema import Descriptor, ImageManifest, Index, Segment
 from prejit.runtime.store.receipts import Receipts
 
 _ATTEMPTS = 20
@@ -48,7 +48,7 @@ class Blobs:
         """
         return bytes(self._contents[at.digest])
 
-    def layers(self, manifest: Manifest) -> dict[str, Layer]:
+    def layers(self, manifest: ImageManifest) -> dict[str, Layer]:
         """Return every layer of a target, by media type."""
         return {
             at.mediaType: Layer(self._contents[at.digest], self._layout.blob_path(at.digest))
@@ -58,10 +58,10 @@ class Blobs:
 
 def check_blobs(
     layout: Layout,
-    manifests: Collection[Manifest],
+    manifests: Collection[ImageManifest],
     receipts: Receipts | None,
     *,
-    keep: Collection[Manifest] = (),
+    keep: Collection[ImageManifest] = (),
 ) -> Blobs:
     """Hash every layer and program table that has no valid receipt: check 8.
 

@@ -18,7 +18,7 @@ from prejit.runtime.format.checks.oci import (
 )
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_FORMAT, KERNELS_MEDIA_TYPE
-from prejit.runtime.format.schema import Config, Descriptor, Index, Manifest
+from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Index
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.verdict import Verdict
@@ -50,7 +50,7 @@ class Contents:
         config: the program table.
     """
 
-    manifest: Manifest
+    manifest: ImageManifest
     config: Config
 
 
@@ -92,7 +92,7 @@ def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[OpenTarge
     return tuple(target for _, target in targets)
 
 
-def read_manifest(layout: Layout, target: OpenTarget) -> Manifest:
+def read_manifest(layout: Layout, target: OpenTarget) -> ImageManifest:
     """Read and check a target's manifest: checks 5 and 6.
 
     Raises:
@@ -104,13 +104,13 @@ def read_manifest(layout: Layout, target: OpenTarget) -> Manifest:
     return check_manifest(content, layout.blob_path(at.digest))
 
 
-def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, Manifest]:
+def read_manifests(layout: Layout, targets: Sequence[OpenTarget]) -> dict[str, ImageManifest]:
     """Read and check the manifests of targets, each file once. Return them by the target's name.
 
     Raises:
         RejectError: a manifest is missing or damaged.
     """
-    read: dict[str, Manifest] = {}
+    read: dict[str, ImageManifest] = {}
     for target in targets:
         if target.descriptor.digest not in read:
             read[target.descriptor.digest] = read_manifest(layout, target)
@@ -130,7 +130,7 @@ def read_contents(layout: Layout, target: OpenTarget) -> Contents:
 
 
 def check_config_blob(
-    layout: Layout, target: OpenTarget, manifest: Manifest, content: bytes
+    layout: Layout, target: OpenTarget, manifest: ImageManifest, content: bytes
 ) -> Config:
     """Check that a config is what its digest names and agrees with the index: checks 5 and 7."""
     name, needs = target_of(target.descriptor, str(layout.path / "index.json"))
@@ -141,7 +141,7 @@ def check_config_blob(
     return config
 
 
-def read_kernels(layout: Layout, config: Config, manifest: Manifest) -> bytes | None:
+def read_kernels(layout: Layout, config: Config, manifest: ImageManifest) -> bytes | None:
     """Read and check a target's library of kernels, for check 9; None: the target has none.
 
     Raises:

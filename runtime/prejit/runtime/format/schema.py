@@ -63,7 +63,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ImageManifest:
     """An OCI image manifest: everything that one target needs."""
 
     schemaVersion: int  # noqa: N815
@@ -132,7 +132,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ProgramEntry:
     """One function at one bucket of shapes, compiled for one target.
 
     Attributes:
@@ -379,7 +379,7 @@ class Config:
     target: str
     requirement: Requirement
     versions: dict[str, str]
-    programs: tuple[Program, ...]
+    programs: tuple[ProgramEntry, ...]
     weight_sets: dict[str, tuple[str, ...]]
     decoder: Decoder | None = None
     encoder: Encoder | None = None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
-from prejit.runtime.format.schema import Program
+from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Sampling
@@ -125,7 +125,7 @@ class Decoding:
         tokens = to_numpy(results.get("tokens", results["token"])).reshape(-1, cache.batch)
         return Call(program.name, steps, steps, tokens, dict.fromkeys(live, steps), {}, results)
 
-    def _steps(self, program: Program, cache: KVCache, live: Mapping[int, Row]) -> int:
+    def _steps(self, program: ProgramEntry, cache: KVCache, live: Mapping[int, Row]) -> int:
         """Return how many steps the next decode call takes."""
         if any(row.request.token_mask is not None for row in live.values()):
             return 1  # a token mask is called before every token

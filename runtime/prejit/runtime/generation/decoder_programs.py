@@ -10,7 +10,7 @@ import numpy as np
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format.schema import Decoder, Program
+from prejit.runtime.format.schema import Decoder, ProgramEntry
 from prejit.runtime.programs.ready import Programs
 
 
@@ -32,10 +32,10 @@ class DecoderPrograms:
         self.decoder = decoder
         self.programs = programs
         self.device = device
-        self._prefill: dict[tuple[int, int], list[Program]] = {}
-        self._decode: dict[tuple[int, int], Program] = {}
-        self._verify: dict[tuple[int, int], Program] = {}
-        self._copy: dict[tuple[int, ...], Program] = {}
+        self._prefill: dict[tuple[int, int], list[ProgramEntry]] = {}
+        self._decode: dict[tuple[int, int], ProgramEntry] = {}
+        self._verify: dict[tuple[int, int], ProgramEntry] = {}
+        self._copy: dict[tuple[int, ...], ProgramEntry] = {}
         for program in programs.table.values():
             bucket = program.bucket
             if program.kind == "copy":
@@ -93,7 +93,7 @@ class DecoderPrograms:
         some = any(ready(prefill.name) for prefill in self._prefill[bucket])
         return (not some) + (not ready(self._decode[bucket].name))
 
-    def prefill_for(self, batch: int, context: int, tokens: int) -> Program:
+    def prefill_for(self, batch: int, context: int, tokens: int) -> ProgramEntry:
         """Return the smallest prefill program that takes this many tokens at once, or else the largest.
 
         It chooses among the programs that are ready. If none is, it returns the shortest.
@@ -102,19 +102,21 @@ class DecoderPrograms:
         ready = [program for program in programs if self.programs.ready(program.name)]
         return _fitting(ready or programs[:1], tokens)
 
-    def prefills(self, batch: int, context: int) -> tuple[Program, ...]:
+    def prefills(self, batch: int, context: int) -> tuple[ProgramEntry, ...]:
         """Return the prefill programs of a bucket, the shortest first."""
         return tuple(self._prefill[batch, context])
 
-    def decode_for(self, batch: int, context: int) -> Program:
+    def decode_for(self, batch: int, context: int) -> ProgramEntry:
         """Return the decode program of a bucket."""
         return self._decode[batch, context]
 
-    def verify_for(self, batch: int, context: int) -> Program | None:
+    def verify_for(self, batch: int, context: int) -> ProgramEntry | None:
         """Return the verify program of a bucket, or None if the bundle has none."""
         return self._verify.get((batch, context))
 
-    def copy_for(self, source_batch: int, source_context: int, batch: int, context: int) -> Program:
+    def copy_for(
+        self, source_batch: int, source_context: int, batch: int, context: int
+    ) -> ProgramEntry:
         """Return the program that copies rows from one cache array into another.
 
         Raises:
@@ -185,7 +187,7 @@ class DecoderPrograms:
     # ------------------------------------------------------------------ how to call it
 
     def run(
-        self, program: Program, inputs: Mapping[str, DeviceArray], cache: Sequence[DeviceArray]
+        self, program: ProgramEntry, inputs: Mapping[str, DeviceArray], cache: Sequence[DeviceArray]
     ) -> tuple[dict[str, DeviceArray], list[DeviceArray]]:
         """Run prefill, decode or verify. `KVCache.run` is the way to call it.
 
@@ -218,7 +220,7 @@ class DecoderPrograms:
             found = self._calls[name] = arguments, results
         return found
 
-    def max_steps(self, program: Program) -> int:
+    def max_steps(self, program: ProgramEntry) -> int:
         """Return the most steps that one call of a decode program can take."""
         if not self._takes(program, "steps"):
             return 1
@@ -229,7 +231,7 @@ class DecoderPrograms:
         """Return whether the decode programs take a sampling argument of this name."""
         return self._takes(next(iter(self._decode.values())), argument)
 
-    def _takes(self, program: Program, argument: str) -> bool:
+    def _takes(self, program: ProgramEntry, argument: str) -> bool:
         return argument in self._call(program.name)[0]
 
     def cache_sharding(self, batch: int, context: int) -> tuple[str, ...]:
@@ -248,5 +250,5 @@ class DecoderPrograms:
         return found
 
 
-def _fitting(prefills: Sequence[Program], tokens: int) -> Program:
+def _fitting(prefills: Sequence[ProgramEntry], tokens: int) -> ProgramEntry:
     return next((p for p in prefills if p.bucket["prompt"] >= tokens), prefills[-1])

@@ -11,7 +11,7 @@ import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray
-from prejit.runtime.format.schema import Program
+from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs
 
@@ -50,7 +50,9 @@ class KVCache:
         """The programs of the bundle that this cache belongs to."""
         return self._decoder.programs
 
-    def run(self, program: Program, inputs: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+    def run(
+        self, program: ProgramEntry, inputs: Mapping[str, DeviceArray]
+    ) -> dict[str, DeviceArray]:
         """Run prefill, decode or verify over this cache; return its results by name.
 
         Args:

@@ -58,9 +58,9 @@ class Option(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start
     published: bool = False
 
 
-def _option(check: Check, text: str = "", **more: Any) -> dict[str, Any]:
-    """Return the metadata of a field that is an option: the attributes of its `Option`."""
-    return {"check": check, "help": text, **more}
+def _option(default: Any, check: Check, text: str = "", **more: Any) -> Any:
+    """Return a field that is an option. Its metadata are the attributes of its `Option`."""
+    return field(default=default, metadata={"check": check, "help": text, **more})
 
 
 def _number(expected: str, holds: Callable[[float], bool]) -> Check:
@@ -114,73 +114,55 @@ class Sampling:
         UsageError: a value is out of range.
     """
 
-    temperature: float = field(
-        default=0.0,
-        metadata=_option(
-            _number("0 or more", lambda value: value >= 0),
-            "divide the logits by this; 0 takes the most likely token",
-            flag=float,
-            published=True,
-        ),
+    temperature: float = _option(
+        0.0,
+        _number("0 or more", lambda value: value >= 0),
+        "divide the logits by this; 0 takes the most likely token",
+        flag=float,
+        published=True,
     )
-    top_k: int = field(
-        default=0,
-        metadata=_option(
-            _integer(0, 2**31 - 1),
-            "keep only the N most likely tokens; 0 keeps all",
-            flag=int,
-            published=True,
-        ),
+    top_k: int = _option(
+        0,
+        _integer(0, 2**31 - 1),
+        "keep only the N most likely tokens; 0 keeps all",
+        flag=int,
+        published=True,
     )
-    top_p: float = field(
-        default=1.0,
-        metadata=_option(
-            _number("more than 0 and at most 1", lambda value: 0 < value <= 1),
-            "keep the smallest set of tokens with this probability; 1 keeps all",
-            flag=float,
-            published=True,
-        ),
+    top_p: float = _option(
+        1.0,
+        _number("more than 0 and at most 1", lambda value: 0 < value <= 1),
+        "keep the smallest set of tokens with this probability; 1 keeps all",
+        flag=float,
+        published=True,
     )
-    seed: int = field(
-        default=0, metadata=_option(_integer(0, 2**64 - 1), "seed of the random numbers", flag=int)
+    seed: int = _option(0, _integer(0, 2**64 - 1), "seed of the random numbers", flag=int)
+    min_p: float = _option(
+        0.0,
+        _number("0 to 1", lambda value: 0 <= value <= 1),
+        "keep tokens with at least this fraction of the best token's probability; 0 keeps all",
+        flag=float,
+        published=True,
     )
-    min_p: float = field(
-        default=0.0,
-        metadata=_option(
-            _number("0 to 1", lambda value: 0 <= value <= 1),
-            "keep tokens with at least this fraction of the best token's probability; 0 keeps all",
-            flag=float,
-            published=True,
-        ),
+    repetition_penalty: float = _option(
+        1.0,
+        _number("more than 0", lambda value: value > 0),
+        "make tokens of the prompt and the answer less likely; 1 is no penalty",
+        flag=float,
+        published=True,
     )
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata=_option(
-            _number("more than 0", lambda value: value > 0),
-            "make tokens of the prompt and the answer less likely; 1 is no penalty",
-            flag=float,
-            published=True,
-        ),
+    presence_penalty: float = _option(
+        0.0,
+        _number("-2 to 2", lambda value: -2 <= value <= 2),
+        "subtract this from the logits of generated tokens; 0 is no penalty",
+        flag=float,
     )
-    presence_penalty: float = field(
-        default=0.0,
-        metadata=_option(
-            _number("-2 to 2", lambda value: -2 <= value <= 2),
-            "subtract this from the logits of generated tokens; 0 is no penalty",
-            flag=float,
-        ),
+    frequency_penalty: float = _option(
+        0.0,
+        _number("-2 to 2", lambda value: -2 <= value <= 2),
+        "subtract this for each time a token was generated; 0 is no penalty",
+        flag=float,
     )
-    frequency_penalty: float = field(
-        default=0.0,
-        metadata=_option(
-            _number("-2 to 2", lambda value: -2 <= value <= 2),
-            "subtract this for each time a token was generated; 0 is no penalty",
-            flag=float,
-        ),
-    )
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = field(
-        default=(), metadata=_option(arguments.pairs)
-    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _option((), arguments.pairs)
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -216,37 +198,29 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata=_option(
-            _optional(_integer(1)),
-            "stop after N tokens; without it, at a stop token or at the end of the longest context",
-            flag=int,
-            published=True,
-        ),
+    max_new_tokens: int | None = _option(
+        None,
+        _optional(_integer(1)),
+        "stop after N tokens; without it, at a stop token or at the end of the longest context",
+        flag=int,
+        published=True,
     )
-    stop_token_ids: Collection[int] | None = field(
-        default=None, metadata=_option(_optional(_token_ids))
+    stop_token_ids: Collection[int] | None = _option(None, _optional(_token_ids))
+    logprobs: int | None = _option(
+        None,
+        _optional(_integer(0, MAX_LOGPROBS)),
+        "with --json: print the log-probability of each token and of the N most likely ones, "
+        f"0 to {MAX_LOGPROBS}",
+        flag=int,
     )
-    logprobs: int | None = field(
-        default=None,
-        metadata=_option(
-            _optional(_integer(0, MAX_LOGPROBS)),
-            "with --json: print the log-probability of each token and of the N most likely ones, "
-            f"0 to {MAX_LOGPROBS}",
-            flag=int,
-        ),
+    token_mask: TokenMask | None = _option(None, arguments.function)  # noqa: RUF009 (a field)
+    prompt_lookup: bool = _option(
+        False,
+        arguments.flag,
+        "draft tokens from the text so far; the same tokens, sooner where the text repeats itself",
+        flag=bool,
     )
-    token_mask: TokenMask | None = field(default=None, metadata=_option(arguments.function))
-    prompt_lookup: bool = field(
-        default=False,
-        metadata=_option(
-            arguments.flag,
-            "draft tokens from the text so far; the same tokens, sooner where the text repeats itself",
-            flag=bool,
-        ),
-    )
-    prefix: Prefix | None = field(default=None, metadata=_option(_optional(_prefix)))
+    prefix: Prefix | None = _option(None, _optional(_prefix))  # noqa: RUF009 (a field)
 
     def __post_init__(self) -> None:
         prompt = arguments.integers("prompt", self.prompt, "a list of token ids")

@@ -142,7 +142,7 @@ def _find_cuda(environ: Mapping[str, str], root: Path) -> Accelerator | None:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        _warn_unknown_gpu(" ".join(plugin), f"the driver says: {error}")
+        _warn_unknown_gpu(" ".join(plugin), f"the driver reports: {error}")
         return None
 
 
@@ -189,8 +189,8 @@ def _visible_devices(pynvml: Any, visible: str | None) -> list[Any]:
         pynvml: the module, initialized.
         visible: CUDA_VISIBLE_DEVICES: indices, or UUIDs or their beginnings. CUDA ignores everything after
             the first invalid entry. NVML counts in the order of the bus and CUDA by default from the fastest,
-            so an index may mean another GPU if the GPUs differ. A GPU in parts (MIG) counts as a whole unless
-            a part is named here.
+            so an index may mean another GPU if the GPUs differ. A partitioned GPU (MIG) counts as a whole
+            unless a part is named here.
     """
     handles = [
         pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())

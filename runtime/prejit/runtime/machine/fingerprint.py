@@ -119,7 +119,7 @@ class Fingerprint:
         plugin: name and version of the PJRT plugin of the accelerator.
         cuda: version of the CUDA runtime.
         driver: version of the accelerator's driver.
-        device_kind: name of the accelerators, as their driver has it.
+        device_kind: the name that the driver gives the accelerators.
         compute_capability: compute capability of the GPUs; the lowest, if they differ.
         device_count: the number of accelerators that this process sees.
         topology: topology of a TPU slice.

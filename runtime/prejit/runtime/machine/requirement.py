@@ -61,13 +61,13 @@ class Requirement:
         plugin: name and exact version of the PJRT plugin; None: jaxlib itself.
         cuda: the lowest version of the CUDA runtime; the major version must be equal.
         driver: the lowest version of the driver.
-        device_kind: the name of the device, as its driver has it.
+        device_kind: the name that the driver gives the device.
         compute_capability: compute capability of a GPU.
         device_count: the number of devices that a program runs on.
         topology: topology of a TPU slice.
         device_memory_bytes: the memory that the largest program needs on one device.
         xla_flags: the XLA flags of the build that change results or speed, sorted.
-        environment: the environment variables of the build that do so, as NAME=value, sorted.
+        environment: the environment variables of the build with such an effect, as NAME=value, sorted.
         glibc: the lowest version that loads the native kernels; None: one that jaxlib needs anyway.
     """
 

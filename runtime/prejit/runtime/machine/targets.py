@@ -64,7 +64,7 @@ class Target:
         cpu_features: LLVM's names of the extensions that code may use, sorted; None: all extensions of the
             build host.
         xla_max_isa: value of `--xla_cpu_max_isa` for a jaxlib before 0.11.
-        device_kind: the name of the device, as its driver has it.
+        device_kind: the name that the driver gives the device.
         compute_capability: compute capability of a GPU: `9.0`.
         memory_bytes: memory of one device.
         driver: the lowest version of the driver.
@@ -117,7 +117,7 @@ class Target:
             cpu_features: the extensions that they use; None: all extensions of the target.
             device_memory_bytes: the memory that they need; None: not known.
             xla_flags: XLA flags of the build that change results or speed.
-            environment: variables of the build that do so, as NAME=value.
+            environment: environment variables of the build with such an effect, as NAME=value.
         """
         features = self.cpu_features if cpu_features is None else cpu_features
         return Requirement(

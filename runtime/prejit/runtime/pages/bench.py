@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prejit.runtime.bench.comparison import Comparison, Delta
-from prejit.runtime.bench.report import GROUPS, BenchReport, Row
+from prejit.runtime.bench.report import GROUPS, BenchReport, BenchRow
 from prejit.runtime.bench.wording import (
     by_group,
     notes,
@@ -131,7 +131,7 @@ def _tiles(report: BenchReport) -> list[tuple[str, str]]:
     return tiles
 
 
-def _pictures(group: str, rows: Sequence[Row]) -> list[Picture]:
+def _pictures(group: str, rows: Sequence[BenchRow]) -> list[Picture]:
     """Return the pictures of a group: times, rates and memory."""
     pictures = []
     times = [row for row in rows if row.unit == "s"]
@@ -163,7 +163,7 @@ def _ratios(deltas: Sequence[Delta]) -> Picture:
     return Picture(title, tuple(lines), axis.ticks(lambda value: f"{value:g} x"), axis.x(1))
 
 
-def _latencies(rows: Sequence[Row]) -> Picture:
+def _latencies(rows: Sequence[BenchRow]) -> Picture:
     """Return p50, p95 and p99 of each row on one logarithmic axis."""
     values = [v for row in rows for v in (row.minimum, row.p50, row.p75, row.p95, row.p99) if v]
     axis = _Axis(min(values) / 1.1, max(values) * 1.1)

@@ -13,7 +13,7 @@ from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, is_jax_array, to_jax, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.schema import Program
+from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.ready import Programs
 
@@ -54,7 +54,9 @@ def call_leaves(
     return pytree.unflatten(paths, [convert(result) for result in results])
 
 
-def runner_with_zeros(programs: Programs, device: Device, program: Program) -> Callable[[], object]:
+def runner_with_zeros(
+    programs: Programs, device: Device, program: ProgramEntry
+) -> Callable[[], object]:
     """Return a function that runs a program on zeros and waits for its first result."""
     inputs = [
         device.put(aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding)
@@ -65,7 +67,7 @@ def runner_with_zeros(programs: Programs, device: Device, program: Program) -> C
     return lambda: to_numpy(executable.run([*weights, *inputs])[0])
 
 
-def _bucket_for(programs: Programs, name: str, values: Mapping[pytree.Path, Any]) -> Program:
+def _bucket_for(programs: Programs, name: str, values: Mapping[pytree.Path, Any]) -> ProgramEntry:
     """Return the bucket of a program that takes these arrays."""
     callable_programs = [p for p in programs.table.values() if p.kind == "call"]
     buckets = [p for p in callable_programs if p.name.partition("/")[0] == name]

@@ -11,11 +11,11 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.schema import Program
+from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs import compile_cache
 
-CheckSignature = Callable[[Program, Executable, str], None]
+CheckSignature = Callable[[ProgramEntry, Executable, str], None]
 """Compares an executable with the program table. It takes the program, the executable and the file."""
 
 
@@ -35,7 +35,7 @@ class LocalCompiler:
         self._portable = portable
         self._check = check
 
-    def obtain(self, program: Program, results: tuple[Array, ...]) -> tuple[Executable, str]:
+    def obtain(self, program: ProgramEntry, results: tuple[Array, ...]) -> tuple[Executable, str]:
         """Return the executable of a program and whether it was `compiled` now or `kept`.
 
         Args:
@@ -71,17 +71,17 @@ class LocalCompiler:
             self._check(program, executable, self._portable.path)
             return executable, "kept"
 
-    def is_kept(self, program: Program) -> bool:
+    def is_kept(self, program: ProgramEntry) -> bool:
         """Return whether an earlier start compiled a program and kept it."""
         return compile_cache.is_kept(self._key(program), self._machine)
 
-    def _compile(self, program: Program, results: tuple[Array, ...]) -> Executable:
+    def _compile(self, program: ProgramEntry, results: tuple[Array, ...]) -> Executable:
         portable = self._portable.unpack(program.portable)
         executable = self._device.compile(portable, program.platforms or (), results)
         self._check(program, executable, self._portable.path)
         return executable
 
-    def _key(self, program: Program) -> compile_cache.PortableKey:
+    def _key(self, program: ProgramEntry) -> compile_cache.PortableKey:
         return compile_cache.PortableKey(
             program.portable.raw_digest,
             program.platforms or (),

@@ -20,7 +20,7 @@ from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_arrays
 from prejit.runtime.format.checks.layers import check_signature
-from prejit.runtime.format.schema import Config, Program
+from prejit.runtime.format.schema import Config, ProgramEntry
 
 if TYPE_CHECKING:
     from prejit.runtime.programs.local import LocalCompiler
@@ -118,7 +118,7 @@ class Programs:
                 self._failed.discard(name)
             return self._ready[name]
 
-    def _obtain(self, program: Program) -> tuple[Executable, str]:
+    def _obtain(self, program: ProgramEntry) -> tuple[Executable, str]:
         """Return the executable of a program and its source: loaded, compiled or kept."""
         if self._executables is None:
             return self._compiler.obtain(program, self.results(program.name))
@@ -134,7 +134,7 @@ class Programs:
 
         return LocalCompiler(self._device, self._portable, self._check_signature)
 
-    def _check_signature(self, program: Program, executable: Executable, path: str) -> None:
+    def _check_signature(self, program: ProgramEntry, executable: Executable, path: str) -> None:
         """Compare the arguments and results of an executable with the program table, before it is run.
 
         Raises:

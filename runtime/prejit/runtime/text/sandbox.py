@@ -4,9 +4,9 @@ A template comes from whoever published the model, and it runs in the server. Ji
 from Python's internals. In addition, this module limits each rendering: the rounds of its loops and calls
 (MAX_STEPS), its output, and each string or list that an operator or a width makes (MAX_CHARACTERS).
 
-Not limited is what one call does with large values that exist already: `replace` with a long text for a short
-one, or printing a list that contains another list many times. A server that takes templates from strangers
-should render them in a process of their own.
+It does not limit what one call does with large values that already exist: `replace` with a long text for a
+short one, or printing a list that contains another list many times. A server that takes templates from
+strangers should render them in a process of their own.
 """
 
 from __future__ import annotations

@@ -252,8 +252,8 @@ class TextStream:
 def _settled(text: str) -> str:
     """Return a text without the U+FFFDs at its end, which may yet become characters.
 
-    All of them go: the byte tokens of a SentencePiece model are U+FFFD together until the last character is
-    complete.
+    It removes all of them: the byte tokens of a SentencePiece model are all U+FFFD until the last character
+    is complete.
     """
     return text.rstrip(_REPLACEMENT)
 

@@ -101,7 +101,7 @@ def test_our_code_that_compiles_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(keys, "code_digest", lambda *modules: f"sha256:of mended {modules}")
     after = ingredients(new(V3), {})
     assert after != before
-    assert "prejit.compiler.compile.compiling" in dict(after)["our code"]
+    assert "prejit.compiler.compile.worker.compiling" in dict(after)["our code"]
 
 
 def test_flags_of_libtpu_are_in_the_key() -> None:
@@ -133,9 +133,10 @@ def test_the_version_that_compiles_is_in_the_key_and_where_it_is_installed_is_no
 def test_what_was_measured_counts_by_what_it_says() -> None:
     plain = for_gpu()
     a, b, c = (
-        replace(plain, tuned=Tuned(path, "", digest))
-        for path, digest in (("/x/a", "one"), ("/y/b", "one"), ("/x/a", "two"))
+        replace(plain, tuned=Tuned(results, "", digest))
+        for results, digest in ((b"x", "one"), (b"y", "one"), (b"x", "two"))
     )
     assert ingredients(a, {}) == ingredients(b, {})
     assert len({ingredients(x, {}) for x in (plain, a, c)}) == 3
-    assert a.xla_flags({}).endswith("--xla_gpu_load_autotune_results_from=/x/a")
+    [flags] = {x.environment({}, Path("/x/a"))["XLA_FLAGS"] for x in (a, c)}
+    assert flags.endswith("--xla_gpu_load_autotune_results_from=/x/a")

@@ -20,10 +20,10 @@ import pytest
 import zstandard
 
 from prejit.compiler.compile import pool, worker_process
-from prejit.compiler.compile.compiling import compress
 from prejit.compiler.compile.executor import Executor, collect, find_compiled
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
 from prejit.compiler.compile.pool import WORKER_BYTES, WorkerPool, default_workers
+from prejit.compiler.compile.worker.compiling import compress
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.progress import Plain
 from prejit.compiler.store.directory import DirectoryStore
@@ -43,7 +43,7 @@ V3 = target("cpu-x86-64-v3")
 FAKE_WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from prejit.compiler.compile import compiling, worker
+from prejit.compiler.compile.worker import compiling, requests
 from prejit.runtime.format.schema import Memory
 from prejit.runtime.errors import BuildError
 
@@ -101,12 +101,12 @@ def compile_program(portable, machine):
             sys.exit("nobody came")
     if action == "break-cache":
         Path(argument).rename(argument + ".gone")
-    return compiling.Output(
+    return compiling.CompilerOutput(
         portable * 100, (f"worker-{os.getppid()}", os.environ["XLA_FLAGS"]), Memory(1, 2, 3, 4)
     )
 
 answers = open(os.dup(1), "wb")
-worker.main(compile_program)
+requests.main(compile_program)
 """
 
 

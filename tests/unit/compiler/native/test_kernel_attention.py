@@ -149,9 +149,9 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
 def drawn(
     seed: int,
     *,
-    batch: int,
-    kv_heads: int,
-    group: int,
+    batch: int = 1,
+    kv_heads: int = 1,
+    group: int = 1,
     size: int,
     slots: int,
     tokens: int,
@@ -250,7 +250,7 @@ def test_attention_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL) 
 
 
 def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
-    case = drawn(1, batch=1, kv_heads=2, group=1, size=16, slots=64, tokens=1)
+    case = drawn(1, kv_heads=2, size=16, slots=64, tokens=1)
     arrays = [jnp.asarray(array) for array in case.arrays]
     before = [array.unsafe_buffer_pointer() for array in arrays[6:]]
     call = jax.jit(kernel_in_xla(case, in_xla), donate_argnums=(6, 7))
@@ -260,7 +260,7 @@ def test_a_donated_cache_is_written_where_it_lies(in_xla: str) -> None:
 
 
 def test_a_cache_that_is_not_donated_stays_as_it_is(in_xla: str) -> None:
-    case = drawn(2, batch=1, kv_heads=2, group=1, size=16, slots=64, tokens=3)
+    case = drawn(2, kv_heads=2, size=16, slots=64, tokens=3)
     case = replace(case, start=np.array([5], np.int32), length=np.array([3], np.int32))
     case = replace(case, query_start=case.start)
     keys = jnp.asarray(case.keys)
@@ -271,7 +271,7 @@ def test_a_cache_that_is_not_donated_stays_as_it_is(in_xla: str) -> None:
 
 
 def test_without_an_alias_the_whole_cache_is_copied(kernels: ctypes.CDLL) -> None:
-    case = drawn(2, batch=2, kv_heads=2, group=1, size=16, slots=64, tokens=3)
+    case = drawn(2, batch=2, kv_heads=2, size=16, slots=64, tokens=3)
     _, *expected = reference(case)
     before = [array.copy() for array in case.arrays[6:]]
     found = [np.zeros_like(array) for array in before]
@@ -328,17 +328,7 @@ def test_a_query_that_is_no_number_gives_no_number_and_spoils_no_other(
 
 
 def test_a_value_that_is_no_number_reaches_those_who_see_it_alone(kernels: ctypes.CDLL) -> None:
-    case = drawn(
-        5,
-        batch=1,
-        kv_heads=1,
-        group=1,
-        size=16,
-        slots=400,
-        tokens=1,
-        length=np.ones(1),
-        start=np.array([299]),
-    )
+    case = drawn(5, size=16, slots=400, tokens=1, length=np.ones(1), start=np.array([299]))
     case.values[0, 0, 200] = np.nan
     assert np.isnan(run(case, kernels)[0]).all()
     assert np.isfinite(run(replace(case, window=99), kernels)[0]).all()
@@ -349,9 +339,6 @@ def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(
 ) -> None:
     case = drawn(
         6,
-        batch=1,
-        kv_heads=1,
-        group=1,
         size=8,
         slots=4,
         tokens=1,
@@ -377,7 +364,7 @@ def test_a_bfloat16_cache_is_rounded_to_even_and_keeps_what_is_no_number(
 
 def test_what_says_where_a_row_stands_never_leads_out_of_the_cache(kernels: ctypes.CDLL) -> None:
     # A server must not crash of a position that its host got wrong.
-    case = drawn(7, batch=4, kv_heads=1, group=1, size=8, slots=16, tokens=4, length=np.full(4, 4))
+    case = drawn(7, batch=4, size=8, slots=16, tokens=4, length=np.full(4, 4))
     most = np.iinfo(np.int32).max
     start = np.array([-2, -100, most, 15], np.int32)
     length = np.array([4, most, 4, most], np.int32)
@@ -406,7 +393,7 @@ def test_calls_from_many_threads_get_each_its_own_result(kernels: ctypes.CDLL) -
 
 
 def test_shapes_that_do_not_fit_are_refused_and_not_read(kernels: ctypes.CDLL) -> None:
-    case = drawn(8, batch=2, kv_heads=2, group=1, size=8, slots=16, tokens=1)
+    case = drawn(8, batch=2, kv_heads=2, size=8, slots=16, tokens=1)
     for wrong in (
         replace(case, new_keys=case.new_keys[:, :, :, :4]),
         replace(case, new_values=case.new_values[:, :, :1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -20,16 +21,16 @@ from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.native.library import KernelLibrary, build_kernels
 from prejit.compiler.pipeline import keys
-from prejit.compiler.pipeline.keys import compile_key
+from prejit.compiler.pipeline.keys import compile_key, versions
 from prejit.compiler.pipeline.lowering import lower, source_of
 from prejit.compiler.pipeline.model import ModelSource, read_model
 from prejit.compiler.pipeline.plan import (
     CACHED,
     COMPILE,
     TRACED,
-    Kernels,
     Native,
     Plan,
+    TargetKernels,
     choose_source,
     find_toolchain,
     kernels_of,
@@ -40,7 +41,10 @@ from prejit.compiler.pipeline.run import build
 from prejit.compiler.progress import Quiet
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.key import Key
+from prejit.compiler.targets import environments, target_table
+from prejit.runtime.device.tuning import Tuning, write
 from prejit.runtime.errors import CheckpointError, ManifestError
+from prejit.runtime.machine.fingerprint import Fingerprint
 
 from ..native.test_kernel_library import write_compiler  # noqa: TID252 (tests are no installed package)
 
@@ -72,9 +76,9 @@ class Planned:
     def reasons(self) -> set[str]:
         return {each.why for each in planned_executables(self.plan, self.store)}
 
-    def kernels(self) -> Kernels:
+    def kernels(self) -> TargetKernels:
         [target] = self.plan.targets
-        toolchain = find_toolchain(target, self.store)
+        toolchain = find_toolchain(target)
         assert toolchain is not None
         library = build_kernels(toolchain, self.store)
         assert isinstance(library, KernelLibrary)
@@ -158,6 +162,37 @@ def test_a_plan_compiles_no_kernels_and_traces_no_model(
     assert once_more.reasons() == {"first build of this program"}
     assert not compiled.exists()
     assert not list((tmp_path / "m" / "cache").rglob("actions/native/*"))
+
+
+def test_a_plan_writes_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the results of `prejit tune`, which a worker reads from the store."""
+    monkeypatch.setenv("PREJIT_ENVIRONMENTS", str(tmp_path / "environments"))
+    l4 = target_table.target("cuda-l4")
+    spec = environments.spec_for(l4, versions("jax")["jax"])
+    assert spec is not None
+    environment = environments.root() / spec.key
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(sys.executable)
+    packages = dict.fromkeys(("jax", "jaxlib", "jax-cuda13-pjrt"), spec.jax)
+    (environment / environments.MARKER).write_text(json.dumps({"versions": packages}))
+    machine = replace(
+        Fingerprint.current(), platform="cuda", compute_capability=l4.compute_capability
+    )
+    results, topology = (base64.b64encode(x).decode() for x in (b"results", b"topology"))
+    write(Tuning(machine, topology, results), tmp_path / "l4.json")
+
+    planned(tmp_path / "m", model, "cuda-l4").lower_all()
+    tuned = replace(l4, tuning=str(tmp_path / "l4.json"))
+    found = planned(tmp_path / "m", model, "cuda-l4")
+    found = Planned(replace(found.plan, targets=(tuned,)), found.store)
+    before = sorted(tmp_path.rglob("*"))
+    assert found.reasons() == {"first build of this program"}
+    assert sorted(tmp_path.rglob("*")) == before
+    toolchain = find_toolchain(tuned)
+    assert toolchain is not None
+    assert toolchain.tuned is not None
 
 
 def test_a_plan_starts_no_process(
@@ -250,7 +285,7 @@ def test_a_plan_names_what_a_build_compiles(
     kernels = found.kernels()
     fresh = planned(tmp_path / "m", model, "cpu-x86-64-v2")
     [target] = found.plan.targets
-    toolchain = find_toolchain(target, found.store)
+    toolchain = find_toolchain(target)
     assert toolchain is not None
     for program in fresh.plan.programs:
         assert program.lowered is not None
@@ -370,7 +405,7 @@ def test_the_platforms_of_a_program_are_in_the_key_of_its_executable(
     model: Path, tmp_path: Path
 ) -> None:
     found = planned(tmp_path / "m", model, "cpu-x86-64-v3")
-    toolchain = find_toolchain(found.plan.targets[0], found.store)
+    toolchain = find_toolchain(found.plan.targets[0])
     assert toolchain is not None
     source = jobs.Source(f"sha256:{1:064x}", ("cpu", "cuda", "tpu"))
     turned = replace(source, platforms=source.platforms[::-1])

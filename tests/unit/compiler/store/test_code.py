@@ -53,9 +53,9 @@ def mended(source: str) -> str:
     [
         (COMPILING, "prejit.runtime.device._jaxlib"),
         (COMPILING, "prejit.runtime.device.portable"),
-        (COMPILING, "prejit.compiler.compile.xla"),
-        (COMPILING, "prejit.compiler.compile.disassembly"),
-        (COMPILING, "prejit.compiler.compile.compiling"),
+        (COMPILING, "prejit.compiler.compile.worker.xla"),
+        (COMPILING, "prejit.compiler.compile.worker.disassembly"),
+        (COMPILING, "prejit.compiler.compile.worker.compiling"),
         (LOWERING, "prejit.compiler.models.layers.rope"),
         (LOWERING, "prejit.compiler.lowering.sampling"),
         (LOWERING, "prejit.compiler.native.products"),

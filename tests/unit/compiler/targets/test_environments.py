@@ -194,7 +194,7 @@ def test_the_worker_sees_prejit_and_nothing_else_of_the_build_host(bare: Environ
     """It finds its own code, and stops at the first package that is missing."""
     _, errors = (worker := start_worker(bare)).communicate()
     assert worker.returncode == 1
-    assert "worker.py" in errors
+    assert "compile/worker/__main__.py" in errors
     assert "ModuleNotFoundError: No module named 'zstandard'" in errors
 
 

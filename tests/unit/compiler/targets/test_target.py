@@ -195,7 +195,7 @@ def test_a_gpu_that_nobody_knows_is_described_in_the_table(tmp_path: Path) -> No
         ({"fingerprint": "none.json"}, "fingerprint", "cannot read a fingerprint"),
         ({"platform": "cpu", "cpu_features": ("avx2",)}, "cpu", "missing; LLVM's name"),
         ({"platform": "tpu"}, "device_kind", "missing; "),
-        ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected such as "2x2"'),
+        ({"name": "tpu-v5e", "topology": "two"}, "topology", 'expected a topology such as "2x2"'),
     ],
 )
 def test_a_table_that_is_no_target_is_refused_at_its_key(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets.gpu_description import gpu_config
 from prejit.compiler.targets.target_table import target
 from prejit.compiler.targets.toolchain import (
@@ -68,8 +67,8 @@ def test_flags_may_come_from_a_file(tmp_path: Path) -> None:
 
 def test_a_path_with_spaces_stays_one_flag() -> None:
     """XLA ends the process with unknown flags."""
-    tuned = Tuned("/home/a user/.cache/x", "", "one")
-    flags = replace(for_gpu(), tuned=tuned).xla_flags({})
+    tuned = replace(for_gpu(), tuned=Tuned(b"", "", "one"))
+    flags = tuned.environment({}, Path("/home/a user/.cache/x"))["XLA_FLAGS"]
     assert flags.endswith('--xla_gpu_load_autotune_results_from="/home/a user/.cache/x"')
     done = subprocess.run(
         [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"],
@@ -88,22 +87,21 @@ def test_tuning_is_read_for_the_device_that_it_was_measured_on(tmp_path: Path) -
     path = tmp_path / "l4.json"
     results, topology = (base64.b64encode(x).decode() for x in (b"results", b"topology"))
     write(Tuning(measured, topology, results), path)
-    cache = DirectoryStore.open(tmp_path / "cache")
-    tuned = read_tuning(replace(L4, tuning=str(path)), cache)
+    tuned = read_tuning(replace(L4, tuning=str(path)))
     assert tuned is not None
-    assert Path(tuned.results).read_bytes() == b"results"
+    assert tuned.results == b"results"
     assert tuned.topology == topology
-    assert read_tuning(L4, cache) is None
+    assert read_tuning(L4) is None
     with pytest.raises(BuildError, match=r"expected tuning for compute capability 9\.0 .* 8\.9"):
-        read_tuning(replace(target("cuda-h100"), tuning=str(path)), cache)
+        read_tuning(replace(target("cuda-h100"), tuning=str(path)))
     path.write_bytes(path.read_bytes().replace(results.encode(), b"!"))
     with pytest.raises(RejectError, match="expected base64"):
-        read_tuning(replace(L4, tuning=str(path)), cache)
+        read_tuning(replace(L4, tuning=str(path)))
     path.write_bytes(b"{}")
     with pytest.raises(RejectError, match=r"expected an object|missing"):
-        read_tuning(replace(L4, tuning=str(path)), cache)
+        read_tuning(replace(L4, tuning=str(path)))
     with pytest.raises(StoreError, match="cannot read tuning results"):
-        read_tuning(replace(L4, tuning=str(tmp_path / "none")), cache)
+        read_tuning(replace(L4, tuning=str(tmp_path / "none")))
 
 
 def test_the_plugin_is_named_where_jaxlib_is_not_the_compiler() -> None:

@@ -31,7 +31,7 @@ from prejit.runtime.bench.report import (
     MIN_P99_SAMPLES,
     YARDSTICK,
     BenchReport,
-    Row,
+    BenchRow,
     read,
     summarize,
 )
@@ -45,13 +45,13 @@ MACHINE = {"platform": "cpu", "cpu_model": "X", "cpu_count": 2, "cpu_features": 
 times = st.floats(1e-6, 1e3)
 
 
-def row(name: str, samples: Sequence[float], **changes: Any) -> Row:
+def row(name: str, samples: Sequence[float], **changes: Any) -> BenchRow:
     fields = {"group": "decode", "work": "w", "unit": "s", **changes}
     group, work = fields.pop("group"), fields.pop("work")
     return summarize(group, name, work, samples, **fields)
 
 
-def report(*rows: Row, **changes: Any) -> BenchReport:
+def report(*rows: BenchRow, **changes: Any) -> BenchReport:
     values: dict[str, Any] = {
         "report_version": 1,
         "bundle": "b",

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.compiler.compile.disassembly import NEVER_CHOSEN, declared_features, used_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features, used_features
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
@@ -551,8 +551,8 @@ def test_a_capped_worker_says_what_it_was_allowed(run_python: Any, tmp_path: Pat
     (tmp_path / "program").write_bytes(export(lambda x: x @ x.T, np.ones((16, 16), np.float32)))
     said = run_python(
         "from pathlib import Path\n"
-        "from prejit.compiler.compile.xla import compile_portable\n"
-        "from prejit.compiler.compile.disassembly import declared_features\n"
+        "from prejit.compiler.compile.worker.xla import compile_portable\n"
+        "from prejit.compiler.compile.worker.disassembly import declared_features\n"
         "compiled = compile_portable(Path('program').read_bytes())\n"
         "print(*declared_features(compiled.serialized))",
         env={"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"},

@@ -297,7 +297,7 @@ def test_inspect_and_verify_tell_of_kernels(
 STAND_IN = """
 import sys
 import numpy as np
-from prejit.compiler.compile.xla import compile_portable, stand_in_for_kernels
+from prejit.compiler.compile.worker.xla import compile_portable, stand_in_for_kernels
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 library, program, other = (open(path, "rb").read() for path in sys.argv[1:])
@@ -314,7 +314,7 @@ except Exception as error:
 """
 WITHOUT = """
 import sys
-from prejit.compiler.compile.xla import compile_portable
+from prejit.compiler.compile.worker.xla import compile_portable
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import BuildError, MismatchError
 program, compiled = (open(path, "rb").read() for path in sys.argv[1:])
@@ -349,7 +349,7 @@ import sys
 import jax
 import numpy as np
 from jax import export
-from prejit.compiler.compile.xla import compile_portable
+from prejit.compiler.compile.worker.xla import compile_portable
 from prejit.runtime.device import kernels
 name, library, program, compiled = sys.argv[1:]
 x = jax.ShapeDtypeStruct((5,), np.float32)

@@ -500,7 +500,7 @@ def test_the_table_says_who_loads_what_and_what_to_add(
         r"1 +cpu-host +m4",
         r"1 +nothing: compiles +m5 +cpu-host +compute_capability: needs 9.0, found 8.9",
         "2 of 7 machines are none of the targets: every program would be compiled there",
-        r"add 1 target \(the fewest there can be\), and none but those at the end falls back",
+        r"add 1 target \(the fewest there can be\); then no machine except those at the end falls back",
         r"\[\[target\]\]\n# needs a build host with x86_64; pip that finds jax 0.12.0.1\nname = \"cuda-l4\"",
         r"1 +m6 +topology: needs 1x1, found 2x2",
     ):
@@ -605,7 +605,8 @@ def test_each_proposal_says_what_it_needs_of_the_build_host() -> None:
     )
     for addition in (here, there):
         assert f"# needs {addition.needs()}\n" in addition.toml()
-    assert ", those for aarch64 on a host of that kind, and none falls back" in report.advice()
+    where = ", those for aarch64 on a build host of that architecture"
+    assert f"{where}; then no machine falls back" in report.advice()
     described = {entry["toml"]: entry["needs"] for entry in report.described()["add"]}
     assert described == {a.toml(): a.needs() for a in report.additions}
 

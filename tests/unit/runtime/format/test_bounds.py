@@ -122,7 +122,7 @@ try:
     elif kind == "descriptor":
         for media_type, cap in (("tokenizer.v1+json", 128 << 20), ("chat.v1+json", 4 << 20)):
             layer = f"application/vnd.prejit.{media_type}"
-            manifest = schema.Manifest(
+            manifest = schema.ImageManifest(
                 2,
                 names.MANIFEST_MEDIA_TYPE,
                 names.ARTIFACT_TYPE,

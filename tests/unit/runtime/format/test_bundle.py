@@ -32,8 +32,8 @@ from prejit.runtime.format.schema import (
     Decoder,
     Descriptor,
     Encoder,
+    ImageManifest,
     Index,
-    Manifest,
     encode_index,
     index_digest,
 )
@@ -41,7 +41,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import _AXIS_FORMS, Requirement
 
 PATH = "somewhere/index.json"
-FORMAT_CLASSES = [Chat, Config, Descriptor, Fingerprint, Index, Manifest, Requirement]
+FORMAT_CLASSES = [Chat, Config, Descriptor, Fingerprint, Index, ImageManifest, Requirement]
 
 # Axes have forms of their own; a mesh has at least one device.
 INTEGERS = st.integers(-MAX_INTEGER, MAX_INTEGER)

@@ -277,7 +277,7 @@ def test_what_nvml_itself_says_is_passed_on(box: Box) -> None:
     box.install("jax-cuda13-pjrt", "0.12.0.1")
     box.add_gpus()
     sys.modules["pynvml"] = pynvml  # the fixture's monkeypatch puts back what was there
-    with pytest.warns(PrejitWarning, match="the driver says: NVML Shared Library Not Found"):
+    with pytest.warns(PrejitWarning, match="the driver reports: NVML Shared Library Not Found"):
         assert box.find() is None
 
 

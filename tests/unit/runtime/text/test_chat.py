@@ -30,7 +30,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Chat, Descriptor, Manifest
+from prejit.runtime.format.schema import Chat, Descriptor, ImageManifest
 from prejit.runtime.text.chat import ChatTemplates
 from prejit.runtime.text.sandbox import MAX_CHARACTERS, check_template
 from prejit.runtime.text.tokenizer import Tokenizer
@@ -649,6 +649,6 @@ def test_a_huge_chat_layer_is_not_read() -> None:
             (CHAT_MEDIA_TYPE, limits.MAX_CHAT_BYTES + 1),
         )
     )
-    manifest = Manifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, config, layers, {})
+    manifest = ImageManifest(2, MANIFEST_MEDIA_TYPE, ARTIFACT_TYPE, config, layers, {})
     with pytest.raises(RejectError, match=re.escape(f"at most {limits.MAX_CHAT_BYTES} bytes")):
         check_manifest(to_json(manifest), "manifest")

@@ -60,7 +60,7 @@ class Bert(nnx.Module):
         self.encoder = Stack(config)
 
     @property
-    def layers(self) -> nnx.List[Layer]:
+    def layers(self) -> nnx.List[Block]:
         """The layers in order."""
         return self.encoder.layer
 
@@ -101,10 +101,10 @@ class Stack(nnx.Module):
     """The list of layers, under the published name."""
 
     def __init__(self, config: Any) -> None:
-        self.layer = nnx.List([Layer(config) for _ in range(config.num_hidden_layers)])
+        self.layer = nnx.List([Block(config) for _ in range(config.num_hidden_layers)])
 
 
-class Layer(nnx.Module):
+class Block(nnx.Module):
     """Attention and MLP, each with a norm after it."""
 
     def __init__(self, config: Any) -> None:

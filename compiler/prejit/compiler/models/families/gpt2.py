@@ -85,7 +85,7 @@ class GPT2(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """See Decoder."""
+        """See DecoderModule."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.transformer(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte.logits

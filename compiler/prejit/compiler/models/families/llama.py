@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
-    Attention,
-    Block,
-    GatedMLP,
-    Heads,
     RotaryDecoder,
-    head_size,
+    build_llama,
+    describe_llama,
 )
 
 __all__ = ["NAMING", "build", "describe"]
@@ -29,20 +25,10 @@ def describe(config: Any) -> DecoderConfig:
     Raises:
         CheckpointError: its configuration asks for something that is not built here.
     """
-    rope.frequencies(config, head_size(config))
-    return rotary_decoder.describe(config)
+    return describe_llama(config)
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
     """Return a Llama for contexts up to `context`, or as long as it was made for if None."""
-    rotary = rope.frequencies(config, head_size(config), context=context)
-    heads = Heads.of(config, rotary)
-    width, bias = config.hidden_size, config.attention_bias
-
-    def block() -> Block:
-        attention = Attention(width, heads, bias=bias, output_bias=bias)
-        inner = config.intermediate_size
-        mlp = GatedMLP(width, inner, config.hidden_act, bias=config.mlp_bias)
-        return Block(config, attention, mlp)
-
-    return RotaryDecoder(config, [block() for _ in range(config.num_hidden_layers)])
+    bias = config.attention_bias
+    return build_llama(config, context, bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
-    Attention,
-    Block,
-    GatedMLP,
-    Heads,
     RotaryDecoder,
-    head_size,
+    build_llama,
+    describe_llama,
     window,
 )
 
@@ -31,18 +27,9 @@ def describe(config: Any) -> DecoderConfig:
         CheckpointError: its configuration asks for something that is not built here.
     """
     window(config)
-    rope.frequencies(config, head_size(config))
-    return rotary_decoder.describe(config)
+    return describe_llama(config)
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
     """Return a Mistral for contexts up to `context`, or as long as it was made for if None."""
-    rotary = rope.frequencies(config, head_size(config), context=context)
-    heads = Heads.of(config, rotary, window(config))
-    width, inner = config.hidden_size, config.intermediate_size
-
-    def block() -> Block:
-        mlp = GatedMLP(width, inner, config.hidden_act)
-        return Block(config, Attention(width, heads), mlp)
-
-    return RotaryDecoder(config, [block() for _ in range(config.num_hidden_layers)])
+    return build_llama(config, context, [window(config)] * config.num_hidden_layers)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from prejit.compiler.models.layers import rope, rotary_decoder
+from prejit.compiler.models.layers import rope
 from prejit.compiler.models.layers.attention import NewTokens
 from prejit.compiler.models.layers.config import DecoderConfig, LayerCache
 from prejit.compiler.models.layers.linear import ACTIVATIONS, Linear, split
@@ -22,6 +22,7 @@ from prejit.compiler.models.layers.rotary_decoder import (
     Heads,
     RotaryDecoder,
     Turns,
+    describe_llama,
     head_size,
     window,
 )
@@ -36,8 +37,7 @@ def describe(config: Any) -> DecoderConfig:
         CheckpointError: its configuration asks for something that is not built here.
     """
     window(config)
-    rope.frequencies(config, head_size(config), partial=True)
-    return rotary_decoder.describe(config)
+    return describe_llama(config, partial=True)
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:

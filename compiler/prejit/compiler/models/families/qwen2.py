@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prejit.compiler.models.layers import rope, rotary_decoder
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.layers.rotary_decoder import (
     NAMING,
-    Attention,
-    Block,
-    GatedMLP,
-    Heads,
     RotaryDecoder,
-    head_size,
+    build_llama,
+    describe_llama,
     windows,
 )
 
@@ -31,18 +27,9 @@ def describe(config: Any) -> DecoderConfig:
         CheckpointError: its configuration asks for something that is not built here.
     """
     windows(config)
-    rope.frequencies(config, head_size(config))
-    return rotary_decoder.describe(config)
+    return describe_llama(config)
 
 
 def build(config: Any, context: int | None) -> RotaryDecoder:
     """Return a Qwen 2 for contexts up to `context`, or as long as it was made for if None."""
-    rotary = rope.frequencies(config, head_size(config), context=context)
-    width, inner = config.hidden_size, config.intermediate_size
-
-    def block(window: int | None) -> Block:
-        heads = Heads.of(config, rotary, window)
-        mlp = GatedMLP(width, inner, config.hidden_act)
-        return Block(config, Attention(width, heads, bias=True), mlp)
-
-    return RotaryDecoder(config, [block(window) for window in windows(config)])
+    return build_llama(config, context, windows(config), bias=True)

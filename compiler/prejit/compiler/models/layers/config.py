@@ -97,7 +97,7 @@ class Split:
     vocabulary: tuple[str, ...]
 
 
-class Decoder(Protocol):
+class DecoderModule(Protocol):
     """The signature of every family's module."""
 
     def __call__(

@@ -1,8 +1,9 @@
 """The decoder that families with rotary positions share: attention, gated MLP, block and whole model.
 
-The modules are those of Llama. A family is a small file that holds what differs in it: it builds its blocks
-from these modules and its own, and passes them to RotaryDecoder. Parameters have the names of the published
-tensors. These are the same in all of these families, and so are NAMING and SPLIT.
+The modules are those of Llama. A family is a small file that holds what differs in it. It passes its
+differences to `build_llama`; a family with modules of its own builds its blocks and passes them to
+RotaryDecoder. Parameters have the names of the published tensors. These are the same in all of these
+families, and so are NAMING and SPLIT.
 
 Sources: Su et al. 2021 (RoFormer), arXiv 2104.09864; Zhang and Sennrich 2019 (RMSNorm); Shazeer 2020 (gated
 MLP), arXiv 2002.05202; Ainslie et al. 2023 (grouped queries), arXiv 2305.13245.
@@ -264,7 +265,7 @@ class RotaryDecoder(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """See Decoder."""
+        """See DecoderModule."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.model(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens.logits
@@ -333,6 +334,52 @@ def describe(config: Any, activation: str = "hidden_act") -> DecoderConfig:
         cache_dtype="float32",
         max_positions=config.max_position_embeddings,
     )
+
+
+def describe_llama(config: Any, *, partial: bool = False) -> DecoderConfig:
+    """Return the sizes of a model whose layers all turn their heads in the same way.
+
+    Args:
+        config: transformers' configuration.
+        partial: whether it may turn only a part of each head.
+
+    Raises:
+        CheckpointError: a setting is not supported.
+    """
+    rope.frequencies(config, head_size(config), partial=partial)
+    return describe(config)
+
+
+def build_llama(
+    config: Any,
+    context: int | None,
+    windows: Sequence[int | None] | None = None,
+    *,
+    bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norm: Callable[[int], RMSNorm] | None = None,
+) -> RotaryDecoder:
+    """Return a model of Llama's own modules, with what differs in a family.
+
+    Args:
+        config: transformers' configuration.
+        context: the longest context of its programs; None for the longest that it was made for.
+        windows: the window of each layer; None: no layer has one.
+        bias: whether queries, keys and values have biases.
+        output_bias: whether the output of attention has one.
+        mlp_bias: whether the layers of the MLP have them.
+        head_norm: see Attention.
+    """
+    rotary = rope.frequencies(config, head_size(config), context=context)
+    width, inner = config.hidden_size, config.intermediate_size
+
+    def block(window: int | None) -> Block:
+        heads = Heads.of(config, rotary, window)
+        attention = Attention(width, heads, bias=bias, output_bias=output_bias, head_norm=head_norm)
+        return Block(config, attention, GatedMLP(width, inner, config.hidden_act, bias=mlp_bias))
+
+    return RotaryDecoder(config, list(map(block, windows or [None] * config.num_hidden_layers)))
 
 
 def head_size(config: Any) -> int:

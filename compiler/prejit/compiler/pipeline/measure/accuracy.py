@@ -8,7 +8,7 @@ from pathlib import Path
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
 from prejit.compiler.pipeline.keys import accuracy_key, measuring_key
 from prejit.compiler.pipeline.model import ModelSource, ReadModel, cache_dtype, file_digest
-from prejit.compiler.pipeline.pack.bundle_files import Layer
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.weights import Published
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
@@ -16,13 +16,13 @@ from prejit.compiler.store.interface import Store
 from prejit.runtime.format.schema import Accuracy
 
 _NONE = "none"
-"""Stands in a key for a file that is not there."""
+"""The value in a key for a missing file."""
 
 
 def measure_accuracy(
     plan: Plan,
     published: Published | None,
-    weights: Layer | None,
+    weights: PackedLayer | None,
     model: ReadModel,
     store: Store,
     progress: Progress,
@@ -66,7 +66,7 @@ def measure_accuracy(
 
 
 def _measure(
-    model: ModelSource, published: Checkpoint, weights: Layer, dtype: str, text: Path | None
+    model: ModelSource, published: Checkpoint, weights: PackedLayer, dtype: str, text: Path | None
 ) -> Accuracy:
     """Compare the packed model with its float32 form, on a text or on what the model writes itself."""
     from prejit.compiler.models import registry
@@ -77,18 +77,18 @@ def _measure(
     packed, out_in = comparison.mapped(weights.content), model.files.out_in
     tokenizer = model.files.transformer / "tokenizer.json"
     if model.files.layout is None:
-        exact = comparison.Model(
+        exact = comparison.ComparedModel(
             registry.make_decoder(model.config, out_in=out_in),
             values,
             registry.describe(model.config),
         )
-        stored = comparison.Model(model.module, packed, model.shape)
+        stored = comparison.ComparedModel(model.module, packed, model.shape)
         named = None if text is None else (text.name, *comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
         bos = bos if isinstance(bos, int) and 0 <= bos < model.shape.vocab_size else 0
         return comparison.of_decoder(dtype, exact, stored, named, bos)
-    exact = comparison.Model(registry.make_encoder(model.config, out_in=out_in), values)
-    stored = comparison.Model(model.module, packed)
+    exact = comparison.ComparedModel(registry.make_encoder(model.config, out_in=out_in), values)
+    stored = comparison.ComparedModel(model.module, packed)
     vocab_size, max_tokens = model.shape.vocab_size, model.shape.max_tokens
     if text is None:
         name, sentences = comparison.RANDOM, comparison.random_sentences(vocab_size, max_tokens)

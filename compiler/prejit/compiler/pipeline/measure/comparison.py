@@ -55,7 +55,7 @@ _MAX_LOSS = 60.0
 
 
 @dataclass(frozen=True)
-class Model:
+class ComparedModel:
     """A decoder or encoder that can be run.
 
     Attributes:
@@ -174,7 +174,11 @@ def mapped(weights: Path) -> dict[str, Arrays]:
 
 
 def of_decoder(
-    dtype: str, exact: Model, stored: Model, text: tuple[str, Arrays, Arrays] | None, bos: int
+    dtype: str,
+    exact: ComparedModel,
+    stored: ComparedModel,
+    text: tuple[str, Arrays, Arrays] | None,
+    bos: int,
 ) -> Accuracy:
     """Compare a stored decoder with its float32 form.
 
@@ -239,7 +243,12 @@ def of_decoder(
 
 
 def of_encoder(
-    dtype: str, exact: Model, stored: Model, text: str, tokens: Arrays, length: Arrays
+    dtype: str,
+    exact: ComparedModel,
+    stored: ComparedModel,
+    text: str,
+    tokens: Arrays,
+    length: Arrays,
 ) -> Accuracy:
     """Compare the embeddings of a stored encoder with those of its float32 form.
 
@@ -287,7 +296,7 @@ def _cache(shape: config.DecoderConfig, rows: int, slots: int) -> config.KVCache
     return ((empty, empty),) * shape.num_layers
 
 
-def _logits(model: Model) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
+def _logits(model: ComparedModel) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
     """Return a function of weights and int32 [1, T] that returns all logits, float32 [T, V]."""
     call, shape = _caller(model.module), model.shape
     assert shape is not None
@@ -302,7 +311,9 @@ def _logits(model: Model) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
     return jax.jit(logits)
 
 
-def _sampled(model: Model, weights: Mapping[str, jax.Array], bos: int, steps: int) -> Arrays:
+def _sampled(
+    model: ComparedModel, weights: Mapping[str, jax.Array], bos: int, steps: int
+) -> Arrays:
     """Return what a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
     call, shape = _caller(model.module), model.shape
     assert shape is not None

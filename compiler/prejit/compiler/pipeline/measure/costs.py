@@ -14,10 +14,10 @@ from pathlib import Path
 from prejit.compiler.compile.worker_process import WorkerProcess
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ENCODER_KINDS
-from prejit.compiler.pipeline.executables import CompiledTarget, Executable
+from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
 from prejit.compiler.pipeline.keys import cost_key
 from prejit.compiler.pipeline.measure.forms import measuring_alone
-from prejit.compiler.pipeline.pack.bundle_files import Layer
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.pack.requirement import requirement_of
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -29,7 +29,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 def measure_costs(
     manifest: Manifest,
     targets: Sequence[CompiledTarget],
-    weights: Layer | None,
+    weights: PackedLayer | None,
     store: Store,
     progress: Progress,
     timeout_seconds: float,
@@ -74,7 +74,7 @@ def measure_costs(
 def _measured(
     manifest: Manifest,
     target: CompiledTarget,
-    executables: Sequence[Executable],
+    executables: Sequence[CompiledExecutable],
     weights: Path,
     store: Store,
     progress: Progress,

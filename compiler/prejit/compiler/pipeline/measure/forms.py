@@ -41,7 +41,7 @@ _FORM_SECONDS = 0.4
 
 @contextmanager
 def measuring_alone(store: Store, progress: Progress) -> Iterator[None]:
-    """Wait until no other build of the store measures: two at once would measure each other."""
+    """Wait until no other build of the store measures: two at once would slow each other down."""
     with ExitStack() as stack:
         with progress.phase("waiting for another build, which measures"):
             stack.enter_context(store.making(measuring_key("alone")))
@@ -79,7 +79,7 @@ def measure_missing(
         store: keeps the table of this machine.
         executor: compiles the forms.
         progress: shows each product.
-        fresh: whether all products are measured that this machine has not measured itself; else only large
+        fresh: True: measure all products that this machine has not measured itself; False: only large
             products that no table has.
         timeout_seconds: time limit of measuring one product.
     """

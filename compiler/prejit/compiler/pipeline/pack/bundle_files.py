@@ -31,7 +31,7 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     TITLE,
 )
-from prejit.runtime.format.schema import Config, Descriptor, Manifest, Segment, encode_index
+from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Segment, encode_index
 
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary
@@ -42,7 +42,7 @@ _OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PackedTensor:
     """A tensor of the weights layer.
 
     Attributes:
@@ -59,7 +59,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Layer:
+class PackedLayer:
     """A blob of a bundle: in memory, or a file.
 
     Attributes:
@@ -80,12 +80,12 @@ class Layer:
         return Descriptor(self.media_type, self.digest, self.size, annotations={TITLE: self.title})
 
 
-def layer(media_type: str, content: bytes, title: str) -> Layer:
+def layer(media_type: str, content: bytes, title: str) -> PackedLayer:
     """Return a layer of bytes in memory."""
-    return Layer(media_type, digest_of(content), len(content), content, title)
+    return PackedLayer(media_type, digest_of(content), len(content), content, title)
 
 
-def kernels_layer(library: KernelLibrary, cache: Store) -> Layer:
+def kernels_layer(library: KernelLibrary, cache: Store) -> PackedLayer:
     """Return the layer of a library of kernels.
 
     Raises:
@@ -97,7 +97,7 @@ def kernels_layer(library: KernelLibrary, cache: Store) -> Layer:
     return layer(KERNELS_MEDIA_TYPE, content, "kernels.so")
 
 
-def write_weights(tensors: Iterable[Tensor], out: BlobWriter) -> None:
+def write_weights(tensors: Iterable[PackedTensor], out: BlobWriter) -> None:
     """Write a safetensors file in which every tensor starts at a multiple of 64 bytes.
 
         8 bytes: size of the header | header: JSON, padded with spaces | tensors
@@ -184,7 +184,7 @@ class PackedTarget:
     """
 
     config: Config
-    layers: tuple[Layer, ...]
+    layers: tuple[PackedLayer, ...]
 
 
 def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[str, bytes | Path]]:
@@ -199,7 +199,7 @@ def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[st
     for target in targets:
         config = to_json(target.config)
         manifest = to_json(
-            Manifest(
+            ImageManifest(
                 2,
                 MANIFEST_MEDIA_TYPE,
                 ARTIFACT_TYPE,

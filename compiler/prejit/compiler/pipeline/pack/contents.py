@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.executables import CompiledTarget, Executable
+from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.bundle_files import Layer, PackedTarget
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.pack.compatibility import readable_until
 from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.pack.requirement import requirement_of
-from prejit.compiler.pipeline.plan import Kernels, Lowered, Plan
+from prejit.compiler.pipeline.plan import Lowered, Plan, TargetKernels
 from prejit.compiler.store.interface import Store
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
@@ -28,7 +28,7 @@ from prejit.runtime.format.schema import (
     Encoder,
     Portable,
     ProductForm,
-    Program,
+    ProgramEntry,
     Segment,
 )
 
@@ -59,7 +59,7 @@ class PackedBundle:
 def pack_bundle(
     plan: Plan,
     targets: Sequence[CompiledTarget],
-    layers: Iterable[Layer],
+    layers: Iterable[PackedLayer],
     products: tuple[Product, ...],
     accuracy: Accuracy | None,
     costs: Costs,
@@ -94,7 +94,7 @@ def pack_bundle(
 def _pack_target(
     plan: Plan,
     target: CompiledTarget,
-    shared: tuple[Layer, ...],
+    shared: tuple[PackedLayer, ...],
     portables: Mapping[str, Segment],
     products: tuple[Product, ...],
     accuracy: Accuracy | None,
@@ -116,13 +116,13 @@ def _pack_target(
 
 
 def _program(
-    executable: Executable,
+    executable: CompiledExecutable,
     executables: Mapping[str, Segment],
     portables: Mapping[str, Segment],
     cost: int | None,
-) -> Program:
+) -> ProgramEntry:
     spec, lowered = executable.spec, executable.lowered
-    return Program(
+    return ProgramEntry(
         name=spec.name,
         kind=spec.kind,
         bucket=spec.bucket,
@@ -142,7 +142,7 @@ def _program(
 def _config(
     plan: Plan,
     target: CompiledTarget,
-    programs: tuple[Program, ...],
+    programs: tuple[ProgramEntry, ...],
     products: tuple[Product, ...],
     accuracy: Accuracy | None,
 ) -> Config:
@@ -187,7 +187,7 @@ def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
     return {f"{PROGRAM_WEIGHTS}:{section}": tensors}
 
 
-def _decoder(plan: Plan, executables: Iterable[Executable]) -> Decoder | None:
+def _decoder(plan: Plan, executables: Iterable[CompiledExecutable]) -> Decoder | None:
     shape = next((e.lowered.decoder for e in executables if e.lowered.decoder is not None), None)
     if shape is None:
         return None
@@ -196,7 +196,7 @@ def _decoder(plan: Plan, executables: Iterable[Executable]) -> Decoder | None:
     return Decoder(**shape, eos_token_ids=eos, bos_token_id=bos)
 
 
-def _encoder(executables: Iterable[Executable]) -> Encoder | None:
+def _encoder(executables: Iterable[CompiledExecutable]) -> Encoder | None:
     for each in executables:
         if each.lowered.encoder is not None and each.spec.kind == "layer":
             return Encoder(**each.lowered.encoder, layers=tuple(_weight_sets("", each.lowered)))
@@ -204,7 +204,7 @@ def _encoder(executables: Iterable[Executable]) -> Encoder | None:
 
 
 def _forms(
-    kernels: Kernels | None, products: tuple[Product, ...]
+    kernels: TargetKernels | None, products: tuple[Product, ...]
 ) -> tuple[ProductForm, ...] | None:
     """Return the forms of products in a target's programs, and why they were chosen."""
     if kernels is None:

@@ -14,7 +14,7 @@ from prejit.compiler.checkpoint.chat_files import read_chat
 from prejit.compiler.pipeline.keys import tokenizer_key
 from prejit.compiler.pipeline.model import ReadModel, file_digest
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.bundle_files import Layer
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -32,7 +32,7 @@ from prejit.runtime.generation import defaults
 
 def read_layers(
     plan: Plan, model: ReadModel, store: Store, progress: Progress
-) -> tuple[Layer, ...]:
+) -> tuple[PackedLayer, ...]:
     """Return the layers of a model's files and of the licence, each checked.
 
     Args:
@@ -50,7 +50,7 @@ def read_layers(
 
 def _model_layers(
     plan: Plan, model: ReadModel, store: Store, progress: Progress
-) -> Iterator[Layer]:
+) -> Iterator[PackedLayer]:
     if plan.model is None:
         return
     directory, decodes = plan.model.transformer, plan.model.layout is None
@@ -71,7 +71,7 @@ def _model_layers(
         yield bundle_files.layer(CHAT_MEDIA_TYPE, to_json(chat), "chat.json")
 
 
-def _license(plan: Plan) -> Iterator[Layer]:
+def _license(plan: Plan) -> Iterator[PackedLayer]:
     if plan.manifest.bundle.license is None:
         return
     path = plan.manifest.resolve(plan.manifest.bundle.license)

@@ -21,7 +21,7 @@ from prejit.compiler.pipeline.model import (
     open_weights,
 )
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.bundle_files import Layer, Tensor
+from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -62,7 +62,7 @@ def pack_weights(
     model: ReadModel,
     store: Store,
     progress: Progress,
-) -> Layer | None:
+) -> PackedLayer | None:
     """Return the weights layer: from the store, or packed now. None: the bundle has no weights.
 
     Args:
@@ -82,7 +82,7 @@ def pack_weights(
             result = store.get(key)
             if result is None:
                 tensors = [
-                    Tensor(f"{section}:{name}", str(v.dtype), v.shape, partial(np.asarray, v))
+                    PackedTensor(f"{section}:{name}", str(v.dtype), v.shape, partial(np.asarray, v))
                     for section, values in user.items()
                     for name, v in values.items()
                 ]
@@ -95,10 +95,12 @@ def pack_weights(
         path = store.blob_path(result["digest"])
     if path is None:
         raise BuildError("the weights are gone from the build cache", hint="build again")
-    return Layer(WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors")
+    return PackedLayer(
+        WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"
+    )
 
 
-def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) -> list[Tensor]:
+def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) -> list[PackedTensor]:
     """Return the model's parameters as they are packed: rounded or quantized when they are written.
 
     Args:
@@ -112,6 +114,6 @@ def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) ->
 
     stored = precision.readers(model.module, read)
     return [
-        Tensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
+        PackedTensor(name, str(leaf.dtype), leaf.shape, stored.get(name) or partial(read, name))
         for name, leaf in flat_parameters(nnx.state(model.module)).items()
     ]

@@ -21,7 +21,7 @@ from prejit.runtime.format.checks.signatures import (
     kinds_of,
 )
 from prejit.runtime.format.names import KERNEL_LEVELS, KERNELS_MEDIA_TYPE
-from prejit.runtime.format.schema import Config, Encoder, Manifest
+from prejit.runtime.format.schema import Config, Encoder, ImageManifest
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 MAX_PATH_KEYS = 256
@@ -112,7 +112,7 @@ def _check_kernels(config: Config, path: str) -> None:
         raise RejectError(path, f"kernels: expected names, each once, sorted; found {names!r:.80}")
 
 
-def check_kernels_layer(config: Config, manifest: Manifest, path: str) -> None:
+def check_kernels_layer(config: Config, manifest: ImageManifest, path: str) -> None:
     """7. Check that the kernel library of a config is the only kernel layer of its manifest.
 
     Args:

@@ -32,7 +32,7 @@ from prejit.runtime.format.names import (
     REQUIREMENT,
     TOKENIZER_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Descriptor, Index, Manifest, index_digest
+from prejit.runtime.format.schema import Descriptor, ImageManifest, Index, index_digest
 from prejit.runtime.machine.requirement import Requirement
 
 NEWER_FORMAT_HINT = "this bundle was written by a newer prejit: upgrade prejit on this machine"
@@ -127,9 +127,9 @@ def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
         raise RejectError(path, f"expected {digest}, found {found}")
 
 
-def check_manifest(content: bytes, path: str) -> Manifest:
+def check_manifest(content: bytes, path: str) -> ImageManifest:
     """6. Check that a manifest is canonical and has known layers, each once, and both layers of programs."""
-    manifest = from_json(Manifest, content, path)
+    manifest = from_json(ImageManifest, content, path)
     if (manifest.schemaVersion, manifest.mediaType, manifest.artifactType) != (
         2,
         MANIFEST_MEDIA_TYPE,

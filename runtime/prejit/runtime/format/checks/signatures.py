@@ -10,7 +10,7 @@ from functools import cache
 from itertools import zip_longest
 from typing import final
 
-from prejit.runtime.format.schema import Config, Program
+from prejit.runtime.format.schema import Config, ProgramEntry
 
 BUCKETS = {
     "prefill": ("batch", "context", "prompt"),
@@ -60,7 +60,7 @@ class Signatures:
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
 
-    def of(self, program: Program) -> Signature:
+    def of(self, program: ProgramEntry) -> Signature:
         """Return the signature of a program whose bucket was checked; its kind is not `call`."""
         sizes = program.bucket
         if program.kind in ENCODER_KINDS:
@@ -113,7 +113,7 @@ class Signatures:
         width = 0 if self._config.encoder is None else self._config.encoder.width
         return (length, hidden), (f'["embedding"] float32[{batch},{width}]',)
 
-    def _of_old_decoder(self, program: Program) -> Signature:
+    def _of_old_decoder(self, program: ProgramEntry) -> Signature:
         batch = program.bucket["batch"]
         row = f"int32[{batch}]"
         first = (f'["token"] {row}', f'["position"] {row}')
@@ -157,7 +157,7 @@ class Signatures:
             f'["top_logprobs"] float32[{tops}]',
         )
 
-    def _layers(self, program: Program) -> int:
+    def _layers(self, program: ProgramEntry) -> int:
         """Return the number of layers of the model, limited so that a forged number costs no memory."""
         decoder = self._config.decoder
         return 0 if decoder is None else min(decoder.num_layers, len(program.arguments))

@@ -63,7 +63,9 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
     source = decoders.write_random("gpt2", tmp_path / "gpt2")
     checkpoint, config = open_checkpoint(source), config_file.load_config(source)
     values = {name: checkpoint.read(name) for name in checkpoint.names}
-    model = comparison.Model(registry.make_decoder(config), values, registry.describe(config))
+    model = comparison.ComparedModel(
+        registry.make_decoder(config), values, registry.describe(config)
+    )
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
     logits_of = comparison._logits(model)
     losses = []

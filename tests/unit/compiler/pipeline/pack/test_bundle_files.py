@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file
 
 from prejit.compiler.pipeline.pack import bundle_files
-from prejit.compiler.pipeline.pack.bundle_files import Tensor, pack, write_weights
+from prejit.compiler.pipeline.pack.bundle_files import PackedTensor, pack, write_weights
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import BuildError
@@ -29,9 +29,9 @@ arrays = st_numpy.arrays(
 )
 
 
-def tensors(values: dict[str, np.ndarray]) -> list[Tensor]:
+def tensors(values: dict[str, np.ndarray]) -> list[PackedTensor]:
     return [
-        Tensor(name, value.dtype.name, value.shape, lambda value=value: value)
+        PackedTensor(name, value.dtype.name, value.shape, lambda value=value: value)
         for name, value in values.items()
     ]
 
@@ -57,7 +57,7 @@ def test_safetensors_reads_what_we_write_and_every_tensor_is_aligned(
 
 def test_a_tensor_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> None:
     cache = DirectoryStore.open(tmp_path)
-    wrong = Tensor("w", "float32", (2,), lambda: np.zeros(3, np.float32))
+    wrong = PackedTensor("w", "float32", (2,), lambda: np.zeros(3, np.float32))
     with pytest.raises(BuildError, match=r"w: expected float32\[2\], found float32\[3\]"):
         with cache.blob_writer() as blob:
             write_weights([wrong], blob)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import zstandard
 
-from prejit.compiler.compile.disassembly import in_order, narrowed, used_features
-from prejit.compiler.compile.xla import CompileFor, compile_portable, stand_in_for_kernels
+from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_features
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable, stand_in_for_kernels
 from prejit.compiler.native.calls import with_library
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format.schema import Memory
@@ -23,7 +23,7 @@ in 2 ms at level 3, to 80 kB in 13 ms at 9 and in 37 ms at 15, and to 71 kB in 2
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class CompilerOutput:
     """The output of a compiler.
 
     Attributes:
@@ -37,11 +37,11 @@ class Output:
     memory: Memory
 
 
-Compile = Callable[[bytes, CompileFor], Output]
+Compile = Callable[[bytes, CompileFor], CompilerOutput]
 """The type of `compile_program`, which tests replace."""
 
 
-def compile_program(portable: bytes, machine: CompileFor) -> Output:
+def compile_program(portable: bytes, machine: CompileFor) -> CompilerOutput:
     """Compile a portable program. A CPU executable records the extensions that its instructions use.
 
     Raises:
@@ -49,10 +49,10 @@ def compile_program(portable: bytes, machine: CompileFor) -> Output:
     """
     program = compile_portable(portable, machine)
     if machine.platform != "cpu":
-        return Output(program.serialized, (), program.memory)
+        return CompilerOutput(program.serialized, (), program.memory)
     features = used_features(program.serialized)
     serialized = in_order(narrowed(program.serialized, features))
-    return Output(serialized, features, program.memory)
+    return CompilerOutput(serialized, features, program.memory)
 
 
 def with_kernels(program: bytes, library: bytes) -> bytes:

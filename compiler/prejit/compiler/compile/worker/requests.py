@@ -29,10 +29,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prejit.compiler.compile.compiling import Compile, compile_program, compress, with_kernels
 from prejit.compiler.compile.jobs import Compiled
-from prejit.compiler.compile.timing import measure, measure_forms, require_blob
-from prejit.compiler.compile.xla import CompileFor, import_compiler
+from prejit.compiler.compile.worker.compiling import (
+    Compile,
+    compile_program,
+    compress,
+    with_kernels,
+)
+from prejit.compiler.compile.worker.timing import measure, measure_forms, require_blob
+from prejit.compiler.compile.worker.xla import CompileFor, import_compiler
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.targets import cpu_count
 from prejit.runtime.base.digests import digest_of
@@ -175,7 +180,3 @@ def main(compile_program: Compile = compile_program) -> None:
     import_compiler(sys.argv[2])  # once for all forks
     requests = open(0, "rb", buffering=0)  # noqa: SIM115
     serve(DirectoryStore(Path(sys.argv[1])), compile_program, requests, answers)
-
-
-if __name__ == "__main__":
-    main()

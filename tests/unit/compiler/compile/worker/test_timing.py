@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from prejit.compiler.compile.timing import last_cache_bytes
+from prejit.compiler.compile.worker.timing import last_cache_bytes
 
 
 def test_last_caches_are_counted_once_each(tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prejit.compiler.compile import disassembly
-from prejit.compiler.compile.disassembly import (
+from prejit.compiler.compile.worker import disassembly
+from prejit.compiler.compile.worker.disassembly import (
     EVERYWHERE,
     LLVM_NAMES,
     declared_features,
     narrowed,
     used_features,
 )
-from prejit.compiler.compile.xla import compile_portable
+from prejit.compiler.compile.worker.xla import compile_portable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
 from prejit.compiler.targets.target_table import target
 from prejit.runtime.errors import BuildError
@@ -37,7 +37,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from prejit.compiler.targets.target_table import target
-from prejit.compiler.compile.xla import CompileFor, compile_portable
+from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 level = target(sys.argv[1])
 machine = CompileFor(cpu=level.cpu, cpu_features=level.cpu_features)
 compiled = compile_portable(Path(sys.argv[2]).read_bytes(), machine)
@@ -464,7 +464,7 @@ def test_names_are_those_that_machines_are_compared_by() -> None:
 
 def test_iced_is_imported_when_it_is_needed() -> None:
     """A worker's environment does not have it."""
-    check = "import sys, prejit.compiler.compile.disassembly; sys.exit('iced_x86' in sys.modules)"
+    check = "import sys, prejit.compiler.compile.worker.disassembly; sys.exit('iced_x86' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
@@ -475,7 +475,7 @@ def test_what_is_narrowed_tells_of_what_it_uses_and_runs_the_same() -> None:
     import numpy as np
     from jax import export
 
-    from prejit.compiler.compile.xla import compile_portable
+    from prejit.compiler.compile.worker.xla import compile_portable
     from prejit.runtime.device.device import Device
     from prejit.runtime.device.transfer import to_numpy
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
-from prejit.compiler.compile.protobuf import edit_protobuf, protobuf_fields, sort_protobuf
+from prejit.compiler.compile.worker.protobuf import edit_protobuf, protobuf_fields, sort_protobuf
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.checks.elf import read_sections
 from prejit.runtime.machine.fingerprint import CPU_FEATURES
