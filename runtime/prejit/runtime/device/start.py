@@ -7,7 +7,6 @@ beside them.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import os
 import sys
@@ -28,11 +27,10 @@ def quickly() -> Iterator[None]:
     if is_plain_start():
         yield
         return
-    with _without_collecting():
-        # NumPy first: it opens libraries itself, and would wait while another thread opens one.
-        import_numpy()
-        _open_jaxlib()
-        yield
+    # NumPy first: it opens libraries itself, and would wait while another thread opens one.
+    import_numpy()
+    _open_jaxlib()
+    yield
 
 
 def import_numpy() -> None:
@@ -48,29 +46,10 @@ def import_numpy() -> None:
     if not spins:
         os.environ[_OPENBLAS_TIMEOUT] = "4"
     try:
-        with contextlib.nullcontext() if is_plain_start() else _without_collecting():
-            import numpy  # noqa: F401
+        import numpy  # noqa: F401
     finally:
         if not spins:
             os.environ.pop(_OPENBLAS_TIMEOUT, None)
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Turn the garbage collector off: imports and a load make many objects and no garbage.
-
-    If other threads run, it stays on.
-    """
-    if not is_alone():
-        yield
-        return
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def set_log_level() -> None:

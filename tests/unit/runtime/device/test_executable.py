@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features, used_features
+from prejit.compiler.compile.worker.disassembly import (
+    NEVER_CHOSEN,
+    declared_features,
+    used_features,
+)
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.targets.build_host import cross_compiles, jaxlib_version
 from prejit.runtime.device import _jaxlib

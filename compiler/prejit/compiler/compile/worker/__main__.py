@@ -2,4 +2,5 @@
 
 from prejit.compiler.compile.worker.requests import main
 
-main()
+if __name__ == "__main__":
+    main()
