@@ -35,9 +35,9 @@ FUNCTIONS = {
         "read_manifests": "bundle",
         "check_config_blob": "bundle",
     },
-    "prejit.runtime.format.blobs": {"check_blobs": "bundle", "Blobs.layers": "bundle"},
+    "prejit.runtime.format.blobs": {"Blobs.__init__": "bundle", "Blobs.begin": "bundle"},
     "prejit.runtime.machine.fingerprint": {"Fingerprint.current": "bundle"},
-    "prejit.runtime.programs.weights": {"tensors": "weights"},
+    "prejit.runtime.programs.weights": {"open_weights": "weights", "Weights.wait": "weights"},
     "prejit.runtime.format.checks.config": {"check_weight_sets": "weights"},
     "prejit.runtime.format.checks.layers": {"unpack": "programs"},
     "prejit.runtime.device.device": {

@@ -64,7 +64,7 @@ def load(
     on_fallback: Callable[[Axis], object] | None = None,
     fingerprint: Fingerprint | None = None,
 ) -> Bundle:
-    """Load a bundle: check this machine, verify every file and map the weights.
+    """Load a bundle: check this machine, map the weights and begin to verify them.
 
     Args:
         path: the directory of the bundle.
@@ -85,7 +85,8 @@ def load(
 
     Raises:
         StoreError: the directory cannot be opened.
-        RejectError: the bundle is damaged.
+        RejectError: the bundle is damaged. Damage in a layer of more than 1 MB may be found later: the first
+            request that needs its bytes raises this error, and no request ends before all is verified.
         MismatchError: this machine matches no target, and on_mismatch is `error`.
     """
     from prejit.runtime.bundle import Bundle
@@ -111,7 +112,7 @@ def load(
         notice = expiry_notice(choice.config.portable, machine.jaxlib, date.today())
         if notice is not None:
             warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
-    return Bundle(
+    bundle = Bundle(
         opened.digest,
         choice.config,
         opened.blobs.layers(opened.manifests[choice.target.name]),
@@ -122,6 +123,8 @@ def load(
         serve_smaller=while_compiling == "smaller",
         kernels=choice.kernels,
     )
+    opened.blobs.verification.wait_for_small()
+    return bundle
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay

@@ -341,17 +341,17 @@ def test_files_replaced_after_the_check_are_not_used(
         load(bundle_dir)
     x = np.ones((2, 16), np.float32)
     expected = load(bundle_dir).call("score", x=x)
-    check = check_blobs
+    begin = blobs.Blobs.begin
 
-    def then_replace(*args: Any, **kwargs: Any) -> Any:
-        found = check(*args, **kwargs)
+    def then_replace(opened: blobs.Blobs, *args: Any) -> None:
+        begin(opened, *args)
+        opened.verification.finish()
         for file in sorted((bundle_dir / "blobs" / "sha256").iterdir()):
             aside = file.with_name("aside")
             aside.write_bytes(other_bytes(file.read_bytes()))
             aside.replace(file)
-        return found
 
-    monkeypatch.setattr(blobs, "check_blobs", then_replace)
+    monkeypatch.setattr(blobs.Blobs, "begin", then_replace)
     found = load(bundle_dir)
     np.testing.assert_array_equal(found.call("score", x=x), expected)
     assert found.call("tick") == 7

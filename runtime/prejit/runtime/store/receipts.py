@@ -18,6 +18,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import final
 
+from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.files import Identity, digest_file
 from prejit.runtime.errors import StoreError
 from prejit.runtime.store.directory import cache_root, read_own, write_own
@@ -64,7 +65,7 @@ class Receipts:
             with open(path, "rb") as file:
                 identity = Identity.of(os.fstat(file.fileno()))
                 for digest in self._held:
-                    if self.holds(digest, identity):
+                    if is_digest(digest) and self.holds(digest, identity):
                         return digest
                 digest = digest_file(file.fileno())
         except OSError as error:

@@ -97,14 +97,14 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
     from prejit.runtime.format.opening import match, open_index, read_contents
-    from prejit.runtime.programs.weights import tensors
+    from prejit.runtime.programs.weights import open_weights
 
     with Layout(settled_dir) as layout:
         index, _ = open_index(layout)
         [target, *_] = match(layout, index, Fingerprint.current())
         manifest = read_contents(layout, target).manifest
         layers = check_blobs(layout, [manifest], None, keep=[manifest]).layers(manifest)
-    for name, values in tensors(layers[WEIGHTS_MEDIA_TYPE]).items():
+    for name, values in open_weights(layers[WEIGHTS_MEDIA_TYPE]).values.items():
         if name.startswith("score:"):
             assert address(to_numpy(device.put(values))) == address(values)
 

@@ -881,7 +881,7 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     except RejectError:
         return
     device = Device("cpu")
-    programs = Programs(config, device, None, Layer(b"", PATH), {})  # type: ignore[arg-type]
+    programs = Programs(config, device, None, Layer(b"", PATH), None)
     decoder = DecoderPrograms(config.decoder, programs, device)
     smallest = decoder.batches[0]
     for batch, context in itertools.product(decoder.batches, decoder.contexts):
@@ -911,7 +911,7 @@ def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
     except RejectError:
         return
     device = Device("cpu")
-    programs = Programs(config, device, None, Layer(b"", PATH), {})  # type: ignore[arg-type]
+    programs = Programs(config, device, None, Layer(b"", PATH), None)
     encoder = EncoderPrograms(config.encoder, programs, device)
     for name in (name for bucket in encoder.buckets for name in bucket.programs):
         assert programs.arguments(name)
@@ -1434,14 +1434,14 @@ entries = st.fixed_dictionaries(
 def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
     """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""
     from prejit.runtime.format.blobs import Layer
-    from prejit.runtime.programs.weights import tensors
+    from prejit.runtime.programs.weights import open_weights
 
     content = safetensors(header)
     try:
         slices = check_weights(content, PATH)
     except RejectError:
         return
-    arrays = tensors(Layer(content, PATH))  # type: ignore[arg-type]
+    arrays = open_weights(Layer(content, PATH)).values  # type: ignore[arg-type]
     for name, array in arrays.items():
         assert array.nbytes == slices[name].end - slices[name].start
         assert array.nbytes == array.dtype.itemsize * math.prod(array.shape)

@@ -1,0 +1,279 @@
+"""Large layers are verified in chunks: damage at any place is found, early or late, and nothing uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import blobs
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.schema import Chunks
+from prejit.runtime.loader import load
+
+CHUNK = 64 << 10
+X = np.ones((2, 16), np.float32)
+
+
+def chunked(content: bytes, size: int = CHUNK) -> Chunks:
+    pieces = [content[start : start + size] for start in range(0, len(content), size)]
+    return Chunks("blake3", size, tuple(blake3(piece).hexdigest() for piece in pieces))
+
+
+def weights_with_filler(good: bytes) -> bytes:
+    """The weights with a tensor of 3 MB behind them, of which no program has need."""
+    import json
+
+    size = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + size])
+    data = good[8 + size :]
+    gap = -len(data) % 64
+    start = len(data) + gap
+    if gap:
+        header[".gapz"] = {"dtype": "U8", "shape": [gap], "data_offsets": [len(data), start]}
+    filler = random.Random(0).randbytes(3 << 20)
+    header["filler"] = {
+        "dtype": "U8",
+        "shape": [len(filler)],
+        "data_offsets": [start, start + len(filler)],
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text + data + bytes(gap) + filler
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load waits for no chunk, as if each had a size that chunks of real bundles have."""
+    monkeypatch.setattr("prejit.runtime.format.verification.SMALL_BYTES", 0)
+
+
+@pytest.fixture(scope="module")
+def content(recipe: Any) -> bytes:
+    return weights_with_filler(recipe.content(WEIGHTS_MEDIA_TYPE))
+
+
+@pytest.fixture(scope="module")
+def chunks_recipe(recipe: Any, content: bytes) -> Any:
+    """The recipe of most tests with 3 MB of weights, in chunks of 64 KB."""
+    chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
+    return recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
+        lambda config: dataclasses.replace(config, chunks=chunks)
+    )
+
+
+@pytest.fixture
+def path(chunks_recipe: Any, tmp_path: Path) -> Path:
+    return chunks_recipe.write(tmp_path / "chunks")
+
+
+def weights_of(path: Path) -> Path:
+    return max((path / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+
+
+def flip(file: Path, place: int, bit: int = 1) -> None:
+    with open(file, "r+b") as opened:
+        byte = os.pread(opened.fileno(), 1, place)[0]
+        os.pwrite(opened.fileno(), bytes([byte ^ bit]), place)
+
+
+def test_a_bundle_with_chunks_gives_the_results_of_one_without(
+    path: Path, recipe: Any, tmp_path: Path
+) -> None:
+    expected = load(recipe.write(tmp_path / "plain")).call("score", x=X)
+    np.testing.assert_array_equal(load(path).call("score", x=X), expected)
+    audit(path, lambda *_: None)
+
+
+def test_damage_in_every_chunk_is_found_with_file_and_place(path: Path, content: bytes) -> None:
+    file = weights_of(path)
+    generator = random.Random(0)
+    for start in range(0, len(content), CHUNK):
+        place = min(start + generator.randrange(CHUNK), len(content) - 1)
+        flip(file, place)
+        with pytest.raises(RejectError) as caught:
+            load(path).call("score", x=X)
+        assert caught.value.path == str(file)
+        end = min(start + CHUNK, len(content)) - 1
+        assert f"bytes {start} to {end}: expected blake3 " in str(caught.value)
+        flip(file, place)
+    load(path).call("score", x=X)
+
+
+def test_damage_that_is_found_late_ends_the_request(
+    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk is not verified before everything else is done, and still no result comes."""
+    begin = blobs.Blobs.begin
+
+    def begin_without_threads(opened: Any, *args: Any) -> None:
+        monkeypatch.setattr(
+            blobs, "Verification", lambda jobs, **o: waits(jobs, **{**o, "threads": 0})
+        )
+        begin(opened, *args)
+
+    waits = blobs.Verification
+    monkeypatch.setattr(blobs.Blobs, "begin", begin_without_threads)
+    flip(weights_of(path), len(content) - 1)
+    loaded = load(path)
+    with pytest.raises(RejectError, match=f"bytes {len(content) // CHUNK * CHUNK} to"):
+        loaded.call("score", x=X)
+    with pytest.raises(RejectError):
+        loaded.call("tick")
+
+
+def test_weights_do_not_reach_a_device_before_they_are_verified(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prejit.runtime.device.device import Device
+
+    put, given = Device.put, list[bytes]()
+
+    def noted(device: Any, array: Any, *args: Any) -> Any:
+        given.append(array.tobytes())
+        return put(device, array, *args)
+
+    loaded = load(path)
+    kernel = next(v for v in loaded._programs._weights.values.values() if v.shape == (16, 4))
+    good = kernel.tobytes()
+    flip(weights_of(path), 600)  # in the first chunk, where the weights of `score` are
+    monkeypatch.setattr(Device, "put", noted)
+    with pytest.raises(RejectError):
+        load(path).call("score", x=X)
+    assert not [each for each in given if len(each) == len(good)]
+
+
+@pytest.mark.parametrize("left", [0, 1, CHUNK, CHUNK + 1, 3 << 20])
+def test_a_file_that_is_cut_after_it_was_opened_is_an_error_and_no_sigbus(
+    path: Path, left: int, run_python: Any
+) -> None:
+    code = (
+        "import os, sys\n"
+        "import numpy as np\n"
+        "from prejit.runtime import RejectError, load\n"
+        "from prejit.runtime.format import blobs\n"
+        "begin = blobs.Blobs.begin\n"
+        "def cut(opened, *args):\n"
+        "    os.truncate(sys.argv[2], int(sys.argv[3]))\n"
+        "    begin(opened, *args)\n"
+        "blobs.Blobs.begin = cut\n"
+        "try:\n"
+        "    load(sys.argv[1]).call('score', x=np.ones((2, 16), np.float32))\n"
+        "except RejectError as error:\n"
+        "    print('rejected', error.path)"
+    )
+    file = weights_of(path)
+    assert run_python(code, path, file, left).stdout == f"rejected {file}\n"
+
+
+def with_chunks(recipe: Any, change: Callable[[Chunks], Chunks]) -> Any:
+    def changed(config: Any) -> Any:
+        [(media_type, chunks)] = config.chunks.items()
+        return dataclasses.replace(config, chunks={media_type: change(chunks)})
+
+    return recipe.configured(changed)
+
+
+CHANGES: dict[str, tuple[Callable[[Chunks], Chunks], str]] = {
+    "another hash": (
+        lambda c: dataclasses.replace(c, algorithm="md5"),
+        "expected blake3, found 'md5'",
+    ),
+    "too small": (lambda c: dataclasses.replace(c, size=1), "expected a size of 65536 to"),
+    "too large": (lambda c: dataclasses.replace(c, size=1 << 30), "expected a size of 65536 to"),
+    "negative": (lambda c: dataclasses.replace(c, size=-CHUNK), "expected a size of 65536 to"),
+    "one too few": (lambda c: dataclasses.replace(c, digests=c.digests[:-1]), "expected 49 for "),
+    "one too many": (
+        lambda c: dataclasses.replace(c, digests=(*c.digests, "0" * 64)),
+        "expected 49 for ",
+    ),
+    "no digest": (
+        lambda c: dataclasses.replace(c, digests=("0" * 63 + "g", *c.digests[1:])),
+        "expected digests of 64 hexadecimal digits",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_7_chunks_that_do_not_cover_their_layer_are_rejected(
+    chunks_recipe: Any, tmp_path: Path, change: Callable[[Chunks], Chunks], message: str
+) -> None:
+    forged = with_chunks(chunks_recipe, change).write(tmp_path / "forged")
+    for read in (load, lambda path: audit(path, lambda *_: None)):
+        with pytest.raises(RejectError) as caught:
+            read(forged)
+        assert message in str(caught.value)
+
+
+def test_7_chunks_of_no_layer_and_of_an_older_format_are_rejected(
+    chunks_recipe: Any, recipe: Any, content: bytes, tmp_path: Path
+) -> None:
+    chunks = {"application/x": chunked(content)}
+    forged = chunks_recipe.configured(lambda c: dataclasses.replace(c, chunks=chunks))
+    with pytest.raises(RejectError, match="expected media types of layers, found 'application/x'"):
+        load(forged.write(tmp_path / "layer"))
+
+
+def test_8_digests_of_chunks_that_do_not_fit_the_whole_are_found_by_verify(
+    chunks_recipe: Any, tmp_path: Path
+) -> None:
+    def other(chunks: Chunks) -> Chunks:
+        return dataclasses.replace(chunks, digests=("0" * 64, *chunks.digests[1:]))
+
+    forged = with_chunks(chunks_recipe, other).write(tmp_path / "forged")
+    with pytest.raises(
+        RejectError, match=f"bytes 0 to {CHUNK - 1}: expected blake3 0{{64}}, found "
+    ):
+        audit(forged, lambda *_: None)
+    with pytest.raises(RejectError, match=r"expected blake3 0{64}"):
+        load(forged).call("score", x=X)
+
+
+def test_a_second_load_hashes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    load(path).call("score", x=X)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("it was hashed again")
+
+    monkeypatch.setattr(blobs, "check_chunk", fail)
+    monkeypatch.setattr(blobs, "_check_digest", fail)
+    load(path).call("score", x=X)
+
+
+def test_a_receipt_of_chunks_is_none_for_the_whole_file(
+    chunks_recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forged table may name chunks of another content: nobody may take that file for the right one."""
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.store.receipts import Receipts
+
+    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    other = content[:-1] + bytes([content[-1] ^ 1])
+    forged = with_chunks(chunks_recipe, lambda _: chunked(other)).write(tmp_path / "forged")
+    file = weights_of(forged)
+    file.write_bytes(other)
+    load(forged).call("score", x=X)
+    assert Receipts(forged).digest_of(file) == digest_of(other) != f"sha256:{file.name}"
+
+
+def test_random_damage_is_never_served(path: Path, content: bytes) -> None:
+    """More of it: `make hostile`."""
+    file, generator = weights_of(path), random.Random(1)
+    expected = load(path).call("score", x=X)
+    for _ in range(int(os.environ.get("PREJIT_HOSTILE_EXAMPLES", "60"))):
+        place, bit = generator.randrange(len(content)), 1 << generator.randrange(8)
+        flip(file, place, bit)
+        with pytest.raises(RejectError):
+            load(path).call("score", x=X)
+        flip(file, place, bit)
+    np.testing.assert_array_equal(load(path).call("score", x=X), expected)

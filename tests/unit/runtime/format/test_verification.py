@@ -1,0 +1,154 @@
+"""The order of verifying, who waits for what, and what happens after a failure."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format.verification import SMALL_BYTES, VERIFIED, Job, Verification
+
+LARGE = SMALL_BYTES
+
+
+def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job]:
+    """Three parts of each blob."""
+    return [
+        Job(name, part * size, (part + 1) * size, lambda at=f"{name}{part}": run(at))
+        for name in names
+        for part in range(3)
+    ]
+
+
+def test_a_thread_runs_all_jobs_in_their_order_and_calls_finished_once() -> None:
+    ran, finished = list[str](), threading.Event()
+    verification = Verification(jobs("a", "b", run=ran.append), threads=1, finished=finished.set)
+    assert finished.wait(10)
+    assert ran == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert verification.is_finished
+    verification.finish()
+    verification.wait("nothing of that name")
+
+
+def test_whoever_waits_runs_what_it_needs_and_no_more() -> None:
+    ran = list[str]()
+    verification = Verification(jobs("a", "b", run=ran.append))
+    verification.wait("b", LARGE, LARGE + 1)
+    assert ran == ["b1"]
+    verification.wait("b", LARGE - 1, LARGE + 1)
+    assert ran == ["b1", "b0"]
+    verification.wait("b", 2 * LARGE, 2 * LARGE)
+    assert ran == ["b1", "b0"], "no byte is needed"
+    verification.wait("a", 2 * LARGE)
+    assert ran == ["b1", "b0", "a2"]
+    assert not verification.is_finished
+    verification.finish()
+    assert ran == ["b1", "b0", "a2", "a0", "a1", "b2"]
+    assert verification.is_finished
+
+
+def test_a_load_waits_for_small_jobs_alone() -> None:
+    ran = list[str]()
+    small = jobs("small", run=ran.append, size=SMALL_BYTES - 1)
+    verification = Verification([*jobs("large", run=ran.append), *small])
+    verification.wait_for_small()
+    assert ran == ["small0", "small1", "small2"]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize(
+    "error", [RejectError("/b", "damaged"), StoreError("EIO"), KeyError("bug")]
+)
+def test_a_failure_is_raised_to_everyone_and_ends_the_work(threads: int, error: Exception) -> None:
+    ran, finished = list[str](), threading.Event()
+
+    def run(at: str) -> None:
+        ran.append(at)
+        if at == "a1":
+            raise error
+
+    verification = Verification(jobs("a", "b", run=run), threads=threads, finished=finished.set)
+    with pytest.raises(type(error)):
+        verification.finish()
+    for ask in (verification.check, verification.finish, verification.wait_for_small):
+        with pytest.raises(type(error)):
+            ask()
+    for blob in ("a", "b"):
+        with pytest.raises(type(error)):
+            verification.wait(blob)
+    assert not verification.is_finished
+    assert not finished.is_set()
+    assert len(ran) <= 2 + threads, "threads went on after the failure"
+
+
+def test_a_waiting_caller_is_woken_by_a_failure_in_a_thread() -> None:
+    begun, fail = threading.Event(), threading.Event()
+
+    def run(at: str) -> None:
+        begun.set()
+        fail.wait(10)
+        raise RejectError("/b", "damaged")
+
+    verification = Verification([Job("a", 0, LARGE, lambda: run("a"))], threads=1)
+    assert begun.wait(10)
+    threading.Timer(0.05, fail.set).start()
+    with pytest.raises(RejectError):
+        verification.wait("a")
+
+
+def test_many_threads_that_wait_get_verified_bytes_alone() -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        done = set[str]()
+
+        def run(at: str, done: set[str] = done) -> None:
+            time.sleep(generator.random() * 1e-3)
+            done.add(at)
+
+        verification = Verification(jobs("a", "b", "c", run=run), threads=generator.randrange(3))
+        failures = list[str]()
+
+        def wait(
+            seed: int,
+            verification: Verification = verification,
+            done: set[str] = done,
+            failures: list[str] = failures,
+        ) -> None:
+            mine = random.Random(seed)
+            for _ in range(4):
+                name, part = mine.choice("abc"), mine.randrange(3)
+                verification.wait(name, part * LARGE, (part + 1) * LARGE)
+                if f"{name}{part}" not in done:
+                    failures.append(f"{name}{part}")
+
+        waiting = [threading.Thread(target=wait, args=(seed,)) for seed in range(6)]
+        for thread in waiting:
+            thread.start()
+        for thread in waiting:
+            thread.join()
+        assert not failures
+        verification.finish()
+        assert len(done) == 9
+
+
+def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None:
+    started = time.monotonic()
+    run_python(
+        "import time\n"
+        "from prejit.runtime.format.verification import Job, Verification\n"
+        "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2)) for _ in range(1000)]\n"
+        "Verification(slow, threads=2)"
+    )
+    assert time.monotonic() - started < 30
+
+
+def test_what_is_verified_needs_no_waiting() -> None:
+    VERIFIED.wait("anything")
+    VERIFIED.finish()
+    VERIFIED.check()
+    assert VERIFIED.is_finished
