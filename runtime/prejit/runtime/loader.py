@@ -112,7 +112,7 @@ def load(
         notice = expiry_notice(choice.config.portable, machine.jaxlib, date.today())
         if notice is not None:
             warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
-    bundle = Bundle(
+    return Bundle(
         opened.digest,
         choice.config,
         opened.blobs.layers(opened.manifests[choice.target.name]),
@@ -123,8 +123,6 @@ def load(
         serve_smaller=while_compiling == "smaller",
         kernels=choice.kernels,
     )
-    opened.blobs.verification.wait_for_small()
-    return bundle
 
 
 class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
@@ -180,13 +178,14 @@ _NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 
 
 def _begin_verifying(opened: _Opened, choice: _Choice) -> None:
-    """Begin to verify all blobs in threads, those first that the first token needs.
+    """Begin to verify all blobs in threads, those first that the first token needs. Wait for small ones.
 
     What `_choose` read already was checked there: the config and the kernels.
     """
     layers = {at.mediaType: at.digest for at in opened.manifests[choice.target.name].layers}
     chunks = {layers[name]: each for name, each in (choice.config.chunks or {}).items()}
     opened.blobs.begin(chunks, [layers[name] for name in _NEEDED_FIRST if name in layers])
+    opened.blobs.verification.wait_for_small()
 
 
 class _Choice(NamedTuple):

@@ -52,6 +52,7 @@ class Verification:
         self._left = len(jobs)
         self._first = 0  # no job before it is waiting
         self._failure: Exception | None = None
+        self._is_finishing = False  # all jobs are done, and `finished` is being called
         self._finished = finished
         self._changed = threading.Condition()
         for _ in range(min(threads, len(jobs))):
@@ -62,7 +63,7 @@ class Verification:
     @property
     def is_finished(self) -> bool:
         """Whether every job has succeeded."""
-        return self._left == 0
+        return self._left == 0 and not self._is_finishing
 
     def check(self) -> None:
         """Raise the failure, if there is one by now. It waits for nothing.
@@ -95,11 +96,8 @@ class Verification:
 
     def finish(self) -> None:
         """Wait until every job has succeeded. Raises as `check`."""
-        if self._left:
+        if not self.is_finished:
             self._help(range(len(self._jobs)))
-            with self._changed:
-                while self._left and self._failure is None:
-                    self._changed.wait()
         self.check()
 
     def _help(self, needed: Sequence[int]) -> None:
@@ -108,7 +106,9 @@ class Verification:
                 self._run(place)
             self.check()
         with self._changed:
-            while self._failure is None and any(self._states[p] != _DONE for p in needed):
+            while self._failure is None and (
+                self._is_finishing or any(self._states[place] != _DONE for place in needed)
+            ):
                 self._changed.wait()
         self.check()
 
@@ -140,15 +140,14 @@ class Verification:
         with self._changed:
             self._states[place] = _DONE
             self._failure = self._failure or failure
-            is_last = failure is None and self._left == 1
-            if failure is None and not is_last:
-                self._left -= 1
+            self._left -= failure is None
+            self._is_finishing = is_last = self._left == 0
             self._changed.notify_all()
-        if is_last:  # whoever waits in `finish` comes after this
+        if is_last:
             if self._finished is not None:
                 self._finished()
             with self._changed:
-                self._left = 0
+                self._is_finishing = False
                 self._changed.notify_all()
 
 
