@@ -135,7 +135,10 @@ class Blobs:
         for digest in dict.fromkeys((*first, *self._files)):
             jobs += self._jobs(digest, chunks.get(digest))
         for digest, size in self._others.items():
-            with self._layout.open_blob(digest, size) as (_, identity):
+            with (
+                self._unless_replaced(late),
+                self._layout.open_blob(digest, size) as (_, identity),
+            ):
                 if self._receipts is None or not self._receipts.holds(digest, identity):
                     jobs.append(
                         Job(digest, 0, size, partial(self._check_other, digest, size, late))
@@ -170,18 +173,24 @@ class Blobs:
         self._add_receipt(digest, file.identity)
 
     def _check_other(self, digest: str, size: int, late: bool) -> None:
-        """Check a blob that is not kept.
+        with (
+            self._unless_replaced(late),
+            self._layout.open_blob(digest, size) as (descriptor, identity),
+        ):
+            _check_digest(self._layout.blob_path(digest), descriptor, digest)
+            self._add_receipt(digest, identity)
 
-        A build may have replaced the bundle since it was loaded. Its blob is gone then, and nobody needs it.
+    @contextlib.contextmanager
+    def _unless_replaced(self, late: bool) -> Iterator[None]:
+        """Ignore damage of a blob that is not kept if a build has replaced the bundle since it was loaded.
+
+        The blob may be gone then, and nobody needs it. A bundle that is read now is read again instead.
         """
         try:
-            with self._layout.open_blob(digest, size) as (descriptor, identity):
-                _check_digest(self._layout.blob_path(digest), descriptor, digest)
+            yield
         except RejectError:
             if not (late and self._layout.is_replaced()):
                 raise
-        else:
-            self._add_receipt(digest, identity)
 
     def _add_receipt(self, name: str, identity: Identity) -> None:
         if self._receipts is not None:

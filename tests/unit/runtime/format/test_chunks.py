@@ -277,3 +277,32 @@ def test_random_damage_is_never_served(path: Path, content: bytes) -> None:
             load(path).call("score", x=X)
         flip(file, place, bit)
     np.testing.assert_array_equal(load(path).call("score", x=X), expected)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_target_that_is_not_served_may_vanish_only_with_its_bundle(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """A build that replaces the bundle while it is loaded removes blobs that this machine has not opened."""
+    served, other = recipe.targets
+    needs = dataclasses.replace(other.config.requirement, cpu_features=("of-no-cpu",))
+    other = dataclasses.replace(other, config=dataclasses.replace(other.config, requirement=needs))
+    both = dataclasses.replace(recipe, targets=(served, other))
+    path = both.write(tmp_path / "both")
+    index, blobs_of_one = recipe.only(served.config.target).assemble()
+    begin = blobs.Blobs.begin
+
+    def then_remove(opened: Any, *args: Any) -> None:
+        if is_replaced:
+            (path / "index.json").write_bytes(index)
+        for file in (path / "blobs" / "sha256").iterdir():
+            if f"sha256:{file.name}" not in blobs_of_one:
+                file.unlink()
+        begin(opened, *args)
+
+    monkeypatch.setattr(blobs.Blobs, "begin", then_remove)
+    if is_replaced:
+        assert load(path).call("tick") == 7
+    else:
+        with pytest.raises(RejectError, match="No such file"):
+            load(path).call("tick")
