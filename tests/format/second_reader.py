@@ -1,6 +1,6 @@
 """A second reader of bundles, written from docs/bundle-format.md alone. It imports nothing of prejit.
 
-It reads all that a bundle says, formats 1 to 4, asserts what the document says must be, and tells which
+It reads all that a bundle says, formats 1 to 5, asserts what the document says must be, and tells which
 target serves a machine. It runs no program.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import safetensors
 import zstandard
+from blake3 import blake3
 
 TYPE = "application/vnd.prejit."
 VERSION = r"\d+(?:\.[0-9A-Za-z]+)*(?:[.+-][0-9A-Za-z.]+)?"
@@ -75,7 +76,7 @@ def read(bundle: Path) -> tuple[int, list[Target]]:
     content = (bundle / "index.json").read_bytes()
     index = json.loads(content)
     assert content == canonical(index)
-    written = {"1": 1, "2": 2, "3": 3, "4": 4}[index["annotations"]["dev.prejit.format"]]
+    written = {"1": 1, "2": 2, "3": 3, "4": 4, "5": 5}[index["annotations"]["dev.prejit.format"]]
     told = index["annotations"].pop("dev.prejit.index-digest")
     assert told == digest_of(canonical(index))
     assert index["artifactType"] == f"{TYPE}bundle.v1"
@@ -122,6 +123,7 @@ def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Targe
     assert len(programs) == len(config["programs"])
     check_programs(config, programs, written)
     check_kernels(config, layers.get("kernels.v1+elf"), written)
+    check_chunks(config, layers, written)
     tensors = read_weights(layers.get("weights.v1.safetensors"), config, sizes)
     chat = layers.get("chat.v1+json")
     return Target(name, needs, config, programs, tensors, None if chat is None else read_chat(chat))
@@ -144,6 +146,19 @@ def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -
     assert set(LEVELS[kernels["level"]]) <= set(config["requirement"]["cpu_features"])
     assert kernels["handlers"] == sorted(set(kernels["handlers"]))
     assert all(f"prejit_{name}\0".encode() in library for name in kernels["handlers"])
+
+
+def check_chunks(config: dict[str, Any], layers: dict[str, bytes], written: int) -> None:
+    """By "Chunks". The digest of every layer is known to be right: those of its chunks must be, too."""
+    assert "chunks" not in config or written > 4
+    for media_type, chunks in config.get("chunks", {}).items():
+        assert media_type.startswith(TYPE)
+        layer, size = layers[media_type.removeprefix(TYPE)], chunks["size"]
+        assert chunks.keys() == {"algorithm", "size", "digests"}
+        assert chunks["algorithm"] == "blake3"
+        assert 64 << 10 <= size <= 64 << 20
+        pieces = [layer[start : start + size] for start in range(0, len(layer), size)]
+        assert chunks["digests"] == [blake3(piece).hexdigest() for piece in pieces]
 
 
 V3 = "64bit avx avx2 bmi bmi2 cmov crc32 cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3"

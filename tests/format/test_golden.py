@@ -1,4 +1,4 @@
-"""Bundles that earlier versions wrote, each made once and never again: today's reader still reads them.
+"""Bundles of every format, each made once and never again after a release: today's reader still reads them.
 
 A bundle of format N lies in v<N>, with the script that made it. `make.py` there is for the record: to make
 one of these tests pass, mend the reader.
@@ -27,13 +27,14 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.format.arrays import Mesh, parse_sharding
 from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks.config import check_config
+from prejit.runtime.format.checks.config import check_chunks_layers, check_config
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST
-from prejit.runtime.format.opening import OpenTarget, match, open_index
+from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST, WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.opening import OpenTarget, match, open_index, read_manifests
 from prejit.runtime.format.schema import (
     Accuracy,
     Chat,
+    Chunks,
     Config,
     Decoder,
     Descriptor,
@@ -156,7 +157,7 @@ def test_the_documentation_names_every_key() -> None:
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
     kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
     kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
-    kinds += [Encoder, Chat, Accuracy, Kernels]
+    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
 
@@ -227,11 +228,99 @@ def test_v4_programs_with_kernels_compile_from_their_portable_form() -> None:
         np.testing.assert_array_equal(result, wanted[name])
 
 
-def test_a_reader_of_3_refuses_4_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oci, "READABLE_FORMATS", (1, 2, 3))
-    monkeypatch.setattr(oci, "FORMAT_VERSION", 3)
-    with pytest.raises(RejectError, match="expected bundle format 1, 2 or 3, found '4'") as caught:
-        load(HERE / "v4" / "kernels")
+def test_v5_programs_compile_from_their_portable_form() -> None:
+    """Each result needs one of three tensors, of which two lie in two chunks."""
+    loaded, wanted = fallen_back(HERE / "v5" / "chunks"), expected_of("chunks", "v5")
+    x = np.array(wanted["x"], np.float32)
+    np.testing.assert_array_equal(loaded.call("score", x=x), wanted["score"])
+    values = ((np.arange(3 * 800 * 16) % 61 - 30) / 8).reshape(3, 800, 16)
+    np.testing.assert_array_equal(wanted["score"], values.sum(1) @ x)
+
+
+def test_v5_weights_lie_in_chunks() -> None:
+    """Of 65,536 bytes, and the last has fewer."""
+    pytest.importorskip("safetensors")
+    _, [target] = second_reader.read(HERE / "v5" / "chunks")
+    [(media_type, chunks)] = target.config["chunks"].items()
+    assert media_type == WEIGHTS_MEDIA_TYPE
+    assert (chunks["size"], len(chunks["digests"])) == (65_536, 3)
+
+
+@pytest.mark.parametrize("place", [0, 65_535, 65_536, 131_072, -1])
+def test_v5_damage_is_found_in_its_chunk(place: int, tmp_path: Path) -> None:
+    """A part of less than 1 MB is verified before `load` returns."""
+    copy = Path(shutil.copytree(HERE / "v5" / "chunks", tmp_path / "copy"))
+    file = max((copy / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    start = place % len(content) // 65_536 * 65_536
+    with pytest.raises(RejectError, match=f"bytes {start} to .*: expected blake3 ") as caught:
+        load(copy)
+    assert caught.value.path == str(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"algorithm": "sha256"}, "expected blake3, found 'sha256'"),
+        ({"size": 65_535}, "expected a size of 65536 to 67108864 bytes, found 65535"),
+        ({"size": 67_108_865}, "expected a size of 65536 to 67108864 bytes, found 67108865"),
+        ({"size": 131_072}, "expected 2 for 153856 bytes in chunks of 131072, found 3"),
+        ({"digests": []}, "expected 3 for 153856 bytes in chunks of 65536, found 0"),
+        ({"digests": ["A" * 64] * 3}, "expected digests of 64 hexadecimal digits"),
+    ],
+)
+def test_v5_two_readers_refuse_the_same_chunks(change: dict[str, Any], complaint: str) -> None:
+    pytest.importorskip("safetensors")
+    _, [target] = second_reader.read(HERE / "v5" / "chunks")
+    changed = {WEIGHTS_MEDIA_TYPE: {**target.config["chunks"][WEIGHTS_MEDIA_TYPE], **change}}
+    content = to_json({**target.config, "chunks": changed})
+    needs = from_json(Requirement, to_json(target.needs), "needs")
+    [opened] = matched(HERE / "v5" / "chunks", Fingerprint.current())
+    with Layout(HERE / "v5" / "chunks") as layout:
+        manifest = read_manifests(layout, [opened])[target.name]
+
+    def check() -> None:
+        check_chunks_layers(
+            check_config(content, "5", target.name, needs, "config"), manifest, "config"
+        )
+
+    with pytest.raises(RejectError, match=complaint):
+        check()
+    [weights] = [at for at in manifest.layers if at.mediaType == WEIGHTS_MEDIA_TYPE]
+    file = HERE / "v5/chunks/blobs/sha256" / weights.digest.removeprefix("sha256:")
+    with pytest.raises(AssertionError):
+        second_reader.check_chunks(
+            json.loads(content), {"weights.v1.safetensors": file.read_bytes()}, 5
+        )
+
+
+def test_chunks_are_refused_before_format_5() -> None:
+    pytest.importorskip("safetensors")
+    _, [target] = second_reader.read(HERE / "v5" / "chunks")
+    older = {**target.config, "format": 4}
+    needs = from_json(Requirement, to_json(target.needs), "needs")
+    with pytest.raises(RejectError, match="expected chunks since format 5, found them in 4"):
+        check_config(to_json(older), "4", target.name, needs, "config")
+    with pytest.raises(AssertionError):
+        second_reader.check_chunks(older, {}, 4)
+
+
+@pytest.mark.parametrize(
+    ("newest", "path", "complaint"),
+    [
+        (3, "v4/kernels", "expected bundle format 1, 2 or 3, found '4'"),
+        (4, "v5/chunks", "expected bundle format 1, 2, 3 or 4, found '5'"),
+    ],
+)
+def test_an_older_reader_refuses_a_newer_bundle_by_its_version(
+    newest: int, path: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "READABLE_FORMATS", tuple(range(1, newest + 1)))
+    monkeypatch.setattr(oci, "FORMAT_VERSION", newest)
+    with pytest.raises(RejectError, match=complaint) as caught:
+        load(HERE / path)
     assert "upgrade" in (caught.value.hint or "")
 
 

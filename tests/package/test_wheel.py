@@ -71,7 +71,7 @@ def test_the_wheel_holds_both_sides_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     required = said.get_all("Requires-Dist") or []
     base = {text.split(">")[0].split("<")[0] for text in required if "extra" not in text}
-    assert base == {"jax", "jaxlib", "numpy", "zstandard", "tokenizers", "jinja2"}
+    assert base == {"jax", "jaxlib", "numpy", "blake3", "zstandard", "tokenizers", "jinja2"}
 
 
 def test_a_bundle_runs_where_only_the_server_side_is_installed(
