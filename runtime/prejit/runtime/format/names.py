@@ -14,7 +14,8 @@ FORMAT_VERSION = 5
 4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
     reads 1 to 3 as they are: every new key may be missing.
 5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
-    in threads, beside other work. A reader of 5 reads 1 to 4 as they are, and verifies them whole first.
+    in threads, beside other work. A reader of 5 reads 1 to 4 as they are: every new key may be missing. It
+    verifies them whole, before anything else.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
