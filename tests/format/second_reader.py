@@ -158,6 +158,7 @@ def check_chunks(config: dict[str, Any], layers: dict[str, bytes], written: int)
         assert chunks["algorithm"] == "blake3"
         assert 64 << 10 <= size <= 64 << 20
         pieces = [layer[start : start + size] for start in range(0, len(layer), size)]
+        assert layer
         assert chunks["digests"] == [blake3(piece).hexdigest() for piece in pieces]
 
 

@@ -267,8 +267,9 @@ def test_v5_damage_is_found_in_its_chunk(place: int, tmp_path: Path) -> None:
         ({"size": 65_535}, "expected a size of 65536 to 67108864 bytes, found 65535"),
         ({"size": 67_108_865}, "expected a size of 65536 to 67108864 bytes, found 67108865"),
         ({"size": 131_072}, "expected 2 for 153856 bytes in chunks of 131072, found 3"),
-        ({"digests": []}, "expected 3 for 153856 bytes in chunks of 65536, found 0"),
-        ({"digests": ["A" * 64] * 3}, "expected digests of 64 hexadecimal digits"),
+        ({"digests": []}, "expected digests of 64 hexadecimal digits, at least one"),
+        ({"digests": ["A" * 64] * 3}, "expected digests of 64 hexadecimal digits, at least one"),
+        ({"digests": ["a" * 64]}, "expected 3 for 153856 bytes in chunks of 65536, found 1"),
     ],
 )
 def test_v5_two_readers_refuse_the_same_chunks(change: dict[str, Any], complaint: str) -> None:

@@ -179,8 +179,11 @@ def _check_chunks(config: Config, path: str) -> None:
                 f"{where}: expected a size of {limits.MIN_CHUNK_BYTES} to {limits.MAX_CHUNK_BYTES} "
                 f"bytes, found {chunks.size}",
             )
-        if not all(map(_HEX_DIGEST.fullmatch, chunks.digests)):
-            raise RejectError(path, f"{where}: expected digests of 64 hexadecimal digits")
+        # Without a digest nothing would verify that a layer is empty.
+        if not chunks.digests or not all(map(_HEX_DIGEST.fullmatch, chunks.digests)):
+            raise RejectError(
+                path, f"{where}: expected digests of 64 hexadecimal digits, at least one"
+            )
 
 
 def _is_date(text: str) -> bool:
