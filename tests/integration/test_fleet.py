@@ -82,7 +82,8 @@ def environment(environment_cache: Path) -> dict[str, str]:
             find_interpreter(wanted.jax, wanted.target)
         except BuildError as error:
             pytest.skip(f"{error}; {error.hint}")
-    return {"PREJIT_ENVIRONMENTS": str(environment_cache)}
+    # Without a C++ compiler: kernels for each level and jaxlib would take as long as all else.
+    return {"PREJIT_ENVIRONMENTS": str(environment_cache), "PATH": "/nonexistent"}
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +92,7 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
     directory = tmp_path_factory.mktemp("fleet")
     tables = "".join(f'[[target]]\nname = "{name}"\njax = "{jax}"\n' for name, jax in PINNED)
     file = manifest(directory / "fleet.toml", "fleet", tables)
-    command = ("build", file, "-o", directory / "out", "--json")
+    command = ("build", file, "-o", directory / "out", "--no-measure", "--json")
     [built] = json.loads(run(*command, **environment).stdout)
     assert built["compiled"] + built["cached"] == 27
     assert built["cached"] <= 3, "other tests may have compiled this model for cpu-host before"
@@ -255,8 +256,8 @@ def test_a_fingerprint_of_this_machine_is_a_target(run: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("tpu-v5e-2x2", (1, 4)), ("cuda-h100", (1, 2)), ("cuda-h100", (2, 4))],
-    ids=["tpu-v5e 2x2", "2 H100", "8 H100"],
+    [("tpu-v5e-2x2", (1, 4)), ("cuda-h100", (2, 4))],
+    ids=["tpu-v5e 2x2", "8 H100"],
 )
 def test_a_mesh_is_compiled_for_devices_that_are_not_here(
     run: Any, environment: dict[str, str], tmp_path: Path, name: str, mesh: tuple[int, int]

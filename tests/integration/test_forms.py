@@ -112,7 +112,8 @@ def test_a_table_decides_what_is_compiled_and_without_measuring_the_nearest_one_
     sizes = [(1, WIDTH, 3 * WIDTH), (8, WIDTH, 3 * WIDTH), (1, WIDTH, WIDTH), (1, WIDTH, 48)]
     sizes += [(1, WIDTH, inner)]
     products = [f"float32 {m} x {k} x {n} (out,in)" for m, k, n in sizes]
-    section = json.loads(measured.table.read_text())["measured"][0]
+    sections = json.loads(measured.table.read_text())["measured"]  # other tests measure as well
+    section = next(s for s in sections if str(LARGE_INNER) in str(s["nanoseconds"]))
     section["nanoseconds"] = {name: {"dot": 1000, "kernel": 3000} for name in products}
     # Of the model's last product only one that is nearly the same: what was measured for another model
     # changes nothing here.

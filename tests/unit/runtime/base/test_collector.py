@@ -19,6 +19,12 @@ class Node:
         self.itself = self
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without other threads; pytest-xdist has one."""
+    monkeypatch.setattr("prejit.runtime.base.collector.is_alone", lambda: True)
+
+
 @pytest.fixture(autouse=True)
 def collector_on() -> Iterator[None]:
     assert gc.isenabled()
@@ -32,6 +38,7 @@ def collections() -> int:
     return sum(one["collections"] for one in gc.get_stats())
 
 
+@pytest.mark.usefixtures("alone")
 def test_nothing_looks_through_the_new_objects_afterwards() -> None:
     gc.collect()
     before = collections()
@@ -46,6 +53,7 @@ def test_nothing_looks_through_the_new_objects_afterwards() -> None:
     assert any(one is made for one in gc.get_objects(generation=2))
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_next_full_collection_frees_garbage_of_a_load() -> None:
     with collector_off():
         gone = weakref.ref(Node())
@@ -54,6 +62,7 @@ def test_the_next_full_collection_frees_garbage_of_a_load() -> None:
     assert gone() is None
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_the_host_froze_stays_frozen() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -63,6 +72,7 @@ def test_what_the_host_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() >= frozen // 2  # freed objects leave the count
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_collector_that_the_host_turned_off_stays_off() -> None:
     gc.disable()
     with collector_off():
@@ -82,12 +92,14 @@ def test_it_stays_on_beside_threads_of_the_host() -> None:
         thread.join()
 
 
+@pytest.mark.usefixtures("alone")
 def test_one_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREJIT_PLAIN_START", "1")
     with collector_off():
         assert gc.isenabled()
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_error_turns_it_on_again() -> None:
     with pytest.raises(ValueError, match="broken"), collector_off():
         raise ValueError("broken")
