@@ -1,9 +1,10 @@
 """Measure what bounds a verified start: hashes of chunks, ways of reading, and both together.
 
     python -m venv V; V/bin/pip install numpy blake3 xxhash
-    PYTHONPATH=. V/bin/python -m benchmarks.studies.hashing [--rounds 5] [--directory DIR] [--name NAME]
+    PYTHONPATH=. V/bin/python -m benchmarks.studies.hashing [--rounds 5] [--directory DIR...] [--name NAME]
 
-Writes benchmarks/results/NAME.json and .md. DIR gets a file of random bytes; it must be on a real disk. The
+Writes benchmarks/results/NAME.json and .md. Each DIR gets a file of random bytes; it must be on a real disk.
+Several compare devices, for example one whose read-ahead is the kernel's default of 128 KB. The
 best round counts, so that a busy machine disturbs little; the file holds every round. XXH3 is no
 cryptographic hash: it stands for the speed of reading memory.
 """
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from benchmarks.harness.workspace import RESULTS, bench_directory
 from benchmarks.studies import reading
 from benchmarks.studies.reading import Bytes, Use
 
-FILE_BYTES, HASHED_BYTES = 512 << 20, 256 << 20
+FILE_BYTES, HASHED_BYTES, TRIES = 256 << 20, 64 << 20, 5
 CHUNKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 BLOCKS = (128 << 10, 1 << 20, 8 << 20, 32 << 20)
 THREADS = (1, 2, 4)
@@ -53,14 +55,14 @@ Figures = dict[str, dict[str, list[float]]]
 
 def blake3_of(threads: int) -> Use:
     """Return the BLAKE3 digest of a block with at most this many threads of its own."""
-    return lambda block: blake3.blake3(block, max_threads=threads).digest()
+    return lambda block: blake3.blake3(block.data, max_threads=threads).digest()
 
 
 HASHES: dict[str, Use] = {
     "SHA-256 (hashlib)": lambda block: hashlib.sha256(block.data).digest(),
     "BLAKE3": blake3_of(1),
     "BLAKE3, max_threads=AUTO": blake3_of(blake3.blake3.AUTO),
-    "XXH3 128 (no security)": lambda block: xxhash.xxh3_128_digest(block),
+    "XXH3 128 (no security)": lambda block: xxhash.xxh3_128_digest(block.data),
 }
 VERIFIED = ("SHA-256 (hashlib)", "BLAKE3")
 READ_AND_VERIFY = (
@@ -120,7 +122,7 @@ def hashing(figures: Figures, path: Path) -> None:
         for name, use in HASHES.items():
             for threads in (1,) if "AUTO" in name else (1, 2):
                 row = f"{name}, {threads} thread{'s' * (threads > 1)}"
-                rate = hash_rate(mapped, chunk, threads, use)
+                rate = max(hash_rate(mapped, chunk, threads, use) for _ in range(TRIES))
                 figures.setdefault(row, {}).setdefault(size_name(chunk), []).append(rate)
 
 
@@ -232,6 +234,13 @@ def data_file(directory: Path) -> Path:
     return path
 
 
+def read_ahead(path: Path) -> int:
+    """Return how many KB the device of a file reads ahead."""
+    device = path.stat().st_dev
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    return int(setting.read_text())
+
+
 def states() -> Iterator[tuple[str, bool]]:
     """Yield the names of the page cache's states, and whether the file is evicted before each reading."""
     yield "page cache warm", False
@@ -244,10 +253,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=bench_directory() / "hashing")
+    default = bench_directory() / "hashing"
+    parser.add_argument("--directory", type=Path, nargs="+", default=[default])
     parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-hashing")
     given = parser.parse_args()
-    path = data_file(given.directory)
+    paths = [data_file(directory) for directory in given.directory]
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "rounds": given.rounds,
@@ -259,20 +269,20 @@ def main() -> None:
     }
     figures: dict[str, Figures] = {}
     steps: dict[str, Callable[[Figures], None]] = {
-        "Hashing bytes in the page cache, mapped": lambda into: hashing(into, path)
+        "Hashing bytes in the page cache, mapped": partial(hashing, path=paths[0])
     }
-    for state, cold in states():
-        steps[f"Reading, {state}"] = lambda into, cold=cold: reads(into, path, cold)  # type: ignore[misc]
-        steps[f"Reading and hashing each block, {state}"] = lambda into, cold=cold: both(  # type: ignore[misc]
-            into, path, cold
-        )
+    for path in paths:
+        for state, cold in states():
+            what = f"{state}, read-ahead {read_ahead(path)} KB"
+            steps[f"Reading, {what}"] = partial(reads, path=path, cold=cold)
+            steps[f"Reading and hashing each block, {what}"] = partial(both, path=path, cold=cold)
     for number in range(1, given.rounds + 1):
         for title, step in steps.items():
             progress(f"round {number} of {given.rounds}: {title}")
             step(figures.setdefault(title, {}))
     facts["figures"] = figures
     facts["imports"], imported = imports(given.rounds)
-    facts["longest_pauses"], paused = pauses(path)
+    facts["longest_pauses"], paused = pauses(paths[0])
     facts["load_average_after"] = os.getloadavg()[0]
     tables = [*(table(title, found) for title, found in figures.items()), paused, imported]
     on = facts["machine"]
