@@ -20,11 +20,12 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import chart, comparison, report, workload
+from benchmarks import cold as cold_starts
+from benchmarks.harness import chart, cold_report, comparison, report, workload
 from benchmarks.harness.comparison import (
     CPU,
     DECODE,
@@ -74,6 +75,7 @@ class Run:
         samples: samples by section, then by row.
         failures: reasons by section, then by row.
         rows: rows by section.
+        pictures: pictures by section.
     """
 
     bench: Bench
@@ -81,6 +83,7 @@ class Run:
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     rows: dict[str, list[Row]] = field(default_factory=dict)
+    pictures: dict[str, str] = field(default_factory=dict)
 
 
 Section = Callable[[Run], tuple[list[Table], list[Target]]]
@@ -151,6 +154,30 @@ def beside_peers(
         what = f"{name}, float32: decode, of the floor"
         targets.append(Target(what, share, FLOOR_SHARE, " %", at_least=True))
     return made, targets
+
+
+def cold(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure first starts: no receipt, a cold disk, a fresh root, one CPU, little memory."""
+    bench = replace(run.bench, runs=min(run.bench.runs, 3)) if run.bench.quick else run.bench
+    models: dict[str, tuple[str, ...]] = (
+        {"gpt2": ("float32", "int8")}
+        if bench.quick
+        else {"gpt2": tuple(workload.BYTES), "llama-1b": ("bfloat16", "int8")}
+    )
+    tables: list[Table] = []
+    targets: list[Target] = []
+    drawn: dict[str, cold_report.ByCondition] = {}
+    for model, dtypes in models.items():
+        found = cold_starts.measure(bench, model, dtypes, run.wanted)
+        drawn[cold_starts.TITLES[model]] = found.samples
+        for condition, samples in found.samples.items():
+            run.samples[f"cold, {model}, {condition}"] = dict(samples)
+        for where, reasons in found.failures.items():
+            run.failures[f"cold, {model}, {where}"] = reasons
+        tables += found.tables
+        targets += found.targets
+    run.pictures["cold"] = cold_report.picture(drawn, targets)
+    return tables, targets
 
 
 def decode(run: Run) -> tuple[list[Table], list[Target]]:
@@ -358,6 +385,7 @@ def build(run: Run) -> tuple[list[Table], list[Target]]:
 
 
 SECTIONS: dict[str, Section] = {
+    "cold": cold,
     "decode": decode,
     "batch": batch,
     "prefill": prefill,
@@ -411,11 +439,13 @@ def write_results(
         "failures": run.failures,
         "targets": judged(targets),
     }
-    drawn = f"{name}.svg" if run.samples.get("decode") else ""
-    if drawn:
+    pictures = {f"{name}-{section}.svg": drawn for section, drawn in run.pictures.items()}
+    if run.samples.get("decode"):
         of_decode = [t for t in targets if t.what.startswith("decode, ")]
-        (directory / drawn).write_text(picture(run, of_decode))
-    page = report.markdown(facts, tables, targets, drawn)
+        pictures[f"{name}.svg"] = picture(run, of_decode)
+    for file, drawn in pictures.items():
+        (directory / file).write_text(drawn)
+    page = report.markdown(facts, tables, targets, tuple(pictures))
     if facts["sources_changed"]:
         page += (
             "\n**prejit's sources changed while this ran:** its rows are of the bundles' state.\n"
@@ -431,7 +461,9 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--runs", type=int, default=5, help="fresh processes of each row (default 5)"
     )
-    parser.add_argument("--quick", action="store_true", help="JAX and llama.cpp, decode alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="JAX and llama.cpp, cold and decode alone"
+    )
     parser.add_argument("--only", choices=SECTIONS, help="one section")
     parser.add_argument("--row", default="", help="rows with one of these in their names")
     return parser.parse_args()
@@ -446,7 +478,7 @@ def main() -> None:
     started = time.perf_counter()
     facts = begin(bench.runs, bundles_of=sources_digest())
     bench.model("gpt2")
-    sections = [given.only] if given.only else ["decode"] if given.quick else list(SECTIONS)
+    sections = [given.only] if given.only else ["cold", "decode"] if given.quick else list(SECTIONS)
     tables: list[Table] = []
     targets: list[Target] = []
     for place, section in enumerate(sections, 1):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.harness.measure import clock, progress
@@ -37,7 +38,11 @@ class Environment:
     unwanted: tuple[str, ...] = ()
 
 
+_OWN = ("jax", "jaxlib", "numpy", "zstandard", "tokenizers", "jinja2", "safetensors")
+
 ENVIRONMENTS = {
+    # What a server with prejit installs, in the versions of the bundles; safetensors is for the rows of JAX.
+    "prejit": Environment(tuple(f"{name}=={version(name)}" for name in _OWN)),
     # Compiled for this machine, as its authors advise; gguf writes the model files.
     "llama.cpp": Environment(
         ("llama-cpp-python", "gguf", "numpy"), 15, {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,20 +75,28 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-def run_once(row: Row, poll_memory: bool = False) -> Sample:
+def command_line(row: Row, python: str = sys.executable) -> tuple[str, ...]:
+    """Return the command of a row; if it begins with a script, with the interpreter that runs it."""
+    script, *arguments = row.command
+    if not script.endswith(".py"):
+        return row.command
+    return (python, str(BENCHMARKS / script), *arguments)
+
+
+def run_once(row: Row, poll_memory: bool = False, until: str = "") -> Sample:
     """Run a fresh process and time it. The clock starts just before the process.
 
     Args:
         row: process to run.
         poll_memory: read its anonymous memory every 2 ms. This disturbs its times a little.
+        until: event of workload.EVENTS after which the process is killed; empty: it runs to its end.
 
     Raises:
         FailedProcessError: the process failed.
     """
-    command = [*row.command]
-    if command[0].endswith(".py"):
-        command = [sys.executable, str(BENCHMARKS / command[0]), *command[1:]]
+    command = command_line(row)
     sample: Sample = {}
+    stopped = False
     with tempfile.TemporaryFile("w+") as errors:
         started = time.perf_counter()
         process = subprocess.Popen(
@@ -112,6 +121,12 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
                 if word.strip() in workload.EVENTS:
                     sample[f"{word.strip().lower()}_seconds"] = now
                     sample |= json.loads(facts or "{}")
+                if until and word.strip() == until:
+                    stopped = True
+                    os.kill(
+                        process.pid, signal.SIGKILL
+                    )  # Popen.kill would reap one that ended by itself
+                    break
         if poll_memory:
             sample["peak_anonymous_bytes"] = peak()
         _, status, usage = os.wait4(process.pid, 0)
@@ -121,7 +136,7 @@ def run_once(row: Row, poll_memory: bool = False) -> Sample:
         sample["cpu_seconds"] = usage.ru_utime + usage.ru_stime
         sample["rss_bytes"] = usage.ru_maxrss << 10
         sample["output"] = "" if "last_seconds" in sample else "".join(output)
-        if process.returncode:
+        if process.returncode and not stopped:
             errors.seek(0)
             said = errors.read()[-4000:].rstrip()
             print(said, file=sys.stderr)
@@ -162,6 +177,7 @@ def interleave(
     runs: int,
     probe: Row | None = None,
     failures: dict[str, str] | None = None,
+    run: Callable[[Row], Sample] = run_once,
 ) -> dict[str, list[Sample]]:
     """Run every row in turn, round after round, so that all see the same machine.
 
@@ -173,6 +189,7 @@ def interleave(
         runs: number of rounds that count.
         probe: process that runs before each other one and adds `probe_bytes_per_second` to its sample.
         failures: receives the reason by name for each row that fails. Such a row is left out from then on.
+        run: function that runs a row once.
 
     Returns:
         The samples by row, equally many of each, without the rows that failed.
@@ -193,7 +210,7 @@ def interleave(
         started = time.perf_counter()
         try:
             probed = run_once(probe)["bytes_per_second"] if probe and number else None
-            sample = run_once(row)
+            sample = run(row)
         except FailedProcessError as error:
             if failures is None:
                 raise

@@ -214,7 +214,7 @@ def markdown(
     facts: Mapping[str, Any],
     tables: Sequence[Table],
     targets: Sequence[Target],
-    picture: str = "",
+    pictures: Sequence[str] = (),
     command: str = "make bench",
 ) -> str:
     """Return the whole page.
@@ -223,7 +223,7 @@ def markdown(
         facts: facts about the run.
         tables: tables in order.
         targets: targets, in a table of their own.
-        picture: name of a picture beside the page.
+        pictures: names of pictures beside the page.
         command: command that repeats the measurement.
     """
     machine, versions = facts["machine"], facts["versions"]
@@ -248,5 +248,5 @@ def markdown(
     goals = Table(
         "Targets", ("", "found", "wanted", ""), [target.row() for target in targets]
     ).markdown()
-    image = f"![start-up and decode]({picture})\n" if picture else ""
+    image = "".join(f"![figures as bars]({picture})\n" for picture in pictures)
     return "\n".join(part for part in (head, image, goals, *(t.markdown() for t in tables)) if part)

@@ -12,6 +12,7 @@ This module imports nothing that would delay a child's first token.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -82,6 +83,11 @@ def program_count(name: str) -> int:
     """Return the number of programs of a manifest of BUCKETS."""
     sizes = BUCKETS[name]
     return len(sizes["batch"]) * len(sizes["context"]) * (len(sizes["prompt"]) + 1)
+
+
+def threads() -> int:
+    """Return the number of threads of an engine: two, or one where this process has one CPU."""
+    return min(2, len(os.sched_getaffinity(0)))
 
 
 def prompt_ids(count: int) -> list[int]:

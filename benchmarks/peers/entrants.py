@@ -28,12 +28,14 @@ class Work:
         model: `gpt2`, `llama-1b` or `minilm`.
         batch: number of rows that run together.
         dtypes: dtypes of the weights that are compared.
+        engines: beginnings of the names of those that take part; empty: all.
     """
 
     job: str
     model: str
     batch: int = 1
     dtypes: tuple[str, ...] = tuple(workload.BYTES)
+    engines: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -316,6 +318,8 @@ def rows(bench: Bench, work: Work, wanted: str, failures: dict[str, str]) -> lis
     made = []
     for entrant in ENTRANTS:
         if (work.job, work.model) not in entrant.can or entrant.dtype not in work.dtypes:
+            continue
+        if work.engines and not entrant.name.startswith(work.engines):
             continue
         if bench.quick and not entrant.quick:
             continue

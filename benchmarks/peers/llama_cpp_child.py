@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.harness import workload
 
-THREADS = 2
+THREADS = workload.threads()
 CONTEXT_MULTIPLE = 256
 FLOAT32_CACHE = 0  # GGML_TYPE_F32
 

@@ -20,7 +20,7 @@ from benchmarks.harness import workload
 from benchmarks.peers.encode_child import measure
 
 _STARTED = time.perf_counter()
-THREADS = 2
+THREADS = workload.threads()
 
 
 def session(path: str) -> Any:

@@ -1,0 +1,98 @@
+"""Tables of cold starts: each ratio names the row that it was made with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.harness import cold_report
+from benchmarks.harness.measure import Row
+from benchmarks.harness.report import JAX_WARM
+
+FIRST, RECEIPT = "prejit int8, first load", "prejit int8, with receipt"
+LLAMA, BUNDLE = "llama.cpp q8_0", "reading the bundle, int8"
+ALL = "reading bundle, interpreter and libraries, int8"
+
+
+def rows() -> list[Row]:
+    return [
+        *(Row(name, ("-",), {}, "int8") for name in (FIRST, RECEIPT, LLAMA, BUNDLE, ALL)),
+        Row("llama.cpp f32", ("-",), {}, "float32"),
+        Row(JAX_WARM, ("-",), {}, "float32"),
+    ]
+
+
+def figures(**seconds: list[float]) -> dict[str, list[dict[str, Any]]]:
+    names = {"first": FIRST, "receipt": RECEIPT, "llama": LLAMA, "bundle": BUNDLE, "jax": JAX_WARM}
+    facts = {"made_cold": "evicted", "cached_share": 0.02, "limit_bytes": 300_000_000}
+    return {
+        names[name]: [{"first_seconds": each, **facts} for each in values]
+        for name, values in seconds.items()
+    }
+
+
+def test_a_row_is_compared_with_peers_of_its_dtype_and_with_jax() -> None:
+    assert cold_report.references(rows()[0], rows()) == {
+        "to llama.cpp": LLAMA,
+        "to reading the bundle": BUNDLE,
+        "to reading bundle, interpreter and libraries": ALL,
+        f"to {JAX_WARM}": JAX_WARM,
+        "to the start with a receipt": RECEIPT,
+    }
+
+
+def test_a_start_with_a_receipt_is_not_compared_with_itself() -> None:
+    assert "to the start with a receipt" not in cold_report.references(rows()[1], rows())
+
+
+def test_ratios_are_within_rounds_and_stay_empty_where_a_row_did_not_run() -> None:
+    found = {"page cache warm": figures(first=[1.0, 4.0, 2.0], llama=[2.0, 2.0, 1.0])}
+    table = cold_report.ratios("title", rows(), found)
+    (line,) = table.rows
+    by_column = dict(zip(table.head, line, strict=True))
+    assert by_column["to llama.cpp"] == "2.00"
+    assert by_column["to reading the bundle"] == ""
+
+
+def test_the_goals_are_missed_where_prejit_is_slower() -> None:
+    found = {
+        "page cache warm": figures(first=[0.6], receipt=[0.5], llama=[0.5]),
+        "disk cold": figures(first=[1.1], llama=[1.2], bundle=[1.0]),
+    }
+    made = cold_report.targets("GPT-2", rows(), found)
+    assert [(t.found, t.met) for t in made] == [
+        (1.2, False),
+        (1.2, False),
+        (1.1 / 1.2, True),
+        (1.1, True),
+    ]
+
+
+def test_a_row_that_did_not_run_leaves_its_cell_empty() -> None:
+    found = {"page cache warm": figures(first=[1.0]), "disk cold": figures(llama=[2.0])}
+    table = cold_report.seconds("title", rows(), found, [])
+    assert table.head == ("exec → 1st token, s", "page cache warm", "disk cold")
+    assert table.rows[0] == (f"**{FIRST}**", "1.00 [1.00..1.00]", "")
+    assert table.rows[2] == (LLAMA, "", "2.00 [2.00..2.00]")
+
+
+def test_the_notes_say_how_files_were_made_cold_and_what_was_left() -> None:
+    found = {
+        "disk cold": figures(first=[1.0]),
+        "memory limit, disk cold": figures(first=[1.0]),
+    }
+    said = "\n".join(cold_report.notes(found, {"int8": (120_000_000, 300_000_000)}))
+    assert "evicted" in said
+    assert "At most 2.0 %" in said
+    assert "120 MB of the bundle, 300 MB" in said
+    assert f"{FIRST} 300" in said
+
+
+def test_the_picture_has_a_panel_for_each_model_and_condition_that_ran() -> None:
+    found = {
+        "GPT-2": {"page cache warm": figures(first=[1.0]), "1 CPU": figures(first=[2.0])},
+        "Llama": {"disk cold": figures(llama=[3.0])},
+    }
+    drawn = cold_report.picture(found, [])
+    assert drawn.count('class="title"') == 2
+    assert FIRST in drawn
+    assert LLAMA in drawn

@@ -1,0 +1,67 @@
+"""Conditions of a start: what would make a first start less first than its column says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.harness.conditions import (
+    ONE_CPU,
+    RECEIPTS,
+    WARM,
+    Condition,
+    Start,
+    cached_share,
+    fresh_root,
+    read_only,
+)
+from benchmarks.harness.measure import Row
+
+
+def start(tmp_path: Path, condition: Condition) -> Start:
+    return Start(condition, tmp_path, tmp_path / "no-receipts", {}, {})
+
+
+def row(code: str) -> Row:
+    return Row("row", (sys.executable, "-S", "-c", code))
+
+
+def test_receipts_of_an_earlier_process_are_gone(tmp_path: Path) -> None:
+    receipts = tmp_path / "no-receipts"
+    receipts.mkdir()
+    code = f"import os; print('FIRST {{\"kept\": %d}}' % os.path.exists({str(receipts)!r}))"
+    assert start(tmp_path, WARM).run(row(code))["kept"] == 0
+
+
+def test_a_process_on_one_cpu_sees_one(tmp_path: Path) -> None:
+    code = "import os; print('FIRST {\"cpus\": %d}' % len(os.sched_getaffinity(0)), flush=True)"
+    assert start(tmp_path, ONE_CPU).run(row(code))["cpus"] == 1
+    assert start(tmp_path, WARM).run(row(code))["cpus"] == len(os.sched_getaffinity(0))
+
+
+def test_a_process_is_stopped_at_its_first_token(tmp_path: Path) -> None:
+    code = "import time; print('FIRST', flush=True); time.sleep(60); print('LAST', flush=True)"
+    sample = start(tmp_path, WARM).run(row(code))
+    assert sample["exit_seconds"] < 30
+    assert "last_seconds" not in sample
+
+
+def test_a_fresh_root_keeps_no_receipts_and_writes_no_bytecode(tmp_path: Path) -> None:
+    variables = fresh_root({RECEIPTS: "/somewhere", "PYTHONPATH": "/checkout"}, tmp_path)
+    assert RECEIPTS not in variables
+    assert variables["PYTHONPATH"] == "/checkout"
+    assert variables["HOME"] == str(tmp_path)
+    assert variables["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert not list(Path(variables["PYTHONPYCACHEPREFIX"]).parent.iterdir())
+
+
+def test_a_read_only_command_names_the_directory_before_the_command() -> None:
+    command = read_only(("python", "child.py"), Path("/models"))
+    assert command[-3:] == ("/models", "python", "child.py")
+
+
+def test_the_cached_share_of_files_that_were_just_written_is_everything(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    assert cached_share([tmp_path / "file"]) == 1.0
+    assert cached_share([]) == 0.0
