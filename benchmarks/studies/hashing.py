@@ -37,7 +37,7 @@ from benchmarks.harness.workspace import RESULTS, bench_directory
 from benchmarks.studies import reading
 from benchmarks.studies.reading import Bytes, Use
 
-FILE_BYTES, HASHED_BYTES, TRIES = 256 << 20, 64 << 20, 5
+FILE_BYTES, HASHED_BYTES, TRIES = 256 << 20, 64 << 20, 25
 CHUNKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 BLOCKS = (128 << 10, 1 << 20, 8 << 20, 32 << 20)
 THREADS = (1, 2, 4)
