@@ -35,8 +35,8 @@ MARKER = "environment.json"
 LOCK_SUFFIX = ".lock"
 """A lock file is named like its environment, with this suffix."""
 
-_WORKER_PACKAGES = ("numpy>=2.0", "zstandard>=0.23")
-"""Packages that a worker itself imports."""
+_WORKER_PACKAGES = ("blake3>=1.0", "numpy>=2.0", "zstandard>=0.23")
+"""Packages of the server side, which a worker uses to compile and to measure programs."""
 _BOOTSTRAP = """
 import contextlib, fcntl, os, runpy, sys, types
 with contextlib.suppress(OSError):  # where there can be no lock

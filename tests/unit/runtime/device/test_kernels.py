@@ -20,7 +20,12 @@ from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.config import check_config
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, KERNELS_MEDIA_TYPE, kernel_target
+from prejit.runtime.format.names import (
+    EXECUTABLES_MEDIA_TYPE,
+    FORMAT_VERSION,
+    KERNELS_MEDIA_TYPE,
+    kernel_target,
+)
 from prejit.runtime.format.opening import match, open_index, read_contents, read_kernels
 from prejit.runtime.format.schema import Segment
 from prejit.runtime.loader import load
@@ -195,7 +200,7 @@ def test_kernels_in_a_bundle_for_a_gpu_or_of_an_older_format_are_rejected(
     needs = dataclasses.replace(config.requirement, platform="cuda")
     on_gpu = dataclasses.replace(config, requirement=needs)
     with pytest.raises(RejectError, match="expected kernels for cpu, found 'cuda'"):
-        check_config(to_json(on_gpu), "4", config.target, needs, "config")
+        check_config(to_json(on_gpu), str(FORMAT_VERSION), config.target, needs, "config")
     old = dataclasses.replace(config, format=3)
     with pytest.raises(RejectError, match="expected kernels since format 4"):
         check_config(to_json(old), "3", config.target, config.requirement, "config")
