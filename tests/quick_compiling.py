@@ -12,6 +12,8 @@ _IS_OLD = version("jaxlib").startswith("0.10.")
 """Whether jaxlib can still compile for a CPU without MLIR, which takes half of the time."""
 COMPILER_OPTIONS = {
     "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if _IS_OLD else {}),
 }
 """Options of `jax.jit`."""
