@@ -58,6 +58,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     write_wheel(wheels, "numpy", "8.0")
     write_wheel(wheels, "numpy", "9.0")
     write_wheel(wheels, "zstandard", "9.0")
+    write_wheel(wheels, "blake3", "9.0")
     return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
 
 
@@ -110,7 +111,8 @@ def test_it_holds_what_was_asked_for_and_three_who_want_it_at_once_make_it_once(
     assert notes == [f"making an environment for cuda-x, once: {', '.join(PINNED)}"]
     found = environments.find(wanted())
     assert found is not None
-    installed = {"jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "numpy", "zstandard"}
+    installed = {"jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt"}
+    installed |= {"blake3", "numpy", "zstandard"}
     assert set(found.versions) - {"pip", "setuptools"} == installed, "no NVIDIA libraries"
     assert found.versions["jax-cuda13-pjrt"] == JAX
     assert found.versions["numpy"] == "8.0", "constrained"
