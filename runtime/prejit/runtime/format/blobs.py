@@ -147,7 +147,9 @@ class Blobs:
         if not jobs:
             self._close()
             return
-        self.verification = Verification(jobs, threads=threads, finished=self._finish)
+        self.verification = Verification(
+            jobs, threads=threads, finished=self._finish, failed=self._close
+        )
 
     def _finish(self) -> None:
         self._close()

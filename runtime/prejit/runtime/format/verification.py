@@ -38,7 +38,12 @@ class Verification:
     """Jobs that threads run in their order, and callers that wait for some of them. Thread-safe."""
 
     def __init__(
-        self, jobs: Sequence[Job], *, threads: int = 0, finished: Callable[[], None] | None = None
+        self,
+        jobs: Sequence[Job],
+        *,
+        threads: int = 0,
+        finished: Callable[[], object] | None = None,
+        failed: Callable[[], object] | None = None,
     ) -> None:
         """Begin.
 
@@ -46,6 +51,7 @@ class Verification:
             jobs: in the order in which their bytes are needed.
             threads: number of threads that run them; 0: only callers that wait do.
             finished: called once, by the thread that ran the last job, if all jobs succeeded.
+            failed: called once after a failure, when no job runs any more.
         """
         self._jobs = jobs
         self._states = [_WAITING] * len(jobs)
@@ -53,7 +59,8 @@ class Verification:
         self._first = 0  # no job before it is waiting
         self._failure: Exception | None = None
         self._is_finishing = False  # all jobs are done, and `finished` is being called
-        self._finished = finished
+        self._finished, self._failed = finished, failed
+        self._running = 0
         self._changed = threading.Condition()
         for _ in range(min(threads, len(jobs))):
             # Not a daemon: the interpreter would stop it inside a hash function at exit.
@@ -72,8 +79,12 @@ class Verification:
             RejectError: a part of the bundle is damaged.
             StoreError: the disk does not give its bytes.
         """
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
+        if failure is not None:
+            # A new error each time: one with a traceback would keep this object, and with it every open file.
+            raised = type(failure).__new__(type(failure), *failure.args)
+            vars(raised).update(vars(failure))
+            raise raised
 
     def wait(self, blob: str, start: int = 0, end: int | None = None) -> None:
         """Wait until a part of a blob is verified. Raises as `check`.
@@ -117,6 +128,7 @@ class Verification:
             if self._states[place] != _WAITING or self._failure is not None:
                 return False
             self._states[place] = _RUNNING
+            self._running += 1
             return True
 
     def _work(self) -> None:
@@ -136,19 +148,35 @@ class Verification:
         try:
             self._jobs[place].run()
         except Exception as error:  # whoever waits gets it
-            failure = error
+            failure = error.with_traceback(None)
         with self._changed:
             self._states[place] = _DONE
             self._failure = self._failure or failure
             self._left -= failure is None
+            self._running -= 1
+            is_over = self._failure is not None and self._running == 0
             self._is_finishing = is_last = self._left == 0
             self._changed.notify_all()
+        if is_over:
+            if self._failed is not None:
+                self._failed()
+            self._forget()
         if is_last:
             if self._finished is not None:
                 self._finished()
             with self._changed:
                 self._is_finishing = False
                 self._changed.notify_all()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop the functions of the jobs, which keep the files that they read."""
+        self._jobs = [job._replace(run=_nothing) for job in self._jobs]
+        self._finished = self._failed = None
+
+
+def _nothing() -> None:
+    """Verify nothing: the work is over."""
 
 
 VERIFIED = Verification(())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,24 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
     assert Receipts(forged).digest_of(file) == digest_of(other) != f"sha256:{file.name}"
 
 
+def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
+    """At once: only maps, of which each has a descriptor, wait for the garbage collector."""
+    flip(weights_of(path), len(content) // 2)
+    maps = len(list((path / "blobs" / "sha256").iterdir()))
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            with pytest.raises(RejectError):
+                load(path).call("score", x=X)
+        deadline = time.monotonic() + 10
+        while len(os.listdir("/proc/self/fd")) > before + 5 * maps and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread may still verify another chunk
+        assert len(os.listdir("/proc/self/fd")) <= before + 5 * maps
+    finally:
+        gc.enable()
+
+
 def test_random_damage_is_never_served(path: Path, content: bytes) -> None:
     """More of it: `make hostile`."""
     file, generator = weights_of(path), random.Random(1)
@@ -276,6 +296,7 @@ def test_random_damage_is_never_served(path: Path, content: bytes) -> None:
         with pytest.raises(RejectError):
             load(path).call("score", x=X)
         flip(file, place, bit)
+        gc.collect()  # each bundle has a client of XLA with threads
     np.testing.assert_array_equal(load(path).call("score", x=X), expected)
 
 
