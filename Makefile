@@ -39,7 +39,7 @@ test: $(READY) ## all tests on one interpreter, and on a newer one what can diff
 	@tests/both.sh $(MAKE)
 
 test-main: $(READY) ## all tests on one interpreter
-	$(BIN)/python -m pytest $(AT_ONCE) $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
 	$(BIN)/python -m pytest $(AT_ONCE) tests/unit
@@ -47,7 +47,7 @@ test-fast: $(READY) ## the unit tests
 test-other: ## on a newer interpreter and jax, where one is present, what can differ there
 ifneq ($(OTHER),)
 	@$(MAKE) --no-print-directory $(OTHER_READY)
-	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) -p tests.other_interpreter tests/unit tests/parity tests/format -q $(PYTEST_OPTIONS)
+	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) -p tests.other_interpreter tests/unit tests/parity tests/format -q
 else
 	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
 endif

@@ -67,7 +67,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for one model.
+    """The results for one model.
 
     Attributes:
         samples: samples by condition, then by row.

@@ -25,7 +25,7 @@ _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$
 
 @dataclass(frozen=True)
 class Condition:
-    """What a start finds.
+    """A condition under which processes start.
 
     Attributes:
         name: head of its column.

@@ -32,7 +32,7 @@ _LIBC.readahead.argtypes = (ctypes.c_int, ctypes.c_long, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Took:
-    """What reading a file took: seconds on the clock, and seconds of CPU of this process."""
+    """The cost of reading a file: seconds on the clock, and CPU seconds of this process."""
 
     seconds: float
     cpu_seconds: float

@@ -229,7 +229,7 @@ def test_v4_programs_with_kernels_compile_from_their_portable_form() -> None:
 
 
 def test_v5_programs_compile_from_their_portable_form() -> None:
-    """Each result needs one of three tensors, of which two lie in two chunks."""
+    """Each result needs one of three tensors. Two of these tensors lie in two chunks each."""
     loaded, wanted = fallen_back(HERE / "v5" / "chunks"), expected_of("chunks", "v5")
     x = np.array(wanted["x"], np.float32)
     np.testing.assert_array_equal(loaded.call("score", x=x), wanted["score"])
@@ -238,7 +238,7 @@ def test_v5_programs_compile_from_their_portable_form() -> None:
 
 
 def test_v5_weights_lie_in_chunks() -> None:
-    """Of 65,536 bytes, and the last has fewer."""
+    """Each chunk has 65,536 bytes, and the last one has fewer."""
     pytest.importorskip("safetensors")
     _, [target] = second_reader.read(HERE / "v5" / "chunks")
     [(media_type, chunks)] = target.config["chunks"].items()

@@ -30,7 +30,7 @@ GPT-2's programs compile as fast as without it (2 CPUs)."""
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What `prejit tune` measured on a device.
+    """The measurements of `prejit tune` on a device.
 
     Attributes:
         results: XLA's autotuning results, which a worker reads from a file.

@@ -1,7 +1,7 @@
 """Read the blobs of a bundle: every byte is verified before it is used.
 
-Small blobs are verified whole, large ones in chunks whose digests the config has. `Blobs.verify` begins the
-verification, and `Layer` waits for the bytes that it returns.
+Small blobs are verified whole. Large ones are verified in chunks, whose digests the config has.
+`Blobs.begin` starts the verification, and `Layer.wait` waits for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Blobs:
 
     Attributes:
         hashed_bytes: the number of bytes that are hashed; all others have a receipt.
-        verification: verifies these blobs; `verify` begins it.
+        verification: verifies these blobs; `verify` or `begin` makes it.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str)
 
 
 def _check_digest(path: str, descriptor: int, digest: str) -> None:
-    """Compare an open file with its digest. Raises as `_check_chunk`."""
+    """Compare an open file with its digest. Raises as `check_chunk`."""
     with _readable(path):
         found = digest_file(descriptor)
     if found != digest:

@@ -69,7 +69,7 @@ class Verification:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every job has succeeded."""
+        """True if every job has succeeded and `finished` has returned."""
         return self._left == 0 and not self._is_finishing
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ class Weights:
     """The tensors of a weights layer.
 
     Attributes:
-        values: the tensors by name: views of the file, of which `wait` says when they are verified.
+        values: the tensors by name, as views of the file. Call `wait` before you read one.
         slices: the place of each tensor in the file.
         layer: the layer.
     """

@@ -1,4 +1,4 @@
-"""What the garbage collector does after a load, and that a host program loses nothing by it."""
+"""A load saves work of the garbage collector, and the host program keeps its settings."""
 
 from __future__ import annotations
 

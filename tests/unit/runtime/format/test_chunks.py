@@ -32,7 +32,7 @@ def chunked(content: bytes, size: int = CHUNK) -> Chunks:
 
 
 def weights_with_filler(good: bytes) -> bytes:
-    """The weights with a tensor of 3 MB behind them, of which no program has need."""
+    """The weights, followed by a tensor of 3 MB that no program uses."""
     import json
 
     size = int.from_bytes(good[:8], "little")
@@ -269,7 +269,7 @@ def test_a_receipt_of_chunks_is_none_for_the_whole_file(
 
 
 def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
-    """At once: only maps, of which each has a descriptor, wait for the garbage collector."""
+    """At once. Each map keeps a descriptor of its own until the garbage collector runs."""
     flip(weights_of(path), len(content) // 2)
     maps = len(list((path / "blobs" / "sha256").iterdir()))
     gc.disable()
