@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from .quick_compiling import compile_quickly
+
 pytest_plugins = (
     "tests.warm",
     "tests.recipes",
@@ -32,6 +34,12 @@ LONGEST = (
     ),
 )
 """The files that take longest, in the order in which workers of pytest-xdist take them: see durations.md."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile quickly in this process, unless its tests run in others."""
+    if not session.config.getoption("numprocesses", None):
+        compile_quickly()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

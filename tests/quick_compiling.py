@@ -1,21 +1,38 @@
 """Settings of XLA with which programs compile in a third of the time and run slower.
 
-For tests of what programs compute, and of what the engine does with them. The bundles of test_stories.py,
-test_fleet.py and test_forms.py are compiled as users' are.
+The processes of the tests compile with them, and so do the builds of tests that ask for it. All other
+processes that tests start compile as users' do: the builds of test_stories.py, test_fleet.py and
+test_forms.py, and whatever falls back to compiling in a process of its own.
 """
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 
 _IS_OLD = version("jaxlib").startswith("0.10.")
 """Whether jaxlib can still compile for a CPU without MLIR, which takes half of the time."""
-COMPILER_OPTIONS = {
+_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if _IS_OLD else {}),
 }
-"""Options of `jax.jit`."""
-XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in COMPILER_OPTIONS.items())
-"""The same for a build: the value of an environment variable."""
+XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in _OPTIONS.items())
+"""The settings as an environment variable."""
+
+
+def compile_quickly() -> None:
+    """Give this process these settings, but neither its fingerprint nor the processes that it starts.
+
+    XLA reads the variable once, when its options are first asked for.
+    """
+    from jaxlib import xla_client
+
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = XLA_FLAGS
+    xla_client.CompileOptions().executable_build_options.debug_options  # noqa: B018
+    if before is None:
+        del os.environ["XLA_FLAGS"]
+    else:
+        os.environ["XLA_FLAGS"] = before

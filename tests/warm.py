@@ -11,10 +11,13 @@ import importlib
 import json
 import os
 import pkgutil
+import select
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,39 @@ import pytest
 from . import quick_compiling
 
 
+class WarmProcess:
+    """A command that runs in a process of its own. What `subprocess.Popen` has of it is called the same.
+
+    Attributes:
+        pid: of the process, and of its group if it has one of its own.
+        returncode: None before `communicate` or `wait`.
+    """
+
+    def __init__(self, python: WarmPython, pid: int, files: tuple[Path, Path]) -> None:
+        self._python, self.pid, self._files = python, pid, files
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float = 600) -> int:
+        """The exit status, or minus the signal. After so many seconds its group is killed."""
+        if self.returncode is None:
+            self.returncode = self._python.status_of(self.pid, timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+        """What it wrote to stdout and stderr until its end."""
+        self.wait(timeout)
+        output, errors = (file.read_text() for file in self._files)
+        return output, errors
+
+
 class WarmPython:
     """A process that has imported the build side and forks for each command."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process: subprocess.Popen[str] | None = None
+        self._started = 0
+        self._ended: dict[int, int] = {}
 
     def prejit(
         self,
@@ -45,36 +75,58 @@ class WarmPython:
             timeout: seconds after which it is killed.
             quick: compile with the flags of quick_compiling.py, without a word of them in the bundle.
         """
-        command = [*map(str, arguments)]
-        files = [self._directory / name for name in ("stdout", "stderr")]
+        process = self.start(*arguments, env=env, quick=quick)
+        output, errors = process.communicate(timeout)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess([*arguments], process.returncode, output, errors)
+
+    def start(
+        self, *arguments: str | Path, env: Mapping[str, str] | None = None, quick: bool = False
+    ) -> WarmProcess:
+        """Start `prejit ARGUMENTS` in a process and a process group of its own. Arguments as `prejit`."""
+        self._started += 1
+        files = tuple(self._directory / f"{name}{self._started}" for name in ("stdout", "stderr"))
         wanted = {
-            "argv": command,
+            "argv": [*map(str, arguments)],
             "env": {**os.environ, **(env or {})},
             "cwd": os.getcwd(),
             "files": [*map(str, files)],
             "flags": quick_compiling.XLA_FLAGS if quick else None,
         }
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(wanted) + "\n")
-        process.stdin.flush()
-        late = threading.Timer(timeout, process.kill)
+        stdin = self._running().stdin
+        assert stdin is not None
+        stdin.write(json.dumps(wanted) + "\n")
+        stdin.flush()
+        while "started" not in (event := self._next_event()):
+            self._ended[event["ended"]] = event["status"]
+        return WarmProcess(self, event["started"], (files[0], files[1]))
+
+    def status_of(self, pid: int, timeout: float) -> int:
+        """How a process that was started ended. After so many seconds its group is killed."""
+        late = threading.Timer(timeout, os.killpg, (pid, signal.SIGKILL))
         late.start()
         try:
-            answer = process.stdout.readline()
+            while pid not in self._ended:
+                event = self._next_event()
+                self._ended[event["ended"]] = event["status"]
         finally:
             late.cancel()
-        output, errors = (file.read_text() for file in files)
-        assert answer, f"{command}: took more than {timeout} s, or the process died\n{errors}"
-        return subprocess.CompletedProcess(command, int(answer), output, errors)
+        return self._ended.pop(pid)
 
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
             self._process.communicate()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _next_event(self) -> dict[str, int]:
+        stdout = self._running().stdout
+        assert stdout is not None
+        line = stdout.readline()
+        assert line, "the warm process died"
+        event: dict[str, int] = json.loads(line)
+        return event
+
+    def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
             # Threads of OpenBLAS would not be there after a fork.
             self._process = subprocess.Popen(
@@ -104,13 +156,35 @@ def _serve() -> None:
     for module in pkgutil.walk_packages(prejit.compiler.__path__, "prejit.compiler."):
         importlib.import_module(module.name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _run(wanted)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(status, flush=True)
+    requests = open(0, "rb", buffering=0)  # noqa: SIM115 (open until the process ends)
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    while True:
+        ready, _, _ = select.select([requests.fileno(), woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            _tell_who_ended()
+        if requests.fileno() in ready:
+            if not (line := requests.readline()):
+                return
+            child = os.fork()
+            if child == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _run(json.loads(line))
+            print(json.dumps({"started": child}), flush=True)
+
+
+def _tell_who_ended() -> None:
+    with suppress(ChildProcessError):
+        while True:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            print(json.dumps({"ended": child, "status": code}), flush=True)
 
 
 def _run(wanted: dict[str, Any]) -> None:
@@ -123,6 +197,7 @@ def _run(wanted: dict[str, Any]) -> None:
 
     status = 1
     try:
+        os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for place, path in enumerate(wanted["files"], 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), place)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.decoders import write_random
+from tests.warm import WarmProcess, WarmPython
 
 from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
@@ -83,19 +84,14 @@ def change(project: Path, factor: int) -> None:
 
 
 def arguments(project: Path, output: str | Path) -> list[str]:
-    """The arguments of Python that build a project."""
+    """The arguments of prejit that build a project."""
     at = ("-o", project / output, "--cache", project / "cache", "--json")
-    return ["-m", "prejit.runtime", "build", *map(str, (project / "tiny.toml", *at))]
+    return ["build", *map(str, (project / "tiny.toml", *at))]
 
 
-def start(
-    project: Path, output: str | Path, stdout: int = subprocess.DEVNULL, stderr: int | None = None
-) -> subprocess.Popen[str]:
+def start(warm: WarmPython, project: Path, output: str | Path) -> WarmProcess:
     """A build that runs beside this process, in a process group of its own."""
-    command = [sys.executable, *arguments(project, output)]
-    return subprocess.Popen(
-        command, stdout=stdout, stderr=stderr, text=True, start_new_session=True
-    )
+    return warm.start(*arguments(project, output))
 
 
 def test_a_build_that_changes_nothing_compiles_and_writes_nothing(run: Run, project: Path) -> None:
@@ -173,7 +169,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
 
 
 def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
-    run: Run, project: Path
+    run: Run, warm: WarmPython, project: Path
 ) -> None:
     factors = (2, 3)
     spans = []
@@ -189,7 +185,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
     statuses, found = [], []
     for attempt in range(8):
         change(project, factors[attempt % 2])
-        process = start(project, "out", stderr=subprocess.DEVNULL)
+        process = start(warm, project, "out")
         # A build spends its last third on packing and writing.
         time.sleep(pick.uniform(0.3, 1.0) * min(spans))
         with suppress(ProcessLookupError):
@@ -223,7 +219,7 @@ def test_a_full_disk_is_told_and_loses_nothing(run: Run, built_project: Path, wh
         "from prejit.runtime.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", script, *arguments(project, "out")[2:]]
+    command = [sys.executable, "-c", script, *arguments(project, "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 6, done.stderr
     assert "error[store]" in done.stderr
@@ -241,15 +237,17 @@ def test_a_full_disk_is_told_and_loses_nothing(run: Run, built_project: Path, wh
 def test_a_build_whose_stderr_is_closed_ends_and_writes_its_bundle(
     run: Run, project: Path, closing: str
 ) -> None:
-    command = shlex.join([sys.executable, *arguments(project, "out")]).removesuffix(" --json")
+    command = shlex.join(
+        [sys.executable, "-m", "prejit.runtime", *arguments(project, "out")]
+    ).removesuffix(" --json")
     script = f"set -o pipefail; {command} {closing}"
     subprocess.run(["bash", "-c", script], timeout=300, check=True, stdout=subprocess.DEVNULL)
     run("verify", project / "out" / "tiny")
     assert build(run, project)["compiled"] == 0
 
 
-def test_equal_builds_at_once_compile_each_program_once(run: Run, project: Path) -> None:
-    processes = [start(project, f"out{n}", stdout=subprocess.PIPE) for n in range(4)]
+def test_equal_builds_at_once_compile_each_program_once(warm: WarmPython, project: Path) -> None:
+    processes = [start(warm, project, f"out{n}") for n in range(4)]
     built = [json.loads(process.communicate(timeout=300)[0])[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4
     assert sum(each["compiled"] for each in built) == 12
@@ -258,7 +256,7 @@ def test_equal_builds_at_once_compile_each_program_once(run: Run, project: Path)
 
 
 def test_different_builds_into_one_directory_at_once_leave_one_of_them(
-    run: Run, project: Path
+    run: Run, warm: WarmPython, project: Path
 ) -> None:
     factors = (2, 3, 4, 5)
     projects = [project / f"{factor}" for factor in factors]
@@ -268,10 +266,7 @@ def test_different_builds_into_one_directory_at_once_leave_one_of_them(
         change(each, factor)
         build(run, each)
     for _ in range(2):
-        processes = [
-            start(each, project / "out", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for each in projects
-        ]
+        processes = [start(warm, each, project / "out") for each in projects]
         told = [process.communicate(timeout=300) for process in processes]
         assert [process.returncode for process in processes] == [0] * 4, told
         run("verify", project / "out" / "tiny")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.parity.encoder_cases import Case
-from tests.quick_compiling import COMPILER_OPTIONS
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 
@@ -110,7 +108,7 @@ def module(model: Path) -> Any:
     graph, state = nnx.split(registry.make_encoder(config_file.load_encoder(model)))
     weights = {name: checkpoint.read(name) for name in checkpoint.names}
 
-    @partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    @jax.jit
     def run(weights: Any, tokens: jax.Array) -> jax.Array:
         length = jax.numpy.full(1, tokens.shape[1])
         return nnx.merge(graph, with_parameters(state, weights))(tokens, length)

@@ -236,11 +236,16 @@ def test_a_program_that_cannot_fit_its_device_is_no_bundle(
     run: Any, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Found out on the device it would be the first request that dies of RESOURCE_EXHAUSTED."""
-    tables = f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
-    file = manifest(tmp_path / "small.toml", "small", tables)
+    (tmp_path / "halves.py").write_text("def half(x):\n    return x / 2\n")
+    file = tmp_path / "small.toml"
+    file.write_text(
+        '[bundle]\nname = "small"\n[[program]]\nname = "half"\nfunction = "halves:half"\n'
+        'args = { x = "float32[{n}]" }\nbuckets = { n = [1024, 1048576] }\n'
+        f'[[target]]\nname = "cuda-l4"\njax = "{NEW}"\nmemory_bytes = 5_000_000\n'
+    )
     said = run("build", file, "-o", tmp_path / "out", status=1, **environment).stderr
-    assert f"target cuda-l4-jax{NEW}: a device has 0.01 GB, and 2 of 3 programs need more" in said
-    assert "decode/b1-c128: needs 0.01 GB: arguments 0.01 GB" in said
+    assert f"target cuda-l4-jax{NEW}: a device has 0.01 GB, and 1 of 2 programs need more" in said
+    assert "half/n1048576: needs 0.01 GB: arguments 0.00 GB" in said
     assert "hint: make [generate] batch or context smaller, split the model over a [mesh]" in said
     assert not (tmp_path / "out" / "small").exists()
 

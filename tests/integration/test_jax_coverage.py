@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable
 from prejit.compiler.lowering.user.finding import UserFunction
@@ -138,7 +137,7 @@ def check(program: Any, function: Callable[..., Any], device: Device) -> None:
         [device.put(arrays[str(argument.path[0])]) for argument in program.arguments]
     )
     ours = pytree.unflatten([r.path for r in program.results], [to_numpy(value) for value in ran])
-    plain = jax.jit(function, compiler_options=COMPILER_OPTIONS)
+    plain = jax.jit(function)
     theirs = plain(None, **arrays)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, registry
@@ -41,7 +40,7 @@ class Model:
         self.forms = forms
         self.weights = {name: checkpoint.read(name) for name in checkpoint.names}
         self.context = context
-        self.step = jax.jit(self._step, donate_argnums=4, compiler_options=COMPILER_OPTIONS)
+        self.step = jax.jit(self._step, donate_argnums=4)
 
     def _step(self, weights: Any, *arguments: Any) -> Any:
         with using(self.forms):

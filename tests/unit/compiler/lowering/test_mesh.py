@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from flax import nnx
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.lowering.program import LoweredProgram
@@ -18,7 +17,6 @@ from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import config
 from prejit.compiler.models.parameters import flat_parameters
 from prejit.compiler.models.sharding import check_mesh, shardings
-from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Array, Mesh
@@ -136,16 +134,8 @@ def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProg
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("mesh", [Mesh(1, 4), Mesh(2, 2)], ids=str)
 def test_devices_send_activations_and_never_weights_or_the_cache(
-    family: str, kind: str, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, mesh: Mesh, tmp_path: Path
 ) -> None:
-    options_of = _jaxlib.compile_options
-
-    def quick_options(devices: Any) -> Any:
-        options = options_of(devices)
-        options.env_option_overrides = [*COMPILER_OPTIONS.items()]
-        return options
-
-    monkeypatch.setattr(_jaxlib, "compile_options", quick_options)
     lowered = _lowered(family, kind, mesh, tmp_path)
     compiled = Device("cpu", mesh).compile(lowered.portable, lowered.platforms, lowered.results)
     text = "\n".join(module.to_string() for module in compiled._loaded.hlo_modules())

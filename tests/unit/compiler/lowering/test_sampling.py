@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import export
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.lowering.sampling import (
     TOP_LOGPROBS,
@@ -35,7 +34,7 @@ PROMPT = [1, 2, 2, 5, 30]
 GENERATED = [5, 7, 7, 7, 31]
 DRAWS = 20_000
 
-sampled = jax.jit(sample, compiler_options=COMPILER_OPTIONS)
+sampled = jax.jit(sample)
 kept = jax.jit(
     lambda logits, inputs, history: _kept(_adjusted(logits, inputs, lambda: history), inputs)
 )
@@ -422,9 +421,7 @@ def test_logprobs_that_nobody_wants_are_zero() -> None:
 
 def test_history_counts_tokens_of_live_rows_as_the_host_does() -> None:
     history = np.stack([history_row(PROMPT, GENERATED, V)] * 4)
-    recorded = jax.jit(record, compiler_options=COMPILER_OPTIONS)(
-        history, np.int32([7, 7, -1, V - 1]), np.int32([1, 0, 1, 1])
-    )
+    recorded = jax.jit(record)(history, np.int32([7, 7, -1, V - 1]), np.int32([1, 0, 1, 1]))
     expected = [
         history_row(PROMPT, [*GENERATED, 7], V),
         history[1],
@@ -440,7 +437,7 @@ def test_history_of_many_rows_is_that_of_each_row_alone_and_a_small_program() ->
     history = random.integers(0, 9, (rows, V), dtype=np.int32)
     token = random.integers(-1, V, rows, dtype=np.int32)
     live = random.integers(0, 2, rows, dtype=np.int32)
-    recorded = jax.jit(record, compiler_options=COMPILER_OPTIONS)(history, token, live)
+    recorded = jax.jit(record)(history, token, live)
     alone = [
         record(history[row : row + 1], token[row : row + 1], live[row : row + 1])[0]
         for row in range(rows)
@@ -520,9 +517,7 @@ def test_choosing_after_several_tokens_is_choosing_after_each(
         frequency_penalty=0.7 if penalised else 0.0,
     )
     inputs = inputs_of([wanted, Sampling(temperature=0.5, top_k=5)], V, logprobs=1)
-    together = jax.jit(sample_each, compiler_options=COMPILER_OPTIONS)(
-        logits, inputs, tokens, history, start
-    )
+    together = jax.jit(sample_each)(logits, inputs, tokens, history, start)
     for at in range(count):
         history = record(history, tokens[:, at], jnp.ones(rows, jnp.int32))
         alone = sampled(logits[:, at], inputs, history, start + at + 1)

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from tests.campaigns.junk import mutated, to_json
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import rope
@@ -98,7 +97,7 @@ class Model:
             name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
             for name, leaf in flat_parameters(self.state).items()
         }
-        self._call = jax.jit(self.call, compiler_options=COMPILER_OPTIONS)
+        self._call = jax.jit(self.call)
 
     def call(self, weights: Any, *arguments: Any) -> Any:
         return nnx.merge(self.graph, with_parameters(self.state, weights))(*arguments)
@@ -241,7 +240,7 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: 
         (small.call, (small.weights, tokens, row, row, cache)),
     ):
         lowered = jax.jit(function, donate_argnums=len(arguments) - 1).lower(*arguments)
-        compiled = lowered.compile(COMPILER_OPTIONS)  # buffers are assigned before
+        compiled = lowered.compile()  # buffers are assigned before
         whole = rf"f32\[(\d+,)*{slots},{small.shape.head_size}\]\S* (copy|transpose)\("
         assert not re.findall(whole, compiled.as_text())
         memory, cache_bytes = compiled.memory_analysis(), 4 * layer.size * 2 * len(cache)

@@ -14,7 +14,6 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
@@ -63,7 +62,7 @@ def logits(
     shape = registry.describe(config, cache_dtype)
     graph, state = nnx.split(registry.make_decoder(config, dtype=dtype))
 
-    @partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    @jax.jit
     def call(weights: Any, tokens: Any, start: Any, cache: Any) -> Any:
         length = jnp.full(1, tokens.shape[1], jnp.int32)
         module = nnx.merge(graph, with_parameters(state, weights))

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.quick_compiling import COMPILER_OPTIONS
 
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.errors import ContextError, PrejitWarning, UsageError
@@ -61,7 +60,7 @@ class Reference:
             cache = tuple((empty, empty) for _ in range(shape.num_layers))
             return model(tokens, np.zeros(1, np.int32), length, cache)[0][0]
 
-        self._forward = jax.jit(forward, compiler_options=COMPILER_OPTIONS)
+        self._forward = jax.jit(forward)
 
     def logits(self, text: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Of the next token, float32 [V]."""
