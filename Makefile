@@ -19,8 +19,10 @@ export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 # One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
 AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
+# What the newer interpreter runs.
+CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile docs clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -44,10 +46,11 @@ test-main: $(READY) ## all tests on one interpreter
 test-fast: $(READY) ## the unit tests
 	$(BIN)/python -m pytest $(AT_ONCE) tests/unit
 
-test-other: ## on a newer interpreter and jax, where one is present, what can differ there
+test-other-all: CHOSEN :=
+test-other test-other-all: ## on a newer interpreter and jax, where one is present, what can differ there, or all
 ifneq ($(OTHER),)
 	@$(MAKE) --no-print-directory $(OTHER_READY)
-	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) -p tests.other_interpreter tests/unit tests/parity tests/format -q
+	$(OTHER_VENV)/bin/python -m pytest $(AT_ONCE) $(CHOSEN) tests/unit tests/parity tests/format -q
 else
 	@echo 'no python3.12 or python3.13 here: the tests run on $(PYTHON) alone'
 endif

@@ -2,7 +2,7 @@
 
 Another Python, jax and jaxlib can change what touches them: tracing, lowering, private interfaces, compiled
 programs and their loading, and the standard library's own errors. It stays, and so does all that is quick.
-Left out are long tests of what none of these takes part in.
+Left out are long tests of what none of these takes part in. `make test-other-all` leaves out nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ LEFT_OUT = {
     "test_import_graph.py": "the text of modules",
 }
 """Files, and why they cannot differ."""
-ONE_OF_EACH_KIND = {
-    "test_logits_and_greedy_tokens_equal_those_that_torch_gave": r"-\d\d\b",
-    "test_results_equal_those_that_torch_gave": r"-\d\d\b",
-    "test_decode_and_prefill_update_a_donated_cache_in_place": r"\b\d+-",
-}
-"""Tests with many configurations of each model family, and the part of their ids that numbers them.
+ALL_CASES = ("tests/unit/runtime/device/", "tests/unit/runtime/base/", "tests/format/")
+"""Where every case of a test runs: what touches jaxlib's private interfaces or the standard library, and
+bundles of old formats.
 
-The first of each kind shows that its module traces, lowers and computes: the others differ in sizes and
-numbers alone."""
+Of the other tests the first case runs. It shows that what the test calls works there; the others differ in
+values."""
+FAMILIES = {
+    "test_logits_and_greedy_tokens_equal_those_that_torch_gave": r"[a-z]+-[a-z]+\d?",
+    "test_results_equal_those_that_torch_gave": r"[a-z]+-[a-z]+",
+}
+"""Tests of all model families, and what of a case's id names the family: its first case runs."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,10 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _can_differ(item: pytest.Item, seen: set[str]) -> bool:
     if item.path.name in LEFT_OUT:
         return False
-    name, _, case = item.name.partition("[")
-    if name not in ONE_OF_EACH_KIND:
+    if item.nodeid.startswith(ALL_CASES):
         return True
-    kind = name + re.sub(ONE_OF_EACH_KIND[name], "", case)  # kernels-llama-07 is of kernels-llama
+    name, _, case = item.name.partition("[")
+    family = re.match(FAMILIES.get(name, ""), case)
+    assert family is not None, item.nodeid
+    kind = f"{item.parent and item.parent.nodeid}::{name}[{family[0]}"
     is_first = kind not in seen
     seen.add(kind)
     return is_first

@@ -117,11 +117,11 @@ class Campaign:
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
-    """The campaign of this run, with caches of its own that hold the native kernels."""
+def campaign(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+    """The campaign of this run, with a build cache that holds the native kernels."""
     caches = tmp_path_factory.mktemp("caches")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREJIT_CACHE", str(caches / "build"))
+        patch.setenv("PREJIT_CACHE", str(build_cache))
         patch.setenv("PREJIT_RUNTIME_CACHE", str(caches / "runtime"))
         patch.syspath_prepend(str(ROOT))  # the fork server imports this module by its name
         warm = _write_model(caches / "warm", "gpt2")

@@ -11,7 +11,7 @@ from tests.parity.encoder_cases import Case
 
 from .conftest import Run, write_manifest
 
-QUICK = ("--runs", "3", "--seconds", "1")
+QUICK = ("--runs", "3", "--seconds", "0.2")
 
 
 @pytest.fixture(scope="module")

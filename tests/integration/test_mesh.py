@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.quick_compiling import XLA_FLAGS
 
 from .conftest import Run, write_manifest
 
@@ -193,7 +194,8 @@ def test_a_mesh_falls_back_to_compiling_and_keeps_what_it_compiled(
 ) -> None:
     arguments = (GENERATE.format(mismatch=True), json.dumps(PROMPTS), str(NEW_TOKENS))
     for source in ("compiled", "kept"):
-        done = python(*arguments, bundles["llama-2x2"], PREJIT_RUNTIME_CACHE=str(tmp_path))
+        settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path), "XLA_FLAGS": XLA_FLAGS}
+        done = python(*arguments, bundles["llama-2x2"], **settings)
         result = json.loads(done.stdout.splitlines()[-1])["llama-2x2"]
         assert result == [generated["llama-one"][0], [source]]
 
@@ -309,11 +311,12 @@ class Cluster:
             **os.environ,
             "PREJIT_RUNTIME_CACHE": str(tmp_path),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
         }
 
-    def run(self, processes: int, script: str, *arguments: object) -> list[tuple[int, str, str]]:
-        """(exit status, stdout, stderr) of each."""
+    def run(
+        self, processes: int, script: str, *arguments: object, flags: str = ""
+    ) -> list[tuple[int, str, str]]:
+        """(exit status, stdout, stderr) of each, with these flags of XLA."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -323,7 +326,7 @@ class Cluster:
                     *(sys.executable, "-c", IN_CLUSTER + script),
                     *(str(place), str(processes), coordinator, *map(str, arguments)),
                 ],
-                env=self._environment,
+                env={**self._environment, "XLA_FLAGS": flags},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -364,7 +367,9 @@ def test_two_processes_give_the_tokens_of_one_device(
 ) -> None:
     expected = generated[f"{name.partition('-')[0]}-one"][0]
     script = GENERATE.format(mismatch=mismatch)
-    for status, out, err in cluster.run(2, script, json.dumps(PROMPTS), NEW_TOKENS, bundles[name]):
+    flags = XLA_FLAGS if mismatch else ""
+    arguments = (json.dumps(PROMPTS), NEW_TOKENS, bundles[name])
+    for status, out, err in cluster.run(2, script, *arguments, flags=flags):
         assert status == 0, err
         assert json.loads(out.splitlines()[-1])[name] == [expected, [source]]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -29,7 +30,7 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Model:
-    """A checkpoint, ready to run row by row in a context."""
+    """A checkpoint, ready to run one row in a context."""
 
     def __init__(self, directory: Path, context: int, forms: Forms | None = None) -> None:
         out_in = forms is not None
@@ -40,33 +41,47 @@ class Model:
         self.forms = forms
         self.weights = {name: checkpoint.read(name) for name in checkpoint.names}
         self.context = context
-        self.step = jax.jit(self._step, donate_argnums=4)
-
-    def _step(self, weights: Any, *arguments: Any) -> Any:
-        with using(self.forms):
-            return self._run(weights, *arguments)
 
     def _run(self, weights: Any, *arguments: Any) -> Any:
-        return nnx.merge(self.graph, with_parameters(self.state, weights))(*arguments)
+        with using(self.forms):
+            return nnx.merge(self.graph, with_parameters(self.state, weights))(*arguments)
 
-    def feed(self, chunks: Iterable[np.ndarray[Any, Any]], block: int) -> Iterator[Logits]:
-        """Logits [V] after each chunk; a chunk of more than one token is padded to a block."""
+    @property
+    def _empty_cache(self) -> Any:
         size = (1, self.shape.num_kv_heads, self.context, self.shape.head_size)
-        empty = np.zeros(size, np.float32)
-        cache = tuple((empty, empty) for _ in range(self.shape.num_layers))
-        start = 0
-        for chunk in chunks:
-            tokens = np.zeros((1, 1 if len(chunk) == 1 else block), np.int32)
-            tokens[0, : len(chunk)] = chunk
-            place = np.array([start], np.int32), np.array([len(chunk)], np.int32)
-            logits, cache = self.step(self.weights, tokens, *place, cache)
-            start += len(chunk)
-            yield np.asarray(logits[0])
+        return tuple((jnp.zeros(size), jnp.zeros(size)) for _ in range(self.shape.num_layers))
+
+    def write(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The greedy tokens after a prompt, which goes through decode token by token."""
+        run, cache = jax.jit(self._run, donate_argnums=4), self._empty_cache
+        tokens, one = list(prompt), jnp.ones(1, jnp.int32)
+        for place in range(len(prompt) + count - 1):
+            token = np.array([[tokens[place]]], np.int32)
+            logits, cache = run(self.weights, token, np.array([place], np.int32), one, cache)
+            if place >= len(prompt) - 1:
+                tokens.append(int(logits[0].argmax()))
+        return tokens[len(prompt) :]
 
     def follow(self, prompt: np.ndarray[Any, Any], greedy: np.ndarray[Any, Any]) -> Logits:
         """Float32 [1 + len(greedy), V]: prefill in one padded piece, then decode steps."""
-        chunks = [prompt, *greedy.astype(np.int32)[:, None]]
-        return np.stack(list(self.feed(chunks, block=PROMPT + 3)))
+        padded = np.zeros((1, PROMPT + 3), np.int32)
+        padded[0, : len(prompt)] = prompt
+        one = np.ones(1, np.int32)
+
+        @jax.jit  # one program of both, which compiles sooner than two
+        def run(weights: Any, prompt_tokens: Any, length: Any, next_tokens: Any) -> Any:
+            first, cache = self._run(weights, prompt_tokens, one - 1, length, self._empty_cache)
+
+            def decode(state: Any, token: Any) -> Any:
+                position, cache = state
+                logits, cache = self._run(weights, token[None, None], position, one, cache)
+                return (position + 1, cache), logits[0]
+
+            _, others = jax.lax.scan(decode, (length, cache), next_tokens)
+            return jnp.concatenate([first, others])
+
+        length = np.array([len(prompt)], np.int32)
+        return np.asarray(run(self.weights, padded, length, greedy.astype(np.int32)))
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +160,5 @@ def stories() -> Path:
 def test_a_trained_llama_writes_its_published_text(stories: Path, forms: Forms | None) -> None:
     expected = json.loads((stories / "expected.json").read_text())
     prompt, published = expected["prompt_ids"], expected["ids"]
-    model = Model(stories, 256, forms)
-    tokens = np.array([*prompt, *published[:-1]], np.int32)[:, None]
-    greedy = [int(logits.argmax()) for logits in model.feed(list(tokens), block=1)]
     assert len(published) == 200
-    assert greedy[len(prompt) - 1 :] == published
+    assert Model(stories, 256, forms).write(prompt, len(published)) == published
