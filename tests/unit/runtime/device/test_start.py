@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -124,17 +125,19 @@ def test_a_load_in_another_thread_than_the_main_one_leaves_the_collector_on(
 
 
 @pytest.mark.parametrize(
-    "host",
+    ("host", "order"),
     [
-        "import numpy",
-        "import jax",
-        "import jax; jax.numpy.ones(3).block_until_ready()",
-        "import jaxlib._jax",
-        "import tokenizers",
-        "import ml_dtypes, zstandard",
+        *itertools.product(
+            ("import numpy", "import jax; jax.numpy.ones(3).block_until_ready()"),
+            ("before", "after", "in another thread"),
+        ),
+        ("import jax", "in another thread"),
+        ("import jaxlib._jax", "before"),
+        ("import jaxlib._jax", "in another thread"),
+        ("import ml_dtypes, tokenizers, zstandard", "before"),
+        ("import ml_dtypes, tokenizers, zstandard", "in another thread"),
     ],
 )
-@pytest.mark.parametrize("order", ["before", "after", "in another thread"])
 def test_a_host_imports_what_it_wants_when_it_wants(
     host: str, order: str, settled_dir: Path, run_python: Any
 ) -> None:
