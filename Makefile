@@ -20,7 +20,7 @@ export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile docs clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -96,7 +96,10 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
-	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns
+	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py
+
+damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (30 minutes); writes its figures
+	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links
 	$(BIN)/python docs/generate.py .site-source
