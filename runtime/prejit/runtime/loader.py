@@ -1,6 +1,6 @@
 """`load`: from the directory of a bundle to programs that run, in a fixed order.
 
-    open -> index -> fingerprint -> manifests -> digests of all blobs -> config -> kernels -> map -> run
+    open -> index -> fingerprint -> manifests -> map -> config -> kernels -> begin to verify -> run
 
 There are two kinds of failure, and they are never mixed. A mismatch (this machine matches none of the
 targets) falls back to compiling the portable programs, with a warning that names the axis, or raises
@@ -86,7 +86,8 @@ def load(
     Raises:
         StoreError: the directory cannot be opened.
         RejectError: the bundle is damaged. Damage in a layer of more than 1 MB may be found later: the first
-            request that needs its bytes raises this error, and no request ends before all is verified.
+            request that needs its bytes raises this error, and no request ends before all files of the target
+            are verified. Files of other targets are not read: `prejit verify` checks them.
         MismatchError: this machine matches no target, and on_mismatch is `error`.
     """
     from prejit.runtime.bundle import Bundle
@@ -152,7 +153,10 @@ def _open(
     declared: Fingerprint | None,
     must_match: bool,
 ) -> _Opened:
-    """Compare the machine with every target, read all manifests and hash all blobs."""
+    """Compare the machine with every target, and open the blobs of those that may be served.
+
+    Up to format 4: open the blobs of all targets, and verify them now.
+    """
     targets = match(layout, index, machine)
     if declared is not None:
         # A target must match both machines. The declared one may lack features that this one has, but it
@@ -167,9 +171,11 @@ def _open(
     manifests = read_manifests(layout, targets)
     candidates = [target for target in targets if target.verdict.matches]
     served = {t.name: manifests[t.name] for t in candidates or [closest_target(targets)]}
-    blobs = Blobs(layout, manifests.values(), Receipts(layout.path), keep=served.values())
-    if int(targets[0].format) < CHUNKS_SINCE:
-        blobs.verify()
+    receipts = Receipts(layout.path)
+    if int(targets[0].format) >= CHUNKS_SINCE:
+        return _Opened(layout, digest, targets, served, Blobs(layout, served.values(), receipts))
+    blobs = Blobs(layout, manifests.values(), receipts)
+    blobs.verify()
     return _Opened(layout, digest, targets, served, blobs)
 
 
@@ -178,13 +184,12 @@ _NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE
 
 
 def _begin_verifying(opened: _Opened, choice: _Choice) -> None:
-    """Begin to verify all blobs in threads, those first that the first token needs. Wait for small ones.
+    """Begin to verify the target in threads, those layers first that the first token needs.
 
-    What `_choose` read already was checked there: the config and the kernels.
+    Wait for small ones. `_choose` has checked what it read: the config and the kernels.
     """
-    layers = {at.mediaType: at.digest for at in opened.manifests[choice.target.name].layers}
-    chunks = {layers[name]: each for name, each in (choice.config.chunks or {}).items()}
-    opened.blobs.begin(chunks, [layers[name] for name in _NEEDED_FIRST if name in layers])
+    manifest = opened.manifests[choice.target.name]
+    opened.blobs.begin(manifest, choice.config.chunks or {}, _NEEDED_FIRST)
     opened.blobs.verification.wait_for_small()
 
 

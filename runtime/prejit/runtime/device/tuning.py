@@ -91,7 +91,7 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
     def read(layout: Layout, index: Index, _: str) -> tuple[Config, Layer]:
         contents = read_contents(layout, match(layout, index, machine)[0])
         of_target = [contents.manifest]
-        blobs = check_blobs(layout, of_target, Receipts(layout.path), keep=of_target)
+        blobs = check_blobs(layout, of_target, Receipts(layout.path))
         return contents.config, blobs.layers(contents.manifest)[PORTABLE_MEDIA_TYPE]
 
     config, portable = read_whole(path, read)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from prejit.runtime.format.blobs import check_blobs, check_chunk, read_whole
+from prejit.runtime.format.blobs import Blobs, read_whole
 from prejit.runtime.format.checks.config import check_arrays, check_weight_sets
 from prejit.runtime.format.checks.layers import check_chat, unpack
 from prejit.runtime.format.checks.oci import check_digest
@@ -20,7 +20,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import Contents, match, read_contents, read_kernels
-from prejit.runtime.format.schema import Index, Segment
+from prejit.runtime.format.schema import Chunks, Index, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, int, str], object]
@@ -60,18 +60,25 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
     def read(layout: Layout, index: Index, digest: str) -> Audit:
         targets = match(layout, index, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
-        blobs = check_blobs(layout, [content.manifest for content in contents], receipts=None)
+        blobs = Blobs(layout, [content.manifest for content in contents], receipts=None)
+        blobs.verify(_chunks(contents))
         unpacked = set[tuple[str, Segment]]()
         for content in contents:
             _check_programs(layout, content, unpacked)
             read_kernels(layout, content.config, content.manifest)
             _check_weights(layout, content)
-            _check_chunks(layout, content)
             _check_texts(layout, content, check_generation)
         programs = sum(len(content.config.programs) for content in contents)
         return Audit(digest, len(targets), programs, blobs.hashed_bytes)
 
     return read_whole(path, read)
+
+
+def _chunks(contents: Iterable[Contents]) -> Iterator[tuple[str, Chunks]]:
+    """Yield the digest of each large layer of these targets, with its chunks."""
+    for content in contents:
+        for media_type, chunks in (content.config.chunks or {}).items():
+            yield content.manifest.layer(media_type).digest, chunks
 
 
 def _check_programs(layout: Layout, content: Contents, unpacked: set[tuple[str, Segment]]) -> None:
@@ -108,15 +115,6 @@ def _check_weights(layout: Layout, content: Contents) -> None:
         tensors = check_weights(memoryview(layout.map_blob(at.digest, at.size)), path)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_weight_sets(config, shapes, path)
-
-
-def _check_chunks(layout: Layout, content: Contents) -> None:
-    """Check that the chunks of a target's layers have their digests, as its whole layers have theirs."""
-    for media_type, chunks in (content.config.chunks or {}).items():
-        at = content.manifest.layer(media_type)
-        with layout.open_blob(at.digest, at.size) as (descriptor, _):
-            for start, end, expected in chunks.places(at.size):
-                check_chunk(layout.blob_path(at.digest), descriptor, start, end, expected)
 
 
 def _check_texts(layout: Layout, content: Contents, check_generation: CheckGeneration) -> None:

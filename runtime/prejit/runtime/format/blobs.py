@@ -7,10 +7,12 @@ Small blobs are verified whole. Large ones are verified in chunks, whose digests
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar, final
@@ -49,7 +51,7 @@ class _File(NamedTuple):
 
 @final
 class Blobs:
-    """The blobs of a bundle.
+    """The blobs of one target or several, open and mapped.
 
     Each file is opened once. So what is verified is what is used, even if another file has its name by now.
 
@@ -59,33 +61,24 @@ class Blobs:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        manifests: Collection[ImageManifest],
-        receipts: Receipts | None,
-        *,
-        keep: Collection[ImageManifest] = (),
+        self, layout: Layout, manifests: Iterable[ImageManifest], receipts: Receipts | None
     ) -> None:
         """Open the blobs.
 
         Args:
             layout: the bundle.
-            manifests: the manifests of all its targets.
+            manifests: the manifests of the targets.
             receipts: receipts of earlier verifications; None: hash everything.
-            keep: the manifests whose blobs are read afterwards. Their blobs are mapped.
 
         Raises:
-            RejectError: a blob of `keep` is missing or has another size.
+            RejectError: a blob is missing or has another size.
         """
         self._receipts = receipts
-        kept = {at.digest: at.size for m in keep for at in (m.config, *m.layers)}
-        everything = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
-        self._others = {d: size for d, size in everything.items() if d not in kept}
         self._files: dict[str, _File] = {}
         self._open = contextlib.ExitStack()
         self._close = weakref.finalize(self, self._open.close)
-        self._layout = self._open.enter_context(layout.again())  # the caller closes its own
-        for digest, size in kept.items():
+        sizes = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
+        for digest, size in sizes.items():
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             content = map_file(descriptor, size)
             self._files[digest] = _File(layout.blob_path(digest), descriptor, identity, content)
@@ -108,132 +101,97 @@ class Blobs:
             for at in manifest.layers
         }
 
-    def verify(self) -> None:
-        """Verify every blob that has no valid receipt, whole: check 8.
-
-        Raises:
-            RejectError: a blob is missing, of another size, or has another digest.
-            StoreError: the disk does not give its bytes.
-        """
-        self._begin({}, (), threads=len(os.sched_getaffinity(0)), late=False)
-        self.verification.finish()
-
-    def begin(self, chunks: Mapping[str, Chunks], first: Iterable[str]) -> None:
-        """Begin to verify every blob that has no valid receipt, in threads. `verification` waits for them.
+    def verify(self, chunks: Iterable[tuple[str, Chunks]] = ()) -> None:
+        """Verify every blob that has no valid receipt now, whole: check 8.
 
         Args:
-            chunks: the chunks of large blobs, by digest; other blobs are hashed whole.
-            first: digests of blobs, in the order in which they are needed; all others come after them.
+            chunks: chunks of blobs, by digest, that are compared as well.
+
+        Raises:
+            RejectError: a blob is cut off, or has another digest.
+            StoreError: the disk does not give its bytes.
         """
-        threads = max(1, len(os.sched_getaffinity(0)) - 1)  # whoever waits is one more
-        self._begin(chunks, first, threads=threads, late=True)
+        tables = dict.fromkeys(chunks)  # targets share layers
+        with_chunks = {digest for digest, _ in tables}
+        whole = [(digest, None) for digest in self._files if digest not in with_chunks]
+        parts: list[tuple[str, Chunks | None]] = [*tables, *whole]
+        jobs, names = list[Job](), list[tuple[str, Identity]]()
+        for digest, table in parts:
+            file = self._files[digest]
+            if not self._holds(file, digest):
+                run = partial(_check_whole, file, digest, table)
+                jobs.append(Job(digest, 0, file.identity.size, run))
+                names.append((digest, file.identity))
+        self._begin(jobs, names, threads=len(os.sched_getaffinity(0)))
+        self.verification.finish()
+
+    def begin(
+        self, manifest: ImageManifest, chunks: Mapping[str, Chunks], first: Iterable[str]
+    ) -> None:
+        """Begin to verify the blobs of a target that have no valid receipt, in threads.
+
+        `verification` waits for them.
+
+        Args:
+            manifest: the target. Nobody may use the blobs of others.
+            chunks: the chunks of large layers, by media type; other blobs are hashed whole.
+            first: media types of layers in the order in which they are needed; all others come after them.
+        """
+        layers = {at.mediaType: at.digest for at in manifest.layers}
+        needed_first = [layers[name] for name in first if name in layers]
+        tables = {layers[name]: each for name, each in chunks.items()}
+        jobs, names = list[Job](), list[tuple[str, Identity]]()
+        for digest in dict.fromkeys((*needed_first, *layers.values(), manifest.config.digest)):
+            file, table = self._files[digest], tables.get(digest)
+            if self._holds(file, digest) or (table is not None and self._holds(file, table.name)):
+                continue
+            size = file.identity.size
+            if table is None:
+                jobs.append(Job(digest, 0, size, partial(_check_whole, file, digest, None)))
+            else:
+                jobs += [
+                    Job(digest, start, end, partial(_check_chunk, file, start, end, expected))
+                    for start, end, expected in table.places(size)
+                ]
+            # What chunks say of a file holds for these chunks, and not for the file's sha256.
+            names.append((digest if table is None else table.name, file.identity))
+        # Whoever waits is one more thread.
+        self._begin(jobs, names, threads=max(1, len(os.sched_getaffinity(0)) - 1))
+
+    def _holds(self, file: _File, name: str) -> bool:
+        return self._receipts is not None and self._receipts.holds(name, file.identity)
 
     def _begin(
-        self, chunks: Mapping[str, Chunks], first: Iterable[str], *, threads: int, late: bool
+        self, jobs: Sequence[Job], names: Iterable[tuple[str, Identity]], *, threads: int
     ) -> None:
-        jobs: list[Job] = []
-        for digest in dict.fromkeys((*first, *self._files)):
-            jobs += self._jobs(digest, chunks.get(digest))
-        for digest, size in self._others.items():
-            with (
-                self._unless_replaced(late),
-                self._layout.open_blob(digest, size) as (_, identity),
-            ):
-                if self._receipts is None or not self._receipts.holds(digest, identity):
-                    jobs.append(
-                        Job(digest, 0, size, partial(self._check_other, digest, size, late))
-                    )
+        """Begin jobs. If all succeed, files with these names and identities get receipts."""
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
         if not jobs:
             self._close()
             return
-        self.verification = Verification(
-            jobs, threads=threads, finished=self._finish, failed=self._close
-        )
+        # The method keeps this object, and with it the descriptors, until the work is over.
+        finish = partial(self._finish, names, time.time())
+        self.verification = Verification(jobs, threads=threads, finished=finish, failed=self._close)
 
-    def _finish(self) -> None:
+    def _finish(self, names: Iterable[tuple[str, Identity]], began: float) -> None:
         self._close()
         if self._receipts is not None:
+            for name, identity in names:
+                self._receipts.add(name, identity, hashed_at=began)
             self._receipts.save()
-
-    def _jobs(self, digest: str, chunks: Chunks | None) -> list[Job]:
-        """Return the jobs of a blob that is kept; none if it has a receipt."""
-        file, receipts = self._files[digest], self._receipts
-        names = [digest] if chunks is None else [digest, chunks.name]
-        if receipts is not None and any(receipts.holds(name, file.identity) for name in names):
-            return []
-        if chunks is None:
-            return [Job(digest, 0, file.identity.size, partial(self._check_whole, digest, file))]
-        done = _Countdown(len(chunks.digests), lambda: self._add_receipt(names[-1], file.identity))
-        return [
-            Job(digest, start, end, partial(_check_chunk, file, start, end, expected, done))
-            for start, end, expected in chunks.places(file.identity.size)
-        ]
-
-    def _check_whole(self, digest: str, file: _File) -> None:
-        _check_digest(file.path, file.descriptor, digest)
-        self._add_receipt(digest, file.identity)
-
-    def _check_other(self, digest: str, size: int, late: bool) -> None:
-        with (
-            self._unless_replaced(late),
-            self._layout.open_blob(digest, size) as (descriptor, identity),
-        ):
-            _check_digest(self._layout.blob_path(digest), descriptor, digest)
-            self._add_receipt(digest, identity)
-
-    @contextlib.contextmanager
-    def _unless_replaced(self, late: bool) -> Iterator[None]:
-        """Ignore damage of a blob that is not kept if a build has replaced the bundle since it was loaded.
-
-        The blob may be gone then, and nobody needs it. A bundle that is read now is read again instead.
-        """
-        try:
-            yield
-        except RejectError:
-            if not (late and self._layout.is_replaced()):
-                raise
-
-    def _add_receipt(self, name: str, identity: Identity) -> None:
-        if self._receipts is not None:
-            self._receipts.add(name, identity)
-
-
-class _Countdown:
-    """Calls a function when it was called so many times, from any threads."""
-
-    def __init__(self, count: int, then: Callable[[], object]) -> None:
-        self._left = count
-        self._then = then
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last:
-            self._then()
 
 
 _buffers = threading.local()
 """One buffer a thread, for a chunk: a new one would have to be filled with zeros each time."""
 
 
-def _check_chunk(
-    file: _File, start: int, end: int, expected: str, done: Callable[[], object]
-) -> None:
-    check_chunk(file.path, file.descriptor, start, end, expected)
-    done()
-
-
-def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str) -> None:
-    """Compare a chunk of an open file with its digest.
+def _check_chunk(file: _File, start: int, end: int, expected: str) -> memoryview:
+    """Compare a chunk of a file with its digest. Return its bytes, which this thread's next call overwrites.
 
     It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
 
     Args:
-        path: the file, for errors.
-        descriptor: its file descriptor.
+        file: the file.
         start: where the chunk begins, in bytes.
         end: where it ends.
         expected: its digest by BLAKE3, in hexadecimal digits.
@@ -248,23 +206,30 @@ def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str)
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
     view, count = memoryview(_buffers.chunk)[:size], 0
-    with _readable(path):
-        while count < size and (more := os.preadv(descriptor, [view[count:]], start + count)):
+    with _readable(file.path):
+        while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
             count += more
     where = f"bytes {start} to {end - 1}"
     if count < size:
-        raise RejectError(path, f"{where}: expected {size} bytes, found {count}")
+        raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
     found = blake3(view).hexdigest()
     if found != expected:
-        raise RejectError(path, f"{where}: expected blake3 {expected}, found {found}")
+        raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
+    return view
 
 
-def _check_digest(path: str, descriptor: int, digest: str) -> None:
-    """Compare an open file with its digest. Raises as `check_chunk`."""
-    with _readable(path):
-        found = digest_file(descriptor)
+def _check_whole(file: _File, digest: str, chunks: Chunks | None) -> None:
+    """Compare a file with its digest and with those of its chunks, in one pass. Raises as `_check_chunk`."""
+    if chunks is None:
+        with _readable(file.path):
+            found = digest_file(file.descriptor)
+    else:
+        hasher = hashlib.sha256()
+        for start, end, expected in chunks.places(file.identity.size):
+            hasher.update(_check_chunk(file, start, end, expected))
+        found = f"sha256:{hasher.hexdigest()}"
     if found != digest:
-        raise RejectError(path, f"expected {digest}, found {found}")
+        raise RejectError(file.path, f"expected {digest}, found {found}")
 
 
 @contextlib.contextmanager
@@ -280,14 +245,10 @@ def _readable(path: str) -> Iterator[None]:
 
 
 def check_blobs(
-    layout: Layout,
-    manifests: Collection[ImageManifest],
-    receipts: Receipts | None,
-    *,
-    keep: Collection[ImageManifest] = (),
+    layout: Layout, manifests: Iterable[ImageManifest], receipts: Receipts | None
 ) -> Blobs:
-    """Verify every blob of a bundle now, each whole. Arguments and errors as `Blobs` and `Blobs.verify`."""
-    blobs = Blobs(layout, manifests, receipts, keep=keep)
+    """Open every blob of targets and verify it now, whole. Arguments and errors as `Blobs` and `verify`."""
+    blobs = Blobs(layout, manifests, receipts)
     blobs.verify()
     return blobs
 

@@ -86,15 +86,6 @@ class Layout:
         except OSError:
             return None
 
-    def again(self) -> Self:
-        """Return the same layout, open on its own: closing one leaves the other open."""
-        other = type(self).__new__(type(self))
-        other.path, other._index = self.path, self._index
-        other._directories = [os.dup(descriptor) for descriptor in self._directories]
-        places = [self._directories.index(each) for each in (self._root, self._blobs, self._sha256)]
-        other._root, other._blobs, other._sha256 = (other._directories[at] for at in places)
-        return other
-
     def is_replaced(self) -> bool:
         """Return whether the index at this path has changed since the layout was opened.
 

@@ -27,7 +27,7 @@ class Job(NamedTuple):
     blob: str
     start: int
     end: int
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 _WAITING, _RUNNING, _DONE = range(3)

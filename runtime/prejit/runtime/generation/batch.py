@@ -117,8 +117,8 @@ class Batch:
         The step after an insertion returns the tokens of that insertion and decodes nothing.
 
         Raises:
-            RejectError: the bundle is damaged. The last token of a request comes after the whole bundle was
-                verified.
+            RejectError: the bundle is damaged. The last token of a request comes after all files of the
+                target were verified.
             StoreError: the disk does not give the bundle's bytes.
         """
         tokens = self._next()

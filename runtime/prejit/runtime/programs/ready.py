@@ -49,7 +49,7 @@ class Programs:
     Attributes:
         bundle: name of the bundle.
         table: the rows of the program table by name.
-        verification: of the whole bundle; no request ends before it has finished.
+        verification: of all files of the target; no request ends before it has finished.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Programs:
             executables: None if the machine does not match: programs are compiled from portable.
             portable: StableHLO of the same programs.
             weights: the weights layer; None: there is none.
-            verification: of the whole bundle.
+            verification: of all files of the target.
             serve_smaller: whether a request may use other programs that are ready while its own compile.
         """
         self.bundle = config.bundle

@@ -67,15 +67,22 @@ class Receipts:
                 for digest in self._held:
                     if is_digest(digest) and self.holds(digest, identity):
                         return digest
+                hashed_at = time.time()
                 digest = digest_file(file.fileno())
         except OSError as error:
             raise StoreError(f"{path}: cannot read: {error.strerror}") from error
-        self.add(digest, identity)
+        self.add(digest, identity, hashed_at=hashed_at)
         return digest
 
-    def add(self, digest: str, identity: Identity) -> None:
-        """Add a receipt for a file that was hashed just now and had this digest."""
-        if time.time() - identity.ctime_ns / 1e9 > SETTLED_SECONDS:
+    def add(self, digest: str, identity: Identity, *, hashed_at: float) -> None:
+        """Add a receipt for a file that was hashed and had this digest.
+
+        Args:
+            digest: the digest.
+            identity: the file, before it was hashed.
+            hashed_at: when the hashing began, in seconds since the epoch.
+        """
+        if hashed_at - identity.ctime_ns / 1e9 > SETTLED_SECONDS:
             self._valid[digest] = astuple(identity)
             self._added = True
 

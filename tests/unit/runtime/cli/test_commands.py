@@ -170,9 +170,10 @@ def test_fingerprint_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_missing_and_damaged_and_foreign_end_differently(
-    settled_dir: Path, bundle_dir: Path, foreign: Path, x_file: Path, tmp_path: Path
+    settled_dir: Path, recipe: Any, foreign: Path, x_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
+    bundle_dir = recipe.only("cpu-host").write(tmp_path / "damaged")
     blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
     blob.write_bytes(blob.read_bytes()[:-1] + b"?")
     call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out")

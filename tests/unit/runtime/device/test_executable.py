@@ -103,7 +103,7 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
         index, _ = open_index(layout)
         [target, *_] = match(layout, index, Fingerprint.current())
         manifest = read_contents(layout, target).manifest
-        layers = check_blobs(layout, [manifest], None, keep=[manifest]).layers(manifest)
+        layers = check_blobs(layout, [manifest], None).layers(manifest)
     for name, values in open_weights(layers[WEIGHTS_MEDIA_TYPE]).values.items():
         if name.startswith("score:"):
             assert address(to_numpy(device.put(values))) == address(values)

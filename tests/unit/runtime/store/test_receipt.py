@@ -36,6 +36,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def bundle_dir(recipe: Any, tmp_path: Path) -> Path:
+    """A bundle of one target: a load verifies every file."""
+    path: Path = recipe.only("cpu-host").write(tmp_path / "example")
+    return path
+
+
+@pytest.fixture
 def file(tmp_path: Path, at_once: None) -> Path:
     """A file that has a receipt."""
     path = tmp_path / "bundle" / "file"

@@ -1,0 +1,392 @@
+"""Damage a bundle at random, use it, and say what became of it. Each example has a seed of its own.
+
+`python -m tests.campaigns.damage BUNDLE CAMPAIGN NUMBER...` tries examples in this process and prints a line
+of JSON for each. `make damage` starts it again and again, because XLA's clients leave threads behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+PROMPT = "def read_lines(path):"
+NEW_TOKENS = 12
+MOST_BYTES = 8 << 10
+"""The largest range that is zeroed, swapped or appended."""
+
+MODES = ("beside", "early", "late", "receipts", *("checks",) * 6)
+"""What is done with a damaged bundle; the place in the tuple is the last digit of the example.
+
+- beside: a reply is streamed while threads verify.
+- early: a reply is wanted after the threads have ended.
+- late: no thread verifies anything before somebody waits for it, or before the end of the reply.
+- receipts: as beside, with receipts of the sound bundle, and with the times of the file set back.
+- checks: load, and wait until all is verified. Only a bundle that passes is used.
+"""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A change of a file, in place.
+
+    Attributes:
+        kind: what happens to the file.
+        role: what the file is in the bundle.
+        file: its path.
+        writes: offsets, and the bytes that are written there.
+        size: of the file afterwards.
+    """
+
+    kind: str
+    role: str
+    file: Path
+    writes: tuple[tuple[int, bytes], ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an example.
+
+    Attributes:
+        number: the example.
+        kind, role: of the damage.
+        mode: one of `MODES`, or of the campaign.
+        result: `rejected`; `same bytes` or `not read` if the tokens are right; `bad`.
+        problem: what is bad.
+    """
+
+    number: int
+    kind: str
+    role: str
+    mode: str
+    result: str
+    problem: str = ""
+
+
+def build(arguments: tuple[str, str, str]) -> int:
+    """Build a manifest, with chunks of 1 MiB: the smallest ones that a load does not wait for.
+
+    Args:
+        arguments: the manifest, the directory for the bundle, and the build cache.
+    """
+    from prejit.compiler.pipeline.pack import chunks
+    from prejit.runtime.__main__ import main
+
+    chunks.CHUNK_BYTES = 1 << 20
+    manifest, output, kept = arguments
+    return main(["build", manifest, "-o", output, "--cache", kept, "--no-measure"])
+
+
+@cache
+def files(bundle: Path) -> dict[str, Path]:
+    """Return every file of a bundle by its role; `other` marks those of the target that is not served."""
+    from prejit.runtime import load
+
+    served = load(bundle, on_mismatch="error").target
+    found = {name: bundle / name for name in ("index.json", "oci-layout")}
+    targets = json.loads((bundle / "index.json").read_bytes())["manifests"]
+    named = "org.opencontainers.image.ref.name"
+    targets.sort(key=lambda at: at["annotations"][named] != served)
+    for target in targets:
+        whose = "" if target["annotations"][named] == served else "other "
+        manifest = json.loads(_blob(bundle, target).read_bytes())
+        roles = {
+            "manifest": target,
+            "config": manifest["config"],
+            **{each["mediaType"].removeprefix(_MEDIA): each for each in manifest["layers"]},
+        }
+        for role, at in roles.items():
+            if _blob(bundle, at) not in found.values():
+                found[whose + role] = _blob(bundle, at)
+    there = {file for file in bundle.rglob("*") if file.is_file()}
+    assert there == set(found.values()), "a file has no role"
+    return found
+
+
+_MEDIA = "application/vnd.prejit."
+
+
+def _blob(bundle: Path, at: dict[str, Any]) -> Path:
+    digest: str = at["digest"]
+    return bundle / "blobs" / "sha256" / digest.removeprefix("sha256:")
+
+
+@cache
+def chunked(bundle: Path) -> dict[Path, int]:
+    """Return the size of the chunks of each file that has chunks."""
+    roles = files(bundle)
+    chunks = json.loads(roles["config"].read_bytes())["chunks"]
+    return {roles[name.removeprefix(_MEDIA)]: each["size"] for name, each in chunks.items()}
+
+
+def draw(bundle: Path, generator: random.Random) -> Damage:
+    """Draw the damage of one file: in a third of all cases, of one with chunks."""
+    roles = files(bundle)
+    large = [role for role, file in roles.items() if file in chunked(bundle)]
+    role = generator.choice(large if generator.random() < 1 / 3 else list(roles))
+    file = roles[role]
+    content = file.read_bytes()
+    size = len(content)
+    at = generator.randrange(size)
+    length = generator.randrange(1, min(MOST_BYTES, size) + 1)
+    match generator.randrange(6):
+        case 0:
+            flipped = bytes([content[at] ^ 1 << generator.randrange(8)])
+            return Damage("bit flipped", role, file, ((at, flipped),), size)
+        case 1:
+            return Damage("byte written", role, file, ((at, generator.randbytes(1)),), size)
+        case 2:
+            start = min(at, size - length)
+            return Damage("range zeroed", role, file, ((start, bytes(length)),), size)
+        case 3:
+            length = min(length, size // 2)
+            one = generator.randrange(size - 2 * length + 1)
+            other = generator.randrange(one + length, size - length + 1)
+            ours, theirs = content[one : one + length], content[other : other + length]
+            return Damage("ranges swapped", role, file, ((one, theirs), (other, ours)), size)
+        case 4:
+            return Damage("cut", role, file, (), at)
+        case _:
+            more = generator.randbytes(length) if generator.random() < 0.5 else bytes(length)
+            return Damage("appended", role, file, ((size, more),), size + length)
+
+
+def draw_position(bundle: Path, number: int) -> tuple[Damage, str]:
+    """Return a flipped bit in one chunk, at its first, its last or any byte; and when it is found."""
+    [(file, step)] = chunked(bundle).items()
+    content = file.read_bytes()
+    starts = range(0, len(content), step)
+    number, which = divmod(number, 3)
+    number, when = divmod(number, 3)
+    start = starts[number]
+    end = min(start + step, len(content))
+    at = (start, end - 1, random.Random(number).randrange(start, end))[which]
+    flipped = bytes([content[at] ^ 1])
+    role = next(role for role, each in files(bundle).items() if each == file)
+    mode = ("beside", "early", "late")[when]
+    return Damage(
+        f"bit flipped in chunk {number}", role, file, ((at, flipped),), len(content)
+    ), mode
+
+
+def positions(bundle: Path) -> int:
+    """Return the number of examples of `draw_position`."""
+    [(file, step)] = chunked(bundle).items()
+    return 9 * len(range(0, file.stat().st_size, step))
+
+
+@contextlib.contextmanager
+def applied(damage: Damage, *, hide: bool = False) -> Iterator[frozenset[int]]:
+    """Damage a file in place, and restore it. Yield the offsets of the bytes that differ.
+
+    `hide` sets the times of the file back.
+    """
+    before, times = damage.file.read_bytes(), damage.file.stat()
+    differ = {
+        start + place
+        for start, written in damage.writes
+        for place, byte in enumerate(written)
+        if before[start + place : start + place + 1] != bytes([byte])
+    }
+    with open(damage.file, "r+b", buffering=0) as file:
+        for start, written in damage.writes:
+            os.pwrite(file.fileno(), written, start)
+        file.truncate(damage.size)
+        if hide:
+            os.utime(damage.file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        try:
+            yield frozenset(differ)
+        finally:
+            for start, written in damage.writes:
+                os.pwrite(file.fileno(), before[start : start + len(written)], start)
+            if damage.size < len(before):
+                os.pwrite(file.fileno(), before[damage.size :], damage.size)
+            file.truncate(len(before))
+
+
+def misleading(
+    damage: Damage, differ: frozenset[int], bundle: Path, said: str, path: str
+) -> str | None:
+    """Return what is wrong with the message of a rejection; None: it names file, place and sizes.
+
+    Args:
+        damage: what was done.
+        differ: the offsets of the bytes that differ.
+        bundle: the bundle.
+        said: the message.
+        path: the file that it names.
+    """
+    if path != str(damage.file) or path not in said:
+        return f"expected {damage.file}, found: {said}"
+    if damage.kind in ("cut", "appended"):
+        if damage.file.name in ("index.json", "oci-layout") or f"found {damage.size}" in said:
+            return None
+        return f"expected the size {damage.size}, found: {said}"
+    if damage.file in chunked(bundle):
+        place = re.search(r"bytes (\d+) to (\d+): expected blake3 ", said)
+        if place is None:
+            return f"expected offsets, found: {said}"
+        start, end = int(place[1]), int(place[2])
+        if not any(start <= at <= end for at in differ):
+            return f"expected an offset near {min(differ)}, found: {said}"
+    return None
+
+
+def may_pass(damage: Damage, differ: frozenset[int], before: int) -> str | None:
+    """Return why a damaged bundle may give tokens; None: it must not.
+
+    Args:
+        damage: what was done.
+        differ: the offsets of the bytes that differ.
+        before: the size of the file before.
+    """
+    if not differ and damage.size == before:
+        return "same bytes"
+    if damage.role.startswith("other ") and damage.role != "other manifest":
+        return "not read"  # a load looks at its size at most: `prejit verify` reads it
+    return None
+
+
+def give_receipts(bundle: Path) -> None:
+    """Verify a sound bundle and leave receipts of every file, as a first start does after two seconds."""
+    from prejit.runtime import load
+    from prejit.runtime.store import receipts
+
+    with mock.patch.object(receipts, "SETTLED_SECONDS", -1.0):
+        load(bundle, on_mismatch="error")._verification.finish()
+    gc.collect()
+
+
+def drop_receipts() -> None:
+    """Remove the runtime cache, so that the next load is a first one."""
+    shutil.rmtree(os.environ["PREJIT_RUNTIME_CACHE"], ignore_errors=True)
+
+
+def attempt(bundle: Path, campaign: str, number: int, expected: Sequence[int]) -> Outcome:
+    """Try an example.
+
+    Args:
+        bundle: the bundle, which is sound before and afterwards.
+        campaign: `random`, or `positions` for each place of a chunk.
+        number: of the example.
+        expected: the tokens of the sound bundle.
+    """
+    if campaign == "positions":
+        damage, mode = draw_position(bundle, number)
+    else:
+        damage = draw(bundle, random.Random(f"{campaign} {number}"))
+        mode = MODES[number % len(MODES)]
+    drop_receipts()
+    if mode == "receipts":
+        give_receipts(bundle)
+    before = damage.file.stat().st_size
+    with applied(damage, hide=mode == "receipts") as differ:
+        tokens, error = _use(bundle, mode)
+        allowed = may_pass(damage, differ, before)
+        problem = _judge(bundle, damage, differ, allowed, tokens, error, expected)
+    gc.collect()  # each bundle has a client of XLA with threads
+    result = "bad" if problem else "rejected" if error is not None else str(allowed)
+    return Outcome(number, damage.kind, damage.role, mode, result, problem or "")
+
+
+def _judge(
+    bundle: Path,
+    damage: Damage,
+    differ: frozenset[int],
+    allowed: str | None,
+    tokens: list[int],
+    error: Exception | None,
+    expected: Sequence[int],
+) -> str | None:
+    from prejit.runtime.errors import RejectError
+
+    if tokens != list(expected[: len(tokens)]):
+        return f"wrong tokens: expected {expected}, found {tokens}"
+    if error is None:
+        if len(tokens) < len(expected):
+            return f"too few tokens: {tokens}"
+        if allowed is None:
+            return "no error"
+        return _audited(bundle, damage) if allowed == "not read" else None
+    if not isinstance(error, RejectError):
+        return f"expected a RejectError, found {error!r}"
+    if allowed == "same bytes":
+        return f"expected the tokens, found {error!r}"
+    if len(tokens) == len(expected):
+        return f"a finished reply before the error {error!r}"
+    return misleading(damage, differ, bundle, str(error), error.path)
+
+
+def _audited(bundle: Path, damage: Damage) -> str | None:
+    """Return what is wrong if `prejit verify` does not find what no load reads."""
+    from prejit.runtime.errors import RejectError
+    from prejit.runtime.format.audit import audit
+
+    try:
+        audit(bundle, lambda *_: None)
+    except RejectError as error:
+        return None if error.path == str(damage.file) else f"verify names another file: {error}"
+    return "verify finds nothing"
+
+
+def _use(bundle: Path, mode: str) -> tuple[list[int], Exception | None]:
+    """Load a bundle and stream a reply. Return its tokens, and the error that ended it."""
+    from prejit.runtime import load
+    from prejit.runtime.format import blobs
+
+    tokens: list[int] = []
+    late = mock.patch.object(blobs, "Verification", _without_threads)
+    try:
+        with late if mode == "late" else contextlib.nullcontext():
+            loaded = load(bundle, on_mismatch="error")
+        if mode == "checks":
+            loaded._verification.finish()
+        while mode == "early" and not _is_over(loaded._verification):
+            time.sleep(0.001)
+        for piece in loaded.stream(PROMPT, max_new_tokens=NEW_TOKENS):
+            if piece.token_id is not None:
+                tokens.append(piece.token_id)
+    except Exception as error:
+        return tokens, error.with_traceback(None)
+    return tokens, None
+
+
+def _without_threads(jobs: Any, **options: Any) -> Any:
+    from prejit.runtime.format.verification import Verification
+
+    return Verification(jobs, **{**options, "threads": 0})
+
+
+def _is_over(verification: Any) -> bool:
+    return verification.is_finished or verification._failure is not None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Try examples: a bundle, a campaign and numbers. Print each number first, then its outcome."""
+    bundle, campaign, numbers = Path(arguments[0]), arguments[1], arguments[2:]
+    drop_receipts()
+    expected, error = _use(bundle, "beside")
+    assert error is None, error
+    gc.collect()
+    gc.freeze()  # later collections look at the objects of one example alone
+    for number in numbers:
+        print(number, flush=True)
+        print(json.dumps(asdict(attempt(bundle, campaign, int(number), expected))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
