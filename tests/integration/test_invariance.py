@@ -499,7 +499,7 @@ def table_of(forms: Mapping[int, str], dtype: str, path: Path) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[("bfloat16", MIXED, False), ("int8", MIXED, True), ("bfloat16", {}, True)],
+    params=[("bfloat16", MIXED, False), ("int8", MIXED, True), ("bfloat16", {}, False)],
     ids=["bfloat16-mixed", "int8-mixed", "bfloat16-kernels"],
 )
 def low(
@@ -510,7 +510,7 @@ def low(
     dtype, forms, quick = request.param
     table = table_of(forms, dtype, tmp_path_factory.mktemp("forms") / "forms.json")
     buckets = {"batch": (1, BATCH), "prompt": PROMPTS, "context": (144,), "draft_tokens": DRAFT}
-    # Once as users' programs are compiled, which takes long: XLA rounds what loops compute.
+    # Compiled quickly, programs round bfloat16 in other places than users' programs do.
     settings = {"dtype": dtype, "forms": table, "quick": quick}
     path = make_decoder("llama", **buckets, **settings)
     random = np.random.default_rng(3)
