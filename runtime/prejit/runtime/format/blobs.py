@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from prejit.runtime.base.files import Content, Identity, digest_file, map_file
+from prejit.runtime.base.files import Content, Identity, map_file, timed_digest_file
+from prejit.runtime.base.process import Span, span
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
@@ -55,6 +57,8 @@ class Blobs:
 
     Attributes:
         hashed_bytes: the number of bytes that are hashed; all others have a receipt.
+        receipt_bytes: the number of these others.
+        reads: when `read` was called.
         verification: verifies these blobs; `verify` or `begin` makes it.
     """
 
@@ -89,12 +93,16 @@ class Blobs:
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             content = map_file(descriptor, size)
             self._files[digest] = _File(layout.blob_path(digest), descriptor, identity, content)
-        self.hashed_bytes = 0
+        self.hashed_bytes = self.receipt_bytes = 0
+        self.reads: list[Span] = []
         self.verification = VERIFIED
 
     def read(self, at: Descriptor) -> bytes:
         """Return a copy of a blob, to which nobody else can write. The caller must check its digest."""
-        return bytes(self._files[at.digest].content)
+        started = time.perf_counter()
+        content = bytes(self._files[at.digest].content)
+        self.reads.append(span("reading", started))
+        return content
 
     def layers(self, manifest: ImageManifest) -> dict[str, Layer]:
         """Return every layer of a target, by media type, as `verification` verifies them."""
@@ -143,7 +151,9 @@ class Blobs:
                     jobs.append(
                         Job(digest, 0, size, partial(self._check_other, digest, size, late))
                     )
+        sizes = [*(file.identity.size for file in self._files.values()), *self._others.values()]
         self.hashed_bytes = sum(job.end - job.start for job in jobs)
+        self.receipt_bytes = sum(sizes) - self.hashed_bytes
         if not jobs:
             self._close()
             return
@@ -170,17 +180,20 @@ class Blobs:
             for start, end, expected in chunks.places(file.identity.size)
         ]
 
-    def _check_whole(self, digest: str, file: _File) -> None:
-        _check_digest(file.path, file.descriptor, digest)
+    def _check_whole(self, digest: str, file: _File) -> float:
+        seconds = _check_digest(file.path, file.descriptor, digest)
         self._add_receipt(digest, file.identity)
+        return seconds
 
-    def _check_other(self, digest: str, size: int, late: bool) -> None:
+    def _check_other(self, digest: str, size: int, late: bool) -> float:
+        seconds = 0.0
         with (
             self._unless_replaced(late),
             self._layout.open_blob(digest, size) as (descriptor, identity),
         ):
-            _check_digest(self._layout.blob_path(digest), descriptor, digest)
+            seconds = _check_digest(self._layout.blob_path(digest), descriptor, digest)
             self._add_receipt(digest, identity)
+        return seconds
 
     @contextlib.contextmanager
     def _unless_replaced(self, late: bool) -> Iterator[None]:
@@ -221,12 +234,13 @@ _buffers = threading.local()
 
 def _check_chunk(
     file: _File, start: int, end: int, expected: str, done: Callable[[], object]
-) -> None:
-    check_chunk(file.path, file.descriptor, start, end, expected)
+) -> float:
+    seconds = check_chunk(file.path, file.descriptor, start, end, expected)
     done()
+    return seconds
 
 
-def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str) -> None:
+def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str) -> float:
     """Compare a chunk of an open file with its digest.
 
     It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
@@ -238,6 +252,9 @@ def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str)
         end: where it ends.
         expected: its digest by BLAKE3, in hexadecimal digits.
 
+    Returns:
+        The seconds that reading it took.
+
     Raises:
         RejectError: they differ, or the file is shorter.
         StoreError: the disk does not give its bytes.
@@ -248,23 +265,27 @@ def check_chunk(path: str, descriptor: int, start: int, end: int, expected: str)
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
     view, count = memoryview(_buffers.chunk)[:size], 0
+    started = time.perf_counter()
     with _readable(path):
         while count < size and (more := os.preadv(descriptor, [view[count:]], start + count)):
             count += more
+    seconds = time.perf_counter() - started
     where = f"bytes {start} to {end - 1}"
     if count < size:
         raise RejectError(path, f"{where}: expected {size} bytes, found {count}")
     found = blake3(view).hexdigest()
     if found != expected:
         raise RejectError(path, f"{where}: expected blake3 {expected}, found {found}")
+    return seconds
 
 
-def _check_digest(path: str, descriptor: int, digest: str) -> None:
-    """Compare an open file with its digest. Raises as `check_chunk`."""
+def _check_digest(path: str, descriptor: int, digest: str) -> float:
+    """Compare an open file with its digest. Result and errors as `check_chunk`."""
     with _readable(path):
-        found = digest_file(descriptor)
+        found, seconds = timed_digest_file(descriptor)
     if found != digest:
         raise RejectError(path, f"expected {digest}, found {found}")
+    return seconds
 
 
 @contextlib.contextmanager
