@@ -426,8 +426,7 @@ class Bundle:
     ) -> Encoded:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
         self._programs.ask()
-        with importing():
-            from prejit.runtime.encoding.sentences import encode
+        from prejit.runtime.encoding.sentences import encode
 
         encoded = encode(self.encoder, self._text, sentences, on_too_long)
         self._verification.finish()
@@ -479,8 +478,7 @@ class Bundle:
     def call_leaves(self, name: str, given: Mapping[Path, Any]) -> Any:
         """Run a program as `call` does, with flat arguments: each array by its path. Raises as `call`."""
         self._programs.ask()
-        with importing():
-            from prejit.runtime.programs.calls import call_leaves
+        from prejit.runtime.programs.calls import call_leaves
 
         results = call_leaves(self._programs, self._device, name, given)
         self._verification.finish()
@@ -511,7 +509,8 @@ class Bundle:
     def start_report(self) -> StartReport:
         """Return where the time went from the start of this process to the first result, with hints.
 
-        Call it after the first request, from any thread. Before, it ends with `load`.
+        Call it soon after the first request, because hints look at what the process has done so far. Before
+        the first result, a start ends with `load`.
         """
         from prejit.runtime.start.hints import hints
         from prejit.runtime.start.report import split

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from prejit.runtime.base.process import importing
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.errors import UsageError
 
@@ -53,8 +52,7 @@ def to_numpy(array: DeviceArray) -> np.ndarray[Any, Any]:
             array.block_until_ready()  # raises if the program failed
             if array.aval.dtype.name not in _PACKED:
                 return _view(array)
-            with importing():
-                _jaxlib.uninterrupted(_jaxlib.import_jax)  # jaxlib unpacks with the help of jax
+            _jaxlib.uninterrupted(_jaxlib.import_jax)  # jaxlib unpacks with the help of jax
     elif not _jaxlib.is_whole(array):
         return _joined(array)
     elif len(shards := _jaxlib.local_shards(array)) > 1:

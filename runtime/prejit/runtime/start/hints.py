@@ -23,24 +23,10 @@ _SLOW_SECONDS = 0.1
 _SLOW_SHARE = 0.2
 """A part is slow if it takes more than these seconds and more than this share of the start."""
 
-_NETWORK = frozenset(
-    (
-        *(
-            "9p",
-            "afs",
-            "beegfs",
-            "ceph",
-            "cifs",
-            "glusterfs",
-            "gpfs",
-            "lustre",
-            "ncpfs",
-            "nfs",
-            "nfs4",
-        ),
-        *("orangefs", "smb2", "smb3", "smbfs", "virtiofs", "vboxsf", "wekafs"),
-    )
-)
+_NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs"),
+    *("nfs", "nfs4", "orangefs", "smb2", "smb3", "smbfs", "virtiofs", "vboxsf", "wekafs"),
+}
 """Types of file systems whose files come over a network, or from the host of a virtual machine."""
 
 _COLD_BYTES = 20 << 20
@@ -62,58 +48,59 @@ def hints(
         root: the directory that holds `proc` and `sys`.
     """
     whole = report.total_seconds - report.other_seconds
-    slow = {
-        name: f"{name} took {seconds:.2f} s"
-        for name, seconds in (
-            ("imports", report.process_seconds + report.imports_seconds),
-            ("reading", report.reading_seconds),
-            ("verifying", report.verifying_seconds),
-            ("loading", report.loading_seconds),
-            ("first run", report.first_run_seconds),
-        )
-        if seconds > _SLOW_SECONDS and seconds > _SLOW_SHARE * whole
+    seconds = {
+        "the process and its imports": report.process_seconds + report.imports_seconds,
+        "reading": report.reading_seconds,
+        "verifying": report.verifying_seconds,
+        "loading": report.loading_seconds,
+        "first run": report.first_run_seconds,
     }
-    if "imports" in slow:
-        slow["imports"] = slow["imports"].replace("imports", "the process and its imports")
+    slow = {
+        name: f"{name} took {took:.2f} s"
+        for name, took in seconds.items()
+        if took > _SLOW_SECONDS and took > _SLOW_SHARE * whole
+    }
+    imports = slow.get("the process and its imports")
     found = [
-        *_imports(slow, root),
+        *(() if imports is None else _imports(imports, root)),
+        *_plain(imports or slow.get("loading")),
         *_files(slow, report, blob, root),
         *_receipts(slow, report),
         *_programs(slow, programs),
-        *_cpus(slow, whole, root),
     ]
+    if slow:
+        found += _cpus(whole, root)
     return tuple(found)
 
 
-def _imports(slow: dict[str, str], root: str) -> Iterator[str]:
-    if "imports" in slow:
-        files = {name: file for name in _MODULES if (file := _source(name)) is not None}
-        began = time.time() - seconds_since_exec()
-        if lacking := {name: file for name, file in files.items() if _lacks_bytecode(file, began)}:
-            directories = " ".join(
-                dict.fromkeys(os.path.dirname(file) for file in lacking.values())
-            )
-            yield (
-                f"{slow['imports']}: Python had no bytecode of {', '.join(lacking)} and compiled it. "
-                f"{_why(lacking)} Run `python -m compileall -q {directories}` where you install packages, "
-                "such as in the build of a container image"
-            )
-        mounts = {name: mount for name, file in files.items() if (mount := _network(file, root))}
-        for mount in {mount.point: mount for mount in mounts.values()}.values():
-            yield (
-                f"{slow['imports']}: {', '.join(n for n, m in mounts.items() if m == mount)} came from "
-                f"{mount.described}. Install Python and its packages on a local disk"
-            )
-        if (from_disk := _read_bytes(root)) > _COLD_BYTES and not mounts:
-            yield (
-                f"{slow['imports']}: {from_disk / 1e6:,.0f} MB came from a disk in this start, because they "
-                "were not in memory. Install Python and its packages on a faster disk"
-            )
-    if is_plain_start() and (slow.keys() & {"imports", "loading"}):
+def _imports(took: str, root: str) -> Iterator[str]:
+    """Yield why Python and its imports were slow."""
+    files = {name: file for name in _MODULES if (file := _source(name)) is not None}
+    began = time.time() - seconds_since_exec()
+    if lacking := {name: file for name, file in files.items() if _lacks_bytecode(file, began)}:
+        directories = " ".join(dict.fromkeys(map(os.path.dirname, lacking.values())))
         yield (
-            f"{slow.get('imports') or slow['loading']}: PREJIT_PLAIN_START is set, so nothing was done to "
-            "be quick. Unset it"
+            f"{took}: Python had no bytecode of {', '.join(lacking)} and compiled the source. "
+            f"{_why(lacking)} Run `python -m compileall -q {directories}` where you install packages, "
+            "such as in the build of a container image"
         )
+    mounts = {name: mount for name, file in files.items() if (mount := _network(file, root))}
+    for mount in dict.fromkeys(mounts.values()):
+        names = ", ".join(name for name, its in mounts.items() if its == mount)
+        yield (
+            f"{took}: {names} came from {mount.described}. Install Python and its packages on a local disk"
+        )
+    if (from_disk := _read_bytes(root)) > _COLD_BYTES and not mounts:
+        yield (
+            f"{took}: {from_disk / 1e6:,.0f} MB have come from a disk so far, because they were not in "
+            "memory. Install Python and its packages on a faster disk"
+        )
+
+
+def _plain(took: str | None) -> Iterator[str]:
+    """Yield that a variable forbids to be quick."""
+    if took is not None and is_plain_start():
+        yield f"{took}: PREJIT_PLAIN_START is set, so nothing was done to be quick. Unset it"
 
 
 def _source(name: str) -> str | None:
@@ -153,8 +140,8 @@ def _files(slow: dict[str, str], report: StartReport, blob: str, root: str) -> I
         yield f"{took}: {directory} is on {mount.described}. Copy the bundle to a local disk first"
     elif is_cold:
         yield (
-            f"{took}: {from_disk / 1e6:,.0f} MB came from a disk, because they were not in memory. Put "
-            f"{directory} on a faster disk, or read its files before the start: `cat` is enough"
+            f"{took}: {from_disk / 1e6:,.0f} MB have come from a disk so far, because they were not in "
+            f"memory. Put {directory} on a faster disk, or read its files before the start: `cat` is enough"
         )
 
 
@@ -188,11 +175,9 @@ def _programs(slow: dict[str, str], programs: Sequence[ProgramReport]) -> Iterat
         )
 
 
-def _cpus(slow: dict[str, str], whole: float, root: str) -> Iterator[str]:
-    """Yield that there are too few CPUs."""
-    took = next(iter(slow.values()), None)
-    if took is None:
-        return
+def _cpus(whole: float, root: str) -> Iterator[str]:
+    """Yield that there are too few CPUs, which makes every part slow."""
+    took = f"the start took {whole:.2f} s"
     if cpus(root) == 1:
         yield (
             f"{took}: this process may use one CPU, by its affinity or its container's quota, so nothing ran "
@@ -201,8 +186,8 @@ def _cpus(slow: dict[str, str], whole: float, root: str) -> Iterator[str]:
     waited = _waited_seconds(root)
     if waited > _SLOW_SECONDS and waited > _SLOW_SHARE * whole:
         yield (
-            f"{took}: the main thread waited {waited:.2f} s for a CPU, because other threads or processes "
-            "used them. Give it more CPUs, or start fewer processes at a time"
+            f"{took}: the main thread has waited {waited:.2f} s for a CPU so far, because other threads or "
+            "processes used it. Give it more CPUs, or start fewer processes at a time"
         )
 
 

@@ -253,7 +253,7 @@ def test_call_says_where_the_time_of_its_start_went(
     assert seconds.pop("total_seconds") == pytest.approx(sum(seconds.values()))
     assert seconds.pop("verifying_seconds") == 0
     # Nothing of a command is nobody's: what it does itself is next to nothing.
-    assert seconds.pop("other_seconds") < max(0.2, sum(seconds.values()) / 4)
+    assert seconds.pop("other_seconds") < max(0.2, sum(seconds.values()) / 3)
     assert min(seconds.values()) > 0
     assert start["receipt_bytes"] > start["hashed_bytes"] == 0
     assert isinstance(start["hints"], list)
@@ -275,8 +275,7 @@ def test_a_start_on_one_cpu_gets_a_hint(
         "from prejit.runtime.__main__ import main\n"
         f"main({[*argv, '--stats']!r})"
     )
-    assert re.search(r"^hint: .*: this process may use one CPU", done.stderr, re.M)
-    assert "loading took" in done.stderr or "imports took" in done.stderr
+    assert re.search(r"^hint: the start took .* s: this process may use one CPU", done.stderr, re.M)
 
 
 def test_call_falls_back_with_a_warning_on_stderr(

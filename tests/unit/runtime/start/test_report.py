@@ -215,9 +215,8 @@ def test_a_slow_stage_shows_in_its_part(
     assert found.hashed_bytes > 0
     assert found.receipt_bytes == 0
     assert sum(parts(found).values()) == pytest.approx(found.total_seconds)
-    others = {name: seconds for name, seconds in parts(found).items() if name != part}
     assert parts(found)[part] > 0.9 * SLOW, found
-    assert max(others.values()) < 0.9 * SLOW, found
+    assert max(parts(found), key=parts(found).__getitem__) == part, found
 
 
 def test_a_start_with_receipts_verifies_nothing(settled_dir: Path) -> None:
@@ -272,9 +271,9 @@ def test_a_process_starts_before_its_imports(settled_dir: Path, run_python: Any)
     assert found["imports_seconds"] >= 3
     assert found["other_seconds"] >= 2
     inside = ("reading", "verifying", "loading", "first_run")
-    assert sum(found[f"{name}_seconds"] for name in inside) < 3
+    assert max(found[f"{name}_seconds"] for name in inside) < 1.5, "the sleeps are elsewhere"
     assert sum(found[f"{name}_seconds"] for name in PARTS) == pytest.approx(found["total_seconds"])
-    assert found["total_seconds"] == pytest.approx(found["by_clock"], abs=0.1)
+    assert found["by_clock"] - 0.5 < found["total_seconds"] < found["by_clock"] + 0.01
 
 
 def test_a_decoder_has_its_first_token_in_the_report(decoder_dir: Path) -> None:
