@@ -130,19 +130,17 @@ class Verification:
         if self.is_finished:
             return
         started = time.perf_counter()
-        try:
-            for place in needed:
-                if self._take(place):
-                    self._run(place)
-                self.check()
-            with self._changed:
-                while self._failure is None and (
-                    self._is_finishing or any(self._states[place] != _DONE for place in needed)
-                ):
-                    self._changed.wait()
+        for place in needed:
+            if self._take(place):
+                self._run(place)
             self.check()
-        finally:
-            self.waits.append(span("verification", started))
+        with self._changed:
+            while self._failure is None and (
+                self._is_finishing or any(self._states[place] != _DONE for place in needed)
+            ):
+                self._changed.wait()
+        self.check()
+        self.waits.append(span("verification", started))
 
     def _take(self, place: int) -> bool:
         with self._changed:

@@ -85,10 +85,8 @@ def split(
     threads, ended = {loaded.thread}, loaded.end
     if is_first:
         began = process.exec_time()
-        first_line: float = import_module(
-            "prejit.runtime"
-        ).first_line  # by name: it imports every room
-        spans.append(Span("process", loaded.thread, began, first_line))
+        package = import_module("prejit.runtime")  # by name, because it imports every room
+        spans.append(Span("process", loaded.thread, began, package.first_line))
     if asked is not None and answered is not None:
         threads |= {asked[1], answered[1]}
         ended = answered[0]
