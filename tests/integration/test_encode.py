@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,11 @@ def test_a_fresh_process_compiles_nothing_and_may_end_while_shapes_are_loaded(
     told = json.loads(done.stdout)
     assert np.abs(np.array(told["embeddings"]) - bundle.encode(["a b c", ""])).max() <= 1e-5
     assert {report["source"] for report in told["stats"]["obtained"]} <= {"loaded"}
+    seconds = {n: s for n, s in told["start"].items() if n.endswith("_seconds")}
+    assert min(seconds["loading_seconds"], seconds["first_run_seconds"]) > 0
+    assert seconds.pop("total_seconds") == pytest.approx(sum(seconds.values()))
+    shown = run("encode", built, "a b c", "--stats").stderr
+    assert re.search(r"^start \d+ ms: process \d+, imports \d+, ", shown, re.M)
     # Nor is jax imported, or the process torn out of XLA by its end.
     python("import sys; from prejit.runtime import load; load(sys.argv[1])", built)
 

@@ -14,7 +14,7 @@ import pytest
 RUNTIME = """
 Axis Batch Bundle ContextError Defaults EncodeStats Encoded FallbackWarning Fingerprint Logprob
 MismatchError Options Piece Prefix PrejitError PrejitWarning RejectError Request Result Sampling Session
-Stats StoreError Token TruncationWarning UsageError Usage fallback_counts load
+StartReport Stats StoreError Token TruncationWarning UsageError Usage fallback_counts load
 """
 COMPILER = """
 BuildError Built BundleTable CheckpointError Encode Generate GpuTable Manifest ManifestError Mesh Model

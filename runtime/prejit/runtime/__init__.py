@@ -11,6 +11,7 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
 `bundle.Bundle`; its methods lead to `generation`, `encoding` and `programs`. Imports run one way:
 
     bundle, loader, session, fallback        the public face
+    start                                    where the time of a start went
     generation, encoding                     tokens from a decoder; vectors from an encoder
     text                                     tokenizer, chat templates, stop strings; no JAX
     programs                                 the programs of a bundle, ready to run
@@ -22,8 +23,13 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
 `fleet`, `bench`, `pages` and `cli` are tools on top of these.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+
+first_line = perf_counter()
+"""When the first line of prejit ran in this process."""
+
+from importlib import import_module  # noqa: E402 (the first line must be the first)
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.session import Session
+    from prejit.runtime.start.report import StartReport
     from prejit.runtime.verdict import Axis
 
 _HOMES = {
@@ -70,6 +77,7 @@ _HOMES = {
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
     "session": ("Session",),
+    "start.report": ("StartReport",),
     "verdict": ("Axis",),
 }
 
@@ -95,6 +103,7 @@ __all__ = [
     "Result",
     "Sampling",
     "Session",
+    "StartReport",
     "Stats",
     "StoreError",
     "Token",
@@ -117,6 +126,10 @@ def __getattr__(name: str) -> Any:
 
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
+    started = perf_counter()
     with import_module("prejit.runtime.base.collector").collector_off():
         import_module("prejit.runtime.device.start").import_numpy()
-        return import_module("prejit.runtime.loader").load
+        load = import_module("prejit.runtime.loader").load
+    process = import_module("prejit.runtime.base.process")
+    process.imports.append(process.span("imports", started))
+    return load

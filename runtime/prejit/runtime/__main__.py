@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from prejit.runtime import first_line
+from prejit.runtime.base import process
 from prejit.runtime.cli.parser import BUILD_COMMANDS, COMMANDS, parser
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 
@@ -29,13 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         6 store, 7 network, 9 regression (`bench`).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # this process is the command, which has done nothing but import so far
+        process.imports.append(process.span("imports", first_line))
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack some letters
     try:
         if arguments and arguments[0] in BUILD_COMMANDS:
             return _build_side(arguments)
         options = parser().parse_args(arguments)
-        module = importlib.import_module(f"prejit.runtime.cli.{COMMANDS[options.command]}")
+        with process.importing():
+            module = importlib.import_module(f"prejit.runtime.cli.{COMMANDS[options.command]}")
         status: int = getattr(module, options.command)(options)
         if sys.stdout is not None:  # a daemon may have closed it
             sys.stdout.flush()

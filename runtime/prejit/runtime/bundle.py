@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
-from prejit.runtime.base.process import is_plain_start
+from prejit.runtime.base.process import Span, importing, is_plain_start, span
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
@@ -51,6 +50,25 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.programs.pytree import Path
     from prejit.runtime.session import Session
+    from prejit.runtime.start.report import StartReport
+
+
+class LoadTimes(NamedTuple):
+    """What `load` did before it made the Bundle.
+
+    Attributes:
+        started: when it was called, by time.perf_counter.
+        is_first: whether it was the first call in this process.
+        reads: when it read the index, manifests, configs and kernels.
+        hashed_bytes: size of the files to be verified.
+        receipt_bytes: size of the files with a receipt.
+    """
+
+    started: float
+    is_first: bool
+    reads: tuple[Span, ...]
+    hashed_bytes: int
+    receipt_bytes: int
 
 
 @final
@@ -76,7 +94,7 @@ class Bundle:
         *,
         platform: str,
         matched: bool,
-        started: float,
+        times: LoadTimes,
         serve_smaller: bool = False,
         kernels: Library | None = None,
     ) -> None:
@@ -116,7 +134,9 @@ class Bundle:
             )
         if config.encoder is not None and matched:
             self.encoder.start_loading(lambda: self._text.tokenizer)
-        self.load_seconds = time.perf_counter() - started
+        self._times = times
+        self._loaded = span("loading", times.started)
+        self.load_seconds = self._loaded.end - times.started
 
     # ------------------------------------------------------------------ generation
 
@@ -267,6 +287,7 @@ class Bundle:
         return DecoderPrograms(self.config.decoder, self._programs, self._device)
 
     def _resolve(self, options: Options) -> Resolved:
+        self._programs.ask()
         return resolve({**options}, self.defaults.options())
 
     def _generate(self, prompts: Sequence[Prompt], each: Sequence[Resolved]) -> list[Result]:
@@ -404,10 +425,12 @@ class Bundle:
         self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
     ) -> Encoded:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
+        self._programs.ask()
         from prejit.runtime.encoding.sentences import encode
 
         encoded = encode(self.encoder, self._text, sentences, on_too_long)
         self._verification.finish()
+        self._programs.answer()
         return encoded
 
     @once
@@ -422,7 +445,8 @@ class Bundle:
                 f"{self.name}: this bundle holds no encoder",
                 hint="build it from a manifest with [encode]",
             )
-        from prejit.runtime.encoding.encoder import EncoderPrograms  # decoders do not need it
+        with importing():
+            from prejit.runtime.encoding.encoder import EncoderPrograms  # decoders do not need it
 
         return EncoderPrograms(self.config.encoder, self._programs, self._device)
 
@@ -445,6 +469,7 @@ class Bundle:
             UsageError: there is no such program, or no bucket of it takes these arguments.
             RejectError: the program is damaged.
         """
+        self._programs.ask()
         from prejit.runtime.programs.calls import flatten
 
         arguments.text("name", name)
@@ -452,10 +477,12 @@ class Bundle:
 
     def call_leaves(self, name: str, given: Mapping[Path, Any]) -> Any:
         """Run a program as `call` does, with flat arguments: each array by its path. Raises as `call`."""
+        self._programs.ask()
         from prejit.runtime.programs.calls import call_leaves
 
         results = call_leaves(self._programs, self._device, name, given)
         self._verification.finish()
+        self._programs.answer()
         return results
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
@@ -478,6 +505,29 @@ class Bundle:
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""
         return self._programs.report()
+
+    def start_report(self) -> StartReport:
+        """Return where the time went from the start of this process to the first result, with hints.
+
+        Call it soon after the first request, because hints look at what the process has done so far. Before
+        the first result, a start ends with `load`.
+        """
+        from prejit.runtime.start.hints import hints
+        from prejit.runtime.start.report import split
+
+        verification, programs = self._verification, self._programs
+        report = split(
+            self._loaded,
+            programs.asked,
+            programs.answered,
+            (*self._times.reads, *verification.waits, *programs.waits, *self._text.reads),
+            is_first=self._times.is_first,
+            read_share=verification.read_share,
+            hashed_bytes=self._times.hashed_bytes,
+            receipt_bytes=self._times.receipt_bytes,
+        )
+        blob = self._layers[PORTABLE_MEDIA_TYPE].path
+        return replace(report, hints=hints(report, blob, programs.report()))
 
     def device_memory_bytes(self) -> int | None:
         """Return the peak memory in use on an accelerator; None on a CPU."""

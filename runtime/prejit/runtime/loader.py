@@ -10,6 +10,7 @@ RejectError.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.collector import collector_off
+from prejit.runtime.base.process import importing, span
 from prejit.runtime.device.start import quickly
 from prejit.runtime.errors import FallbackWarning, KernelError, PrejitWarning
 from prejit.runtime.fallback import (
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.device.kernels import Library
 
+_loads = itertools.count()
+"""Counts the calls of `load` in this process."""
 _CALLER = 4
 """Stack level of the user's code for a warning in `load`, whose decorators have a frame each."""
 
@@ -90,9 +94,10 @@ def load(
             are verified. Files of other targets are not read: `prejit verify` checks them.
         MismatchError: this machine matches no target, and on_mismatch is `error`.
     """
-    from prejit.runtime.bundle import Bundle
+    with importing():
+        from prejit.runtime.bundle import Bundle, LoadTimes
 
-    started = time.perf_counter()
+    started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)
     arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))
     arguments.choice("while_compiling", while_compiling, ("wait", "smaller"))
@@ -102,7 +107,9 @@ def load(
     machine = Fingerprint.current()
     must_match = on_mismatch == "error"
     open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
+    opening = time.perf_counter()
     opened = read_whole(path, open_)
+    reading = span("reading", opening)
     choice = _choose(opened, must_match)
     if choice.config.format >= CHUNKS_SINCE:
         _begin_verifying(opened, choice)
@@ -113,6 +120,13 @@ def load(
         notice = expiry_notice(choice.config.portable, machine.jaxlib, date.today())
         if notice is not None:
             warnings.warn(f"{opened.layout.path}: {notice}", PrejitWarning, stacklevel=_CALLER)
+    times = LoadTimes(
+        started,
+        is_first,
+        (reading, *opened.blobs.reads),
+        opened.blobs.hashed_bytes,
+        opened.blobs.receipt_bytes,
+    )
     return Bundle(
         opened.digest,
         choice.config,
@@ -120,7 +134,7 @@ def load(
         tuple(target.verdict for target in choice.targets),
         platform=machine.platform,
         matched=choice.matched,
-        started=started,
+        times=times,
         serve_smaller=while_compiling == "smaller",
         kernels=choice.kernels,
     )

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import mmap
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -71,13 +72,22 @@ def map_file(descriptor: int, size: int) -> Content:
 
 def digest_file(descriptor: int) -> str:
     """Return the digest of an open file, read from its start."""
+    return timed_digest_file(descriptor)[0]
+
+
+def timed_digest_file(descriptor: int) -> tuple[str, float]:
+    """Return the digest of an open file, and the seconds that reading it took."""
     hasher = hashlib.sha256()
     buffer = bytearray(_COPY_BYTES)
-    offset = 0
-    while count := os.preadv(descriptor, [buffer], offset):
+    offset, seconds = 0, 0.0
+    while True:
+        started = time.perf_counter()
+        count = os.preadv(descriptor, [buffer], offset)
+        seconds += time.perf_counter() - started
+        if not count:
+            return f"sha256:{hasher.hexdigest()}", seconds
         hasher.update(memoryview(buffer)[:count])
         offset += count
-    return f"sha256:{hasher.hexdigest()}"
 
 
 def write_file(path: Path, content: bytes | Path) -> None:

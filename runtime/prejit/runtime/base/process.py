@@ -1,15 +1,59 @@
-"""Facts about this process from the Linux kernel (proc(5)), and the variables that change how it starts."""
+"""Facts about this process: from the Linux kernel (proc(5)), when it imported what, and how it starts."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from prejit.runtime.errors import UsageError
+
+
+class Span(NamedTuple):
+    """A time that a thread spent on one part of a start.
+
+    Attributes:
+        part: `imports`, `reading`, `verification` or `loading`; `start.report` says what they mean.
+        thread: its identifier (`threading.get_ident`).
+        start, end: by `time.perf_counter`.
+    """
+
+    part: str
+    thread: int
+    start: float
+    end: float
+
+
+def span(part: str, start: float) -> Span:
+    """Return what the calling thread has done from `start` until now."""
+    return Span(part, threading.get_ident(), start, time.perf_counter())
+
+
+_IMPORT_SECONDS = 1e-4
+"""An import that takes less is not noted. One of a module that is there already takes a microsecond."""
+
+imports: list[Span] = []
+"""When threads imported what takes long. It belongs to the process, because modules do."""
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Add the time of this block to `imports`, unless its modules were imported before.
+
+    Not for code that runs with every request: `imports` would grow.
+    """
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if time.perf_counter() - started > _IMPORT_SECONDS:
+            imports.append(span("imports", started))
+
 
 THREADS = "PREJIT_THREADS"
 """Environment variable with the maximum number of threads that native kernels may use."""
@@ -36,7 +80,7 @@ def kernel_threads(root: str = "/") -> int:
     Raises:
         UsageError: PREJIT_THREADS is not an integer of at least 1.
     """
-    most: int = len(os.sched_getaffinity(0))
+    most = cpus(root)
     text = os.environ.get(THREADS, "")
     if text:
         if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text, re.ASCII):
@@ -45,14 +89,23 @@ def kernel_threads(root: str = "/") -> int:
                 hint="unset it for as many threads as this process has CPUs",
             )
         most = min(most, int(text))
-    return max(1, min([most, *map(int, _cpu_quotas(root))]))
+    return most
+
+
+def cpus(root: str = "/") -> int:
+    """Return how many CPUs this process may use at a time, by its affinity and its control groups' quotas.
+
+    It is at least 1. `root` is the directory that holds `proc` and `sys`.
+    """
+    affinity: int = len(os.sched_getaffinity(0))
+    return max(1, min([affinity, *map(int, _cpu_quotas(root))]))
 
 
 def _cpu_quotas(root: str) -> Iterator[float]:
     """Yield the CPU quota of each control group of this process that has one (cgroups(7))."""
     for directory, mounted_at, files in _cpu_groups(root):
         while True:
-            words = " ".join(_text_of(os.path.join(directory, name)) for name in files).split()
+            words = " ".join(text_of(os.path.join(directory, name)) for name in files).split()
             # `max 100000` and `-1 100000` mean that there is no limit.
             if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
                 yield int(words[0]) / int(words[1])
@@ -69,10 +122,10 @@ def _cpu_groups(root: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         the group's quota and its period, in microseconds.
     """
     groups = dict[str, str]()
-    for line in _text_of(os.path.join(root, "proc/self/cgroup")).splitlines():
+    for line in text_of(os.path.join(root, "proc/self/cgroup")).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         groups.update(dict.fromkeys(controllers.split(","), path))
-    for line in _text_of(os.path.join(root, "proc/self/mountinfo")).splitlines():
+    for line in text_of(os.path.join(root, "proc/self/mountinfo")).splitlines():
         before, _, after = line.partition(" - ")
         place, mount = before.split(" "), after.split(" ")
         if len(place) < 5 or len(mount) < 3:
@@ -90,7 +143,7 @@ def _cpu_groups(root: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield mounted_at + inside.rstrip("/"), mounted_at, files
 
 
-def _text_of(path: str) -> str:
+def text_of(path: str) -> str:
     """Return the content of a file of the kernel; empty if there is no such file."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
@@ -115,9 +168,21 @@ def thread_count() -> int:
 
 def seconds_since_exec() -> float:
     """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
+    started = _started_seconds()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def exec_time() -> float:
+    """Return when this process was started, by `time.perf_counter`, or up to 10 ms before that."""
+    started = _started_seconds()
+    return time.perf_counter() - time.clock_gettime(time.CLOCK_BOOTTIME) + started
+
+
+def _started_seconds() -> float:
+    """Return when this process was started, in seconds since the machine was booted."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory_bytes() -> int:

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prejit.runtime.base.process import importing
 from prejit.runtime.cli.loading import load_bundle
-from prejit.runtime.cli.output import print_json, print_text
+from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.config import check_array
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 def call(options: Namespace) -> int:
     """Run a program on .npy files and write each result to a .npy file."""
-    import numpy as np
+    with importing():
+        import numpy as np
 
-    from prejit.runtime.programs import pytree
+        from prejit.runtime.programs import pytree
 
     files = _read_arguments(options.arg)
     bundle = load_bundle(options)
@@ -40,10 +42,18 @@ def call(options: Namespace) -> int:
     except OSError as error:
         raise StoreError(f"{directory}: cannot write results: {error}") from error
     if options.json:
-        print_json({"results": written, "programs": [asdict(r) for r in bundle.report()]})
+        print_json(
+            {
+                "results": written,
+                "programs": [asdict(report) for report in bundle.report()],
+                "start": asdict(bundle.start_report()),
+            }
+        )
         return 0
     for name, array in written.items():
         print_text(f"{directory / name}.npy  {array['dtype']}{array['shape']}")
+    if options.stats:
+        print_start(bundle.start_report())
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.cli.loading import load_bundle
-from prejit.runtime.cli.output import print_json, print_text, warnings_on_stderr
+from prejit.runtime.cli.output import print_json, print_start, print_text, warnings_on_stderr
 
 
 def encode(options: Namespace) -> int:
@@ -27,6 +27,7 @@ def encode(options: Namespace) -> int:
                 "first_embedding_seconds_since_exec": round(seconds_since_exec(), 4),
                 "target": bundle.target,
                 "matched": bundle.matched,
+                "start": asdict(bundle.start_report()),
             }
         )
         return 0
@@ -39,4 +40,5 @@ def encode(options: Namespace) -> int:
             f"{encoded.stats.padding:.0%} padding; {encoded.stats.run_seconds * 1e3:.1f} ms",
             file=sys.stderr,
         )
+        print_start(bundle.start_report())
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.base.tables import table
 from prejit.runtime.cli.loading import load_bundle
-from prejit.runtime.cli.output import print_json, print_text
+from prejit.runtime.cli.output import print_json, print_start, print_text
 from prejit.runtime.errors import NumbersError, UsageError, printable
 from prejit.runtime.generation.options import OPTIONS
 
@@ -61,6 +61,7 @@ def generate(options: Namespace) -> int:
                 "target": bundle.target,
                 "matched": bundle.matched,
                 "programs": [asdict(report) for report in bundle.report()],
+                "start": asdict(bundle.start_report()),
             }
         )
     else:
@@ -84,6 +85,7 @@ def generate(options: Namespace) -> int:
             f"compiled: {', '.join(compiled) or 'nothing'}",
             file=sys.stderr,
         )
+        print_start(bundle.start_report())
     return 0
 
 

@@ -9,9 +9,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from prejit.runtime.errors import PrejitWarning, StoreError, printable
+
+if TYPE_CHECKING:
+    from prejit.runtime.start.report import StartReport
 
 _PROGRESS_SECONDS = 5
 """Where stderr is not a terminal, a line of progress appears at most this often."""
@@ -25,6 +28,27 @@ def print_text(text: str = "", *, file: TextIO | None = None) -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout."""
     print(json.dumps(value, indent=2))
+
+
+def print_start(start: StartReport) -> None:
+    """Print the parts of a start in one line on stderr, and its hints."""
+    parts = {
+        "process": start.process_seconds,
+        "imports": start.imports_seconds,
+        "reading": start.reading_seconds,
+        "verifying": start.verifying_seconds,
+        "loading": start.loading_seconds,
+        "first run": start.first_run_seconds,
+        "other": start.other_seconds,
+    }
+    shown = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in parts.items())
+    print_text(
+        f"start {start.total_seconds * 1e3:.0f} ms: {shown}\n"
+        f"verified {start.hashed_bytes / 1e6:.1f} MB; receipts for {start.receipt_bytes / 1e6:.1f} MB",
+        file=sys.stderr,
+    )
+    for hint in start.hints:
+        print_text(f"hint: {hint}", file=sys.stderr)
 
 
 def write_text(path: str, text: str) -> None:

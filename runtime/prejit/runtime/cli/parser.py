@@ -156,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory for the results, one .npy file each",
     )
+    command.add_argument("--stats", action="store_true", help="print statistics on stderr")
     _add_loading(command)
 
     command = add("bench", "measure a bundle: start-up, latency, tokens a second, memory")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from prejit.runtime.base import process
 from prejit.runtime.device.start import set_log_level
 from prejit.runtime.errors import KernelError
 
@@ -40,7 +41,8 @@ fails. One thread may compile a program while another puts the first array."""
 def import_jaxlib() -> tuple[Any, Any]:
     """Return jaxlib's client module and its C++ core; neither imports jax. Starts no thread."""
     set_log_level()
-    from jaxlib import _jax, xla_client
+    with process.importing():
+        from jaxlib import _jax, xla_client
 
     return xla_client, _jax
 
@@ -189,8 +191,9 @@ def _result_handler(aval: _Aval, sharding: Any) -> Any:
 def single_sharding(device: Any) -> Any:
     """Return jax's sharding of arrays on one device."""
     with importing:
-        import jax  # noqa: F401
-        from jax._src import sharding_impls
+        with process.importing():
+            import jax  # noqa: F401
+            from jax._src import sharding_impls
 
         return sharding_impls.SingleDeviceSharding(device)
 
@@ -206,8 +209,9 @@ def mesh_sharding(
         split: for each dimension of an array, the axis that splits it, or `""`.
     """
     with importing:
-        import jax  # noqa: F401
-        from jax._src import mesh, partition_spec, sharding_impls
+        with process.importing():
+            import jax  # noqa: F401
+            from jax._src import mesh, partition_spec, sharding_impls
 
         spec = partition_spec.PartitionSpec(*(axis or None for axis in split))
         return sharding_impls.NamedSharding(mesh.Mesh(grid, axis_names), spec)

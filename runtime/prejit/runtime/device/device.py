@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from prejit.runtime.base.process import is_plain_start
+from prejit.runtime.base.process import importing, is_plain_start
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import Executable
@@ -217,7 +217,8 @@ class Device:
 
 def _client_of_jax(platform: str) -> Any:
     """Return jax's own client of a platform."""
-    import jax  # the whole of it: a plugin registers its custom calls with it
+    with importing():
+        import jax  # the whole of it: a plugin registers its custom calls with it
 
     try:
         return jax.devices(platform)[0].client

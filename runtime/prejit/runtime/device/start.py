@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from prejit.runtime.base.process import is_alone, is_plain_start, thread_count
+from prejit.runtime.base.process import importing, is_alone, is_plain_start, thread_count
 
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 """Variable with the time that OpenBLAS's threads spin before they sleep: 2 to this power of cycles, at least
@@ -27,9 +27,10 @@ def quickly() -> Iterator[None]:
     if is_plain_start():
         yield
         return
-    # NumPy first: it opens libraries itself, and would wait while another thread opens one.
-    import_numpy()
-    _open_jaxlib()
+    with importing():
+        # NumPy first: it opens libraries itself, and would wait while another thread opens one.
+        import_numpy()
+        _open_jaxlib()
     yield
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from prejit.runtime.base.files import Content, Identity, digest_file, map_file
+from prejit.runtime.base.files import Content, Identity, map_file, timed_digest_file
+from prejit.runtime.base.process import Span, span
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
@@ -56,7 +57,9 @@ class Blobs:
     Each file is opened once. So what is verified is what is used, even if another file has its name by now.
 
     Attributes:
-        hashed_bytes: the number of bytes that are hashed; all others have a receipt.
+        hashed_bytes: the number of bytes that are hashed.
+        receipt_bytes: the number of bytes that `begin` found receipts for.
+        reads: when `read` was called.
         verification: verifies these blobs; `verify` or `begin` makes it.
     """
 
@@ -82,12 +85,16 @@ class Blobs:
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
             content = map_file(descriptor, size)
             self._files[digest] = _File(layout.blob_path(digest), descriptor, identity, content)
-        self.hashed_bytes = 0
+        self.hashed_bytes = self.receipt_bytes = 0
+        self.reads: list[Span] = []
         self.verification = VERIFIED
 
     def read(self, at: Descriptor) -> bytes:
         """Return a copy of a blob, to which nobody else can write. The caller must check its digest."""
-        return bytes(self._files[at.digest].content)
+        started = time.perf_counter()
+        content = bytes(self._files[at.digest].content)
+        self.reads.append(span("reading", started))
+        return content
 
     def layers(self, manifest: ImageManifest) -> dict[str, Layer]:
         """Return every layer of a target, by media type, as `verification` verifies them."""
@@ -143,9 +150,10 @@ class Blobs:
         jobs, names = list[Job](), list[tuple[str, Identity]]()
         for digest in dict.fromkeys((*needed_first, *layers.values(), manifest.config.digest)):
             file, table = self._files[digest], tables.get(digest)
-            if self._holds(file, digest) or (table is not None and self._holds(file, table.name)):
-                continue
             size = file.identity.size
+            if self._holds(file, digest) or (table is not None and self._holds(file, table.name)):
+                self.receipt_bytes += size
+                continue
             if table is None:
                 jobs.append(Job(digest, 0, size, partial(_check_whole, file, digest, None)))
             else:
@@ -185,8 +193,10 @@ _buffers = threading.local()
 """One buffer a thread, for a chunk: a new one would have to be filled with zeros each time."""
 
 
-def _check_chunk(file: _File, start: int, end: int, expected: str) -> memoryview:
-    """Compare a chunk of a file with its digest. Return its bytes, which this thread's next call overwrites.
+def _check_chunk(
+    file: _File, start: int, end: int, expected: str, hasher: hashlib._Hash | None = None
+) -> float:
+    """Compare a chunk of a file with its digest.
 
     It is read, not mapped: if somebody truncates the file meanwhile, the result is an error and no SIGBUS.
 
@@ -195,6 +205,10 @@ def _check_chunk(file: _File, start: int, end: int, expected: str) -> memoryview
         start: where the chunk begins, in bytes.
         end: where it ends.
         expected: its digest by BLAKE3, in hexadecimal digits.
+        hasher: gets the bytes too.
+
+    Returns:
+        The seconds that reading it took.
 
     Raises:
         RejectError: they differ, or the file is shorter.
@@ -206,30 +220,38 @@ def _check_chunk(file: _File, start: int, end: int, expected: str) -> memoryview
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = bytearray(size)
     view, count = memoryview(_buffers.chunk)[:size], 0
+    started = time.perf_counter()
     with _readable(file.path):
         while count < size and (more := os.preadv(file.descriptor, [view[count:]], start + count)):
             count += more
+    seconds = time.perf_counter() - started
     where = f"bytes {start} to {end - 1}"
     if count < size:
         raise RejectError(file.path, f"{where}: expected {size} bytes, found {count}")
     found = blake3(view).hexdigest()
     if found != expected:
         raise RejectError(file.path, f"{where}: expected blake3 {expected}, found {found}")
-    return view
+    if hasher is not None:
+        hasher.update(view)
+    return seconds
 
 
-def _check_whole(file: _File, digest: str, chunks: Chunks | None) -> None:
-    """Compare a file with its digest and with those of its chunks, in one pass. Raises as `_check_chunk`."""
+def _check_whole(file: _File, digest: str, chunks: Chunks | None) -> float:
+    """Compare a file with its digest and with those of its chunks, in one pass.
+
+    Result and errors as `_check_chunk`.
+    """
     if chunks is None:
         with _readable(file.path):
-            found = digest_file(file.descriptor)
+            found, seconds = timed_digest_file(file.descriptor)
     else:
-        hasher = hashlib.sha256()
+        hasher, seconds = hashlib.sha256(), 0.0
         for start, end, expected in chunks.places(file.identity.size):
-            hasher.update(_check_chunk(file, start, end, expected))
+            seconds += _check_chunk(file, start, end, expected, hasher)
         found = f"sha256:{hasher.hexdigest()}"
     if found != digest:
         raise RejectError(file.path, f"expected {digest}, found {found}")
+    return seconds
 
 
 @contextlib.contextmanager

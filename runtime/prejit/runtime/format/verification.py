@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
+
+from prejit.runtime.base.process import Span, span
 
 SMALL_BYTES = 1 << 20
 """A load waits for jobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
@@ -21,13 +24,14 @@ class Job(NamedTuple):
     Attributes:
         blob: digest of the blob.
         start, end: the part, in bytes from the start of the blob.
-        run: verifies it. Raises RejectError if it is damaged, StoreError if the disk does not give it.
+        run: verifies it, and returns the seconds that reading it took. Raises RejectError if it is damaged,
+            StoreError if the disk does not give it.
     """
 
     blob: str
     start: int
     end: int
-    run: Callable[[], object]
+    run: Callable[[], float]
 
 
 _WAITING, _RUNNING, _DONE = range(3)
@@ -35,7 +39,11 @@ _WAITING, _RUNNING, _DONE = range(3)
 
 @final
 class Verification:
-    """Jobs that threads run in their order, and callers that wait for some of them. Thread-safe."""
+    """Jobs that threads run in their order, and callers that wait for some of them. Thread-safe.
+
+    Attributes:
+        waits: when callers waited.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,8 @@ class Verification:
         self._is_finishing = False  # all jobs are done, and `finished` is being called
         self._finished, self._failed = finished, failed
         self._running = 0
+        self.waits: list[Span] = []
+        self._job_seconds = self._read_seconds = 0.0  # of all threads together
         self._changed = threading.Condition()
         for _ in range(min(threads, len(jobs))):
             # Not a daemon: the interpreter would stop it inside a hash function at exit.
@@ -71,6 +81,11 @@ class Verification:
     def is_finished(self) -> bool:
         """True if every job has succeeded and `finished` has returned."""
         return self._left == 0 and not self._is_finishing
+
+    @property
+    def read_share(self) -> float:
+        """The part of the work so far that was reading, 0 to 1."""
+        return self._read_seconds / self._job_seconds if self._job_seconds else 0.0
 
     def check(self) -> None:
         """Raise the failure, if there is one by now. It waits for nothing.
@@ -112,6 +127,9 @@ class Verification:
         self.check()
 
     def _help(self, needed: Sequence[int]) -> None:
+        if self.is_finished:
+            return
+        started = time.perf_counter()
         for place in needed:
             if self._take(place):
                 self._run(place)
@@ -122,6 +140,7 @@ class Verification:
             ):
                 self._changed.wait()
         self.check()
+        self.waits.append(span("verification", started))
 
     def _take(self, place: int) -> bool:
         with self._changed:
@@ -145,12 +164,15 @@ class Verification:
 
     def _run(self, place: int) -> None:
         failure: Exception | None = None
+        started, reading = time.perf_counter(), 0.0
         try:
-            self._jobs[place].run()
+            reading = self._jobs[place].run()
         except Exception as error:  # whoever waits gets it
             failure = error.with_traceback(None)
         with self._changed:
             self._states[place] = _DONE
+            self._job_seconds += time.perf_counter() - started
+            self._read_seconds += reading
             self._failure = self._failure or failure
             self._left -= failure is None
             self._running -= 1
@@ -175,8 +197,9 @@ class Verification:
         self._finished = self._failed = None
 
 
-def _nothing() -> None:
+def _nothing() -> float:
     """Verify nothing: the work is over."""
+    return 0.0
 
 
 VERIFIED = Verification(())

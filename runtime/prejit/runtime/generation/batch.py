@@ -95,6 +95,7 @@ class Batch:
             UsageError: too few slots are free, or this model or bundle cannot serve a request.
             ContextError: a prompt is longer than the longest context.
         """
+        self._decoder.programs.ask()
         for request in requests:
             arguments.instance("request", request, Request)
         with self._lock:
@@ -126,6 +127,8 @@ class Batch:
         if any(token.finish_reason is not None for token in tokens):
             verification.finish()
         verification.check()
+        if tokens:
+            self._decoder.programs.answer()
         return tokens
 
     def _next(self) -> list[Token]:

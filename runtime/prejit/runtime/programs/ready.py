@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
+from prejit.runtime.base.process import Span, span
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray
@@ -50,6 +51,9 @@ class Programs:
         bundle: name of the bundle.
         table: the rows of the program table by name.
         verification: of all files of the target; no request ends before it has finished.
+        waits: when threads waited for a program or placed weights.
+        asked: when the first request began, in which thread; None: there was none.
+        answered: when its first result was there, in which thread.
     """
 
     def __init__(
@@ -85,6 +89,9 @@ class Programs:
         # In a cluster every process must run the same programs, whichever of them are ready.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
+        self.waits: list[Span] = []
+        self.asked: tuple[float, int] | None = None
+        self.answered: tuple[float, int] | None = None
         self._ready: dict[str, Executable] = {}
         self._reports: dict[str, ProgramReport] = {}
         self._arguments: dict[str, tuple[Array, ...]] = {}
@@ -100,6 +107,16 @@ class Programs:
         self._expected: tuple[str, ...] = ()
         self._remember: Callable[[tuple[str, ...]], object] | None = None
 
+    def ask(self) -> None:
+        """Record that a request begins. Only the first one counts."""
+        if self.asked is None:
+            self.asked = time.perf_counter(), threading.get_ident()
+
+    def answer(self) -> None:
+        """Record that a request has a result. Only the first one counts."""
+        if self.answered is None:
+            self.answered = time.perf_counter(), threading.get_ident()
+
     def __getitem__(self, name: str) -> Executable:
         """Return the executable of a program, making it ready first if necessary.
 
@@ -109,6 +126,7 @@ class Programs:
         """
         if (executable := self._ready.get(name)) is not None:
             return executable
+        waiting = time.perf_counter()
         with self._locks[name]:
             if name not in self._ready:
                 started = time.perf_counter()
@@ -120,6 +138,7 @@ class Programs:
                 finally:
                     self._underway.discard(name)
                 self._failed.discard(name)
+            self.waits.append(span("loading", waiting))
             return self._ready[name]
 
     def _obtain(self, program: ProgramEntry) -> tuple[Executable, str]:
@@ -257,6 +276,9 @@ class Programs:
         """
         if name is None:
             return []
+        if (placed := self._weights_on_device.get(name)) is not None:
+            return placed
+        started = time.perf_counter()
         with self._lock:
             if name not in self._weights_on_device:
                 if self._weights is not None:
@@ -264,6 +286,7 @@ class Programs:
                 self._weights_on_device[name] = [
                     self._device.put(value, split) for _, value, split in self._weight_set(name)
                 ]
+            self.waits.append(span("loading", started))
             return self._weights_on_device[name]
 
     def arguments(self, name: str) -> tuple[Array, ...]:

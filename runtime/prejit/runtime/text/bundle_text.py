@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
+from prejit.runtime.base.process import Span, importing, span
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.layers import check_chat
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
 @final
 class BundleText:
-    """The tokenizer and the chat templates of a bundle, each read when it is first used. Thread-safe."""
+    """The tokenizer and the chat templates of a bundle, each read when it is first used. Thread-safe.
+
+    Attributes:
+        reads: when they were read.
+    """
 
     def __init__(self, bundle: str, layers: Mapping[str, Layer]) -> None:
         """Keep the layers of a bundle.
@@ -30,6 +36,7 @@ class BundleText:
         """
         self._bundle = bundle
         self._layers = layers
+        self.reads: list[Span] = []
 
     @property
     def has_tokenizer(self) -> bool:
@@ -51,9 +58,13 @@ class BundleText:
         layer = self._layers.get(TOKENIZER_MEDIA_TYPE)
         if layer is None:
             return None
-        from prejit.runtime.text.tokenizer import Tokenizer  # costs 20 ms, only text needs it
+        started = time.perf_counter()
+        with importing():
+            from prejit.runtime.text.tokenizer import Tokenizer  # costs 20 ms, only text needs it
 
-        return Tokenizer(layer.wait()[:], layer.path)
+        tokenizer = Tokenizer(layer.wait()[:], layer.path)
+        self.reads.append(span("loading", started))
+        return tokenizer
 
     def need_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -113,6 +124,12 @@ class BundleText:
         layer = self._layers.get(CHAT_MEDIA_TYPE)
         if layer is None:
             return None
-        from prejit.runtime.text.chat import ChatTemplates  # Jinja costs 40 ms, only chats need it
+        started = time.perf_counter()
+        with importing():
+            from prejit.runtime.text.chat import (
+                ChatTemplates,
+            )  # Jinja costs 40 ms, only chats need it
 
-        return ChatTemplates(check_chat(bytes(layer.wait()), layer.path), layer.path)
+        templates = ChatTemplates(check_chat(bytes(layer.wait()), layer.path), layer.path)
+        self.reads.append(span("loading", started))
+        return templates

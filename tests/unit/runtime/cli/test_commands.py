@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,6 +229,54 @@ def test_call_writes_results_and_says_how(
     assert how == {"score/b2": "loaded", "score/b8": "unused", "nest": "unused", "tick": "unused"}
     expected = np.tanh(X @ recipe.weights["score:kernel"]) + recipe.weights["score:bias"]
     np.testing.assert_allclose(np.load(out / "result.npy"), expected, rtol=1e-5)
+
+
+def test_call_says_where_the_time_of_its_start_went(
+    settled_dir: Path, x_file: Path, tmp_path: Path, prejit: Any
+) -> None:
+    call = ("call", settled_dir, "score", "--arg", f"x={x_file}", "-o", tmp_path / "out")
+    assert prejit(*call).stderr == ""
+    done = prejit(*call, "--stats", env={"PYTHONDONTWRITEBYTECODE": ""})
+    assert done.stdout == prejit(*call).stdout
+    line, verified, *hints = done.stderr.splitlines()
+    total = re.fullmatch(
+        r"start (\d+) ms: process (\d+), imports (\d+), reading (\d+), verifying (\d+), loading (\d+), "
+        r"first run (\d+), other (\d+)",
+        line,
+    )
+    assert total is not None, line
+    whole, *parts = map(int, total.groups())
+    assert abs(whole - sum(parts)) <= len(parts), "each is rounded"
+    assert re.fullmatch(r"verified 0\.0 MB; receipts for \d+\.\d MB", verified)
+    assert all(hint.startswith("hint: ") for hint in hints)
+    start = json.loads(prejit(*call, "--json").stdout)["start"]
+    seconds = {name: value for name, value in start.items() if name.endswith("_seconds")}
+    assert seconds.pop("total_seconds") == pytest.approx(sum(seconds.values()))
+    assert seconds.pop("verifying_seconds") == 0
+    # Nothing of a command is nobody's: what it does itself is next to nothing.
+    assert seconds.pop("other_seconds") < max(0.2, sum(seconds.values()) / 3)
+    assert min(seconds.values()) > 0
+    assert start["receipt_bytes"] > start["hashed_bytes"] == 0
+    assert isinstance(start["hints"], list)
+
+
+def test_a_start_on_one_cpu_gets_a_hint(
+    settled_dir: Path, x_file: Path, tmp_path: Path, run_python: Any
+) -> None:
+    argv = ["call", str(settled_dir), "score", "--arg", f"x={x_file}", "-o", str(tmp_path / "out")]
+    done = run_python(
+        "import os, time\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from prejit.runtime.device.device import Device\n"
+        "real = Device.load\n"
+        "def slow(*args):\n"
+        "    time.sleep(3)\n"
+        "    return real(*args)\n"
+        "Device.load = slow\n"
+        "from prejit.runtime.__main__ import main\n"
+        f"main({[*argv, '--stats']!r})"
+    )
+    assert re.search(r"^hint: the start took .* s: this process may use one CPU", done.stderr, re.M)
 
 
 def test_call_falls_back_with_a_warning_on_stderr(

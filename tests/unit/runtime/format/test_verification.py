@@ -19,7 +19,7 @@ LARGE = SMALL_BYTES
 def jobs(*names: str, run: Callable[[str], None], size: int = LARGE) -> list[Job]:
     """Three parts of each blob."""
     return [
-        Job(name, part * size, (part + 1) * size, lambda at=f"{name}{part}": run(at))
+        Job(name, part * size, (part + 1) * size, lambda at=f"{name}{part}": run(at) or 0.0)
         for name in names
         for part in range(3)
     ]
@@ -94,7 +94,7 @@ def test_a_waiting_caller_is_woken_by_a_failure_in_a_thread() -> None:
         fail.wait(10)
         raise RejectError("/b", "damaged")
 
-    verification = Verification([Job("a", 0, LARGE, lambda: run("a"))], threads=1)
+    verification = Verification([Job("a", 0, LARGE, lambda: run("a") or 0.0)], threads=1)
     assert begun.wait(10)
     threading.Timer(0.05, fail.set).start()
     with pytest.raises(RejectError):
@@ -141,7 +141,7 @@ def test_a_process_that_ends_does_not_wait_for_all_jobs(run_python: Any) -> None
     run_python(
         "import time\n"
         "from prejit.runtime.format.verification import Job, Verification\n"
-        "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2)) for _ in range(1000)]\n"
+        "slow = [Job('a', 0, 1 << 20, lambda: time.sleep(0.2) or 0.0) for _ in range(1000)]\n"
         "Verification(slow, threads=2)"
     )
     assert time.monotonic() - started < 30

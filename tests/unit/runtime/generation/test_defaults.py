@@ -95,6 +95,10 @@ def test_the_commands_use_and_show_the_defaults(
 ) -> None:
     ran = prejit("generate", sampling_dir, "--prompt-ids", "1,2,3", "--seed", 5, "--json")
     found = json.loads(ran.stdout)["token_ids"]
+    start = json.loads(ran.stdout)["start"]
+    assert start["first_run_seconds"] > 0
+    first = json.loads(ran.stdout)["first_token_seconds_since_exec"]
+    assert start["total_seconds"] == pytest.approx(first, abs=0.5)
     assert found == list(sampling.generate(PROMPT, seed=5).token_ids)
     assert json.loads(prejit("inspect", sampling_dir, "--json").stdout)["defaults"] == SAID
     shown = prejit("inspect", sampling_dir).stdout

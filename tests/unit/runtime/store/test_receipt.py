@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.files import Identity, digest_file
+from prejit.runtime.base.files import Identity, timed_digest_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.blobs import check_blobs
@@ -357,17 +357,17 @@ def test_a_file_that_changes_while_it_is_hashed_gets_no_receipt(
     bundle_dir: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The identity is taken before the hash, so a change during it shows at the next start."""
-    real = digest_file
+    real = timed_digest_file
     blob = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
 
-    def digest_then_change(descriptor: int) -> str:
-        digest = real(descriptor)
+    def digest_then_change(descriptor: int) -> tuple[str, float]:
+        digest, seconds = real(descriptor)
         if digest == f"sha256:{blob.name}":
             time.sleep(0.02)
             write_and_set_times_back(blob)
-        return digest
+        return digest, seconds
 
-    monkeypatch.setattr(blobs, "digest_file", digest_then_change)
+    monkeypatch.setattr(blobs, "timed_digest_file", digest_then_change)
     hashed(bundle_dir, Receipts(bundle_dir))
     monkeypatch.undo()
     with pytest.raises(RejectError, match=blob.name):

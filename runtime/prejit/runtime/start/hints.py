@@ -1,0 +1,239 @@
+"""Hints: why a part of a start was slow, where the user can change it.
+
+A cause is looked for only where its part was slow, and only when somebody asks: in the kernel's files and in
+the file system.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from prejit.runtime.base.process import cpus, is_plain_start, seconds_since_exec, text_of
+from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.start.report import StartReport
+from prejit.runtime.store.directory import cache_root
+
+_SLOW_SECONDS = 0.1
+_SLOW_SHARE = 0.2
+"""A part is slow if it takes more than these seconds and more than this share of the start."""
+
+_NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs"),
+    *("nfs", "nfs4", "orangefs", "smb2", "smb3", "smbfs", "virtiofs", "vboxsf", "wekafs"),
+}
+"""Types of file systems whose files come over a network, or from the host of a virtual machine."""
+
+_COLD_BYTES = 20 << 20
+"""Imports read more than this from a disk only if most of Python and its packages are not in memory."""
+
+_MODULES = ("dataclasses", "numpy", "jaxlib", "prejit.runtime.bundle")
+"""Modules that every start imports, one of each directory that may lack bytecode."""
+
+
+def hints(
+    report: StartReport, blob: str, programs: Sequence[ProgramReport], root: str = "/"
+) -> tuple[str, ...]:
+    """Return what made the slow parts of a start slow, and what to do, one sentence or two each.
+
+    Args:
+        report: the start.
+        blob: path of a file of the bundle.
+        programs: how its programs were obtained.
+        root: the directory that holds `proc` and `sys`.
+    """
+    whole = report.total_seconds - report.other_seconds
+    seconds = {
+        "the process and its imports": report.process_seconds + report.imports_seconds,
+        "reading": report.reading_seconds,
+        "verifying": report.verifying_seconds,
+        "loading": report.loading_seconds,
+        "first run": report.first_run_seconds,
+    }
+    slow = {
+        name: f"{name} took {took:.2f} s"
+        for name, took in seconds.items()
+        if took > _SLOW_SECONDS and took > _SLOW_SHARE * whole
+    }
+    imports = slow.get("the process and its imports")
+    found = [
+        *(() if imports is None else _imports(imports, root)),
+        *_plain(imports or slow.get("loading")),
+        *_files(slow, report, blob, root),
+        *_receipts(slow, report),
+        *_programs(slow, programs),
+    ]
+    if slow:
+        found += _cpus(whole, root)
+    return tuple(found)
+
+
+def _imports(took: str, root: str) -> Iterator[str]:
+    """Yield why Python and its imports were slow."""
+    files = {name: file for name in _MODULES if (file := _source(name)) is not None}
+    began = time.time() - seconds_since_exec()
+    if lacking := {name: file for name, file in files.items() if _lacks_bytecode(file, began)}:
+        directories = " ".join(dict.fromkeys(map(os.path.dirname, lacking.values())))
+        yield (
+            f"{took}: Python had no bytecode of {', '.join(lacking)} and compiled the source. "
+            f"{_why(lacking)} Run `python -m compileall -q {directories}` where you install packages, "
+            "such as in the build of a container image"
+        )
+    mounts = {name: mount for name, file in files.items() if (mount := _network(file, root))}
+    for mount in dict.fromkeys(mounts.values()):
+        names = ", ".join(name for name, its in mounts.items() if its == mount)
+        yield (
+            f"{took}: {names} came from {mount.described}. Install Python and its packages on a local disk"
+        )
+    if (from_disk := _read_bytes(root)) > _COLD_BYTES and not mounts:
+        yield (
+            f"{took}: {from_disk / 1e6:,.0f} MB have come from a disk so far, because they were not in "
+            "memory. Install Python and its packages on a faster disk"
+        )
+
+
+def _plain(took: str | None) -> Iterator[str]:
+    """Yield that a variable forbids to be quick."""
+    if took is not None and is_plain_start():
+        yield f"{took}: PREJIT_PLAIN_START is set, so nothing was done to be quick. Unset it"
+
+
+def _source(name: str) -> str | None:
+    """Return the source file of a module that is imported; None: it has none."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file if file is not None and file.endswith(".py") and os.path.exists(file) else None
+
+
+def _lacks_bytecode(file: str, began: float) -> bool:
+    """Return whether a module had no bytecode when the process began, in seconds since 1970."""
+    try:
+        return os.stat(importlib.util.cache_from_source(file)).st_mtime >= began
+    except OSError:
+        return True
+
+
+def _why(lacking: dict[str, str]) -> str:
+    """Return why modules had no bytecode, in a sentence."""
+    if sys.dont_write_bytecode:
+        return "PYTHONDONTWRITEBYTECODE or -B forbids to keep it."
+    for file in lacking.values():
+        directory = Path(importlib.util.cache_from_source(file)).parent
+        if not _is_writable(directory):
+            return f"{directory} cannot be written."
+    return "It is kept for the next start, if that has the same directory."
+
+
+def _files(slow: dict[str, str], report: StartReport, blob: str, root: str) -> Iterator[str]:
+    """Yield why reading the bundle was slow. Programs read files with a receipt when they first run."""
+    took = slow.get("reading") or slow.get("first run")
+    from_disk = _read_bytes(root)
+    is_cold = from_disk > (report.hashed_bytes + report.receipt_bytes) / 4
+    directory = os.path.dirname(os.path.dirname(os.path.dirname(blob)))
+    if took is None or not (is_cold or "reading" in slow):
+        return
+    if mount := _network(blob, root):
+        yield f"{took}: {directory} is on {mount.described}. Copy the bundle to a local disk first"
+    elif is_cold:
+        yield (
+            f"{took}: {from_disk / 1e6:,.0f} MB have come from a disk so far, because they were not in "
+            f"memory. Put {directory} on a faster disk, or read its files before the start: `cat` is enough"
+        )
+
+
+def _receipts(slow: dict[str, str], report: StartReport) -> Iterator[str]:
+    """Yield why files had to be verified."""
+    took = slow.get("verifying") or slow.get("reading")
+    if took is None or not report.hashed_bytes:
+        return
+    size, kept = f"{report.hashed_bytes / 1e6:,.0f} MB", cache_root()
+    if not _is_writable(kept / "receipts" / "v1"):
+        yield (
+            f"{took}: {size} were verified, and {kept} cannot be written, so no receipt is kept. Set "
+            "PREJIT_RUNTIME_CACHE to a directory that can be written and that the next start has too"
+        )
+    else:
+        yield (
+            f"{took}: {size} had no receipt, as in every first start. The next start does not verify them if "
+            f"it has {kept}: in a container, put it on a volume"
+        )
+
+
+def _programs(slow: dict[str, str], programs: Sequence[ProgramReport]) -> Iterator[str]:
+    """Yield that programs were compiled here."""
+    took = slow.get("loading") or slow.get("first run")
+    compiled = [one for one in programs if one.source == "compiled"]
+    if took is not None and compiled:
+        were = "was" if len(compiled) == 1 else "were"
+        yield (
+            f"{took}: {len(compiled)} of the programs {were} compiled here, because this machine matches no "
+            "target of the bundle. See `prejit explain`, and build for a target that fits"
+        )
+
+
+def _cpus(whole: float, root: str) -> Iterator[str]:
+    """Yield that there are too few CPUs, which makes every part slow."""
+    took = f"the start took {whole:.2f} s"
+    if cpus(root) == 1:
+        yield (
+            f"{took}: this process may use one CPU, by its affinity or its container's quota, so nothing ran "
+            "beside anything else. Give it two or more"
+        )
+    waited = _waited_seconds(root)
+    if waited > _SLOW_SECONDS and waited > _SLOW_SHARE * whole:
+        yield (
+            f"{took}: the main thread has waited {waited:.2f} s for a CPU so far, because other threads or "
+            "processes used it. Give it more CPUs, or start fewer processes at a time"
+        )
+
+
+class _Mount(NamedTuple):
+    point: str
+    kind: str
+
+    @property
+    def described(self) -> str:
+        """What it is, for a sentence."""
+        what = "FUSE" if self.kind.startswith("fuse") else "a network or shared file system"
+        return f"{self.point} ({self.kind}: {what})"
+
+
+def _network(path: str, root: str) -> _Mount | None:
+    """Return the file system of a file if it is slow: of a network, of a host, or in user space (FUSE)."""
+    file, best = os.path.realpath(path), _Mount("", "")
+    for line in text_of(os.path.join(root, "proc/self/mountinfo")).splitlines():
+        before, _, after = line.partition(" - ")
+        places, kind = before.split(" "), after.partition(" ")[0]
+        if len(places) < 5:
+            continue
+        point = places[4].encode().decode("unicode_escape")  # a space is \040
+        inside = file == point or file.startswith(f"{point.rstrip('/')}/")
+        if inside and len(point) >= len(best.point):  # of two at one point, the later one is on top
+            best = _Mount(point, kind)
+    return best if best.kind in _NETWORK or best.kind.startswith("fuse.") else None
+
+
+def _is_writable(path: Path) -> bool:
+    """Return whether a directory can be written, or made."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+
+def _read_bytes(root: str) -> int:
+    """Return how many bytes this process has read from disks so far; 0 if the kernel does not say."""
+    for line in text_of(os.path.join(root, "proc/self/io")).splitlines():
+        name, _, value = line.partition(": ")
+        if name == "read_bytes" and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _waited_seconds(root: str) -> float:
+    """Return how long the main thread was ready to run and had no CPU; 0 if the kernel does not say."""
+    words = text_of(os.path.join(root, "proc/self/schedstat")).split()
+    return int(words[1]) / 1e9 if len(words) == 3 and words[1].isdecimal() else 0.0

@@ -1,0 +1,231 @@
+"""Hints: each cause gives one, where its part was slow and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.start import hints as module
+from prejit.runtime.start.hints import hints
+from prejit.runtime.start.report import StartReport
+
+QUICK = StartReport(0.01, 0.04, 0.01, 0.01, 0.01, 0.01, 0.0, 0.1, 0, 10_000_000)
+LOCAL = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+BLOB = "/srv/my models/demo/blobs/sha256/1234"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """/proc of a process with 4 CPUs on a local disk that is quick and has nothing to wait for."""
+    kernel = tmp_path / "kernel"
+    (kernel / "proc/self").mkdir(parents=True)
+    (kernel / "proc/self/mountinfo").write_text(LOCAL)
+    (kernel / "proc/self/io").write_text("rchar: 100\nread_bytes: 0\nwrite_bytes: 5\n")
+    (kernel / "proc/self/schedstat").write_text("5000000000 1000 7\n")
+    return kernel
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module with bytecode, 4 CPUs, a cache that can be written: no reason to be slow."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.delenv("PREJIT_PLAIN_START", raising=False)
+    source = tmp_path / "packages" / "numpy.py"
+    source.parent.mkdir()
+    source.write_text("")
+    bytecode = Path(importlib.util.cache_from_source(str(source)))
+    bytecode.parent.mkdir()
+    bytecode.write_bytes(b"")
+    os.utime(bytecode, (1e9, 1e9))
+    fake = type(sys)("fake_numpy")
+    fake.__file__ = str(source)
+    monkeypatch.setitem(sys.modules, "fake_numpy", fake)
+    monkeypatch.setattr(module, "_MODULES", ("fake_numpy", "no_such_module", "builtins"))
+    return bytecode
+
+
+def slow(part: str, seconds: float = 2.0, **changes: Any) -> StartReport:
+    whole = QUICK.total_seconds - getattr(QUICK, part) + seconds
+    return dataclasses.replace(QUICK, **{part: seconds, "total_seconds": whole, **changes})
+
+
+def found(report: StartReport, root: Path, blob: str = BLOB, *programs: ProgramReport) -> str:
+    return "\n".join(hints(report, blob, programs, str(root)))
+
+
+PARTS = [
+    f"{part}_seconds"
+    for part in ("process", "imports", "reading", "verifying", "loading", "first_run", "other")
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_slow_without_a_cause_has_no_hint(part: str, root: Path) -> None:
+    assert hints(slow(part), BLOB, [], str(root)) == ()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        QUICK,
+        slow("verifying_seconds", 0.09, hashed_bytes=1),
+        slow("verifying_seconds", 1.0, hashed_bytes=1, loading_seconds=9.0, total_seconds=10.08),
+        slow("other_seconds", 50.0, hashed_bytes=1),
+    ],
+)
+def test_a_part_that_is_not_slow_has_no_hint(report: StartReport, root: Path) -> None:
+    assert "verif" not in found(report, root)
+
+
+def test_time_of_the_program_itself_makes_no_part_look_quick(root: Path) -> None:
+    long = slow("verifying_seconds", 0.5, hashed_bytes=1, other_seconds=99, total_seconds=99.59)
+    assert "verifying took 0.50 s" in found(long, root)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("nfs4", "network"), ("cifs", "network"), ("9p", "network"), ("fuse.gcsfuse", "FUSE")],
+)
+def test_a_network_file_system(kind: str, what: str, root: Path) -> None:
+    mounts = LOCAL + f"40 22 0:50 / /srv/my\\040models rw shared:9 master:2 - {kind} host:/a rw\n"
+    (root / "proc/self/mountinfo").write_text(mounts)
+    said = found(slow("reading_seconds"), root)
+    assert said.startswith("reading took 2.00 s: /srv/my models/demo is on /srv/my models (")
+    assert kind in said
+    assert what in said
+    assert "Copy the bundle to a local disk" in said
+    assert not found(slow("loading_seconds"), root)
+    assert not found(slow("reading_seconds"), root, "/srv/my models2/blobs/sha256/1")
+    local_on_top = mounts + "41 40 8:2 / /srv/my\\040models rw - xfs /dev/sdb rw\n"
+    (root / "proc/self/mountinfo").write_text(local_on_top)
+    assert not found(slow("reading_seconds"), root)
+
+
+def test_packages_on_a_network_file_system(quiet: Path, root: Path) -> None:
+    at = quiet.parents[1]
+    (root / "proc/self/mountinfo").write_text(f"{LOCAL}40 22 0:50 / {at} rw - nfs4 host:/a rw\n")
+    for part in ("process_seconds", "imports_seconds"):
+        said = found(slow(part), root)
+        assert "the process and its imports took 2.0" in said
+        assert f"fake_numpy came from {at} (nfs4" in said
+    assert not found(slow("first_run_seconds"), root)
+
+
+def test_a_cold_disk(root: Path) -> None:
+    (root / "proc/self/io").write_text("rchar: 9\nread_bytes: 9000000\n")
+    for part in ("reading_seconds", "first_run_seconds"):
+        said = found(slow(part), root)
+        assert "took 2.00 s: 9 MB have come from a disk" in said
+        assert "/srv/my models/demo on a faster disk" in said
+    (root / "proc/self/io").write_text("rchar: 9\nread_bytes: 1000000\n")
+    assert not found(slow("first_run_seconds"), root)
+
+
+def test_packages_on_a_cold_disk(root: Path) -> None:
+    (root / "proc/self/io").write_text("rchar: 9\nread_bytes: 150000000\n")
+    said = found(slow("imports_seconds"), root)
+    assert "the process and its imports took 2.01 s: 150 MB have come from a disk" in said
+    assert "150 MB" not in found(slow("loading_seconds"), root)
+
+
+def test_no_bytecode(quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    quiet.unlink()
+    said = found(slow("imports_seconds"), root)
+    assert "Python had no bytecode of fake_numpy" in said
+    assert f"python -m compileall -q {quiet.parents[1]}`" in said
+    assert "forbids" not in said
+    assert not found(slow("loading_seconds"), root)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "PYTHONDONTWRITEBYTECODE or -B forbids to keep it" in found(
+        slow("imports_seconds"), root
+    )
+
+
+def test_bytecode_that_this_start_had_to_make(quiet: Path, root: Path) -> None:
+    os.utime(quiet, (time.time(), time.time()))
+    assert "no bytecode of fake_numpy" in found(slow("imports_seconds"), root)
+
+
+def test_bytecode_in_a_directory_that_cannot_be_written(
+    quiet: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    quiet.unlink()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != quiet.parent)
+    assert f"{quiet.parent} cannot be written" in found(slow("imports_seconds"), root)
+
+
+def test_no_receipt(root: Path, runtime_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("verifying_seconds", "reading_seconds"):
+        said = found(slow(part, hashed_bytes=500_000_000), root)
+        assert "500 MB had no receipt, as in every first start. The next start" in said
+        assert str(runtime_cache) in said
+        assert not found(slow(part, hashed_bytes=0), root)
+    runtime_cache.write_text("a file, so that no directory can be made there")
+    said = found(slow("verifying_seconds", hashed_bytes=500_000_000), root)
+    assert f"{runtime_cache} cannot be written, so no receipt is kept" in said
+    assert "PREJIT_RUNTIME_CACHE" in said
+
+
+def test_programs_that_were_compiled_here(root: Path) -> None:
+    programs = [ProgramReport("a", "compiled", 1.0), ProgramReport("b", "kept", 0.1)]
+    said = found(slow("loading_seconds"), root, BLOB, *programs)
+    assert "1 of the programs was compiled" in said
+    assert "prejit explain" in said
+    assert not found(slow("loading_seconds"), root, BLOB, programs[1])
+    assert not found(slow("imports_seconds"), root, BLOB, *programs)
+
+
+@pytest.mark.parametrize("by", ["affinity", "quota"])
+def test_one_cpu(by: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "affinity":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    else:
+        (root / "proc/self/cgroup").write_text("0::/\n")
+        group = root / "sys/fs/cgroup"
+        group.mkdir(parents=True)
+        (group / "cpu.max").write_text("150000 100000\n")
+        mount = "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+        (root / "proc/self/mountinfo").write_text(LOCAL + mount)
+    assert "this process may use one CPU" in found(slow("loading_seconds"), root)
+    assert not found(QUICK, root)
+
+
+def test_busy_cpus(root: Path) -> None:
+    (root / "proc/self/schedstat").write_text("5000000000 1500000000 7\n")
+    said = found(slow("imports_seconds"), root)
+    assert said.startswith(
+        "the start took 2.06 s: the main thread has waited 1.50 s for a CPU so far"
+    )
+    assert not found(slow("imports_seconds", 20.0), root)
+    assert not found(QUICK, root)
+
+
+def test_a_plain_start(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREJIT_PLAIN_START", "1")
+    assert "PREJIT_PLAIN_START is set" in found(slow("imports_seconds"), root)
+    assert not found(slow("first_run_seconds"), root)
+
+
+def test_a_kernel_that_says_nothing_gives_no_hint(tmp_path: Path) -> None:
+    for part in PARTS:
+        assert hints(slow(part), BLOB, [], str(tmp_path / "none")) == ()
+
+
+def test_the_real_files_of_the_kernel_have_the_form_of_those_above() -> None:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    assert {line.split(" ")[4]: line.partition(" - ")[2].split(" ")[0] for line in lines}[
+        "/proc"
+    ] == "proc"
+    assert re.search(r"^read_bytes: \d+$", Path("/proc/self/io").read_text(), re.M)
+    assert re.fullmatch(r"\d+ \d+ \d+\n", Path("/proc/self/schedstat").read_text())
