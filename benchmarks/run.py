@@ -484,13 +484,15 @@ def main() -> None:
     for place, section in enumerate(sections, 1):
         passed = clock(time.perf_counter() - started)
         progress(f"{section} (section {place} of {len(sections)}, after {passed})")
+        earlier = set(run.samples)
         try:
             more_tables, more_targets = SECTIONS[section](run)
         except FailedProcessError as error:
             run.failures.setdefault(section, {})["the section"] = str(error)
             progress(f"{section} failed: {error}")
             more_tables, more_targets = [Table(section, ("failed",), [(str(error),)])], []
-        tables += more_tables
+        count = report.runs(run.samples[name] for name in run.samples if name not in earlier)
+        tables += [replace(table, runs=count) for table in more_tables]
         targets += more_targets
     failed = sum(map(len, run.failures.values()))
     targets.append(Target("rows that failed", failed, 0))
