@@ -6,7 +6,8 @@
     python -m benchmarks.run --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
-(every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results.
+(every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,
+one section to peers-SECTION.*.
 Run it on a machine that does nothing else. $PREJIT_BENCH_DIR (default ~/.cache/prejit/bench) keeps models,
 bundles and the peers' environments: 3 GB for the quick form, 35 GB for all.
 """
@@ -451,7 +452,10 @@ def write_results(
         "failures": run.failures,
         "targets": judged(targets),
     }
-    pictures = {f"{name}-{section}.svg": drawn for section, drawn in run.pictures.items()}
+    pictures = {
+        f"{name.removesuffix(f'-{section}')}-{section}.svg": drawn
+        for section, drawn in run.pictures.items()
+    }
     if run.samples.get("decode"):
         of_decode = [t for t in targets if t.what.startswith("decode, ")]
         pictures[f"{name}.svg"] = picture(run, of_decode)
@@ -517,7 +521,10 @@ def main() -> None:
     }
     part = bool(given.only or given.row)
     directory = bench.directory / "results" if part else RESULTS
-    write_results(directory, "peers-quick" if given.quick else "peers", run, facts, tables, targets)
+    name = "peers-quick" if given.quick else "peers"
+    if given.only:
+        name += f"-{given.only}"
+    write_results(directory, name, run, facts, tables, targets)
 
 
 if __name__ == "__main__":
