@@ -82,7 +82,7 @@ format: $(READY) ## format, and fix what the linter can
 graphs: $(READY) ## draw and count the imports again (docs/architecture/imports-*)
 	$(BIN)/python -m scripts.import_graph --way manifests/demo.toml
 
-bench: $(READY) ## beside JAX and llama.cpp, in under 5 minutes (the first time it makes their environments)
+bench: $(READY) ## beside JAX and llama.cpp, in about 5 minutes (the first time 20 more: llama.cpp is compiled)
 	$(BIN)/python -m benchmarks.run --quick
 
 bench-full: $(READY) ## beside every peer: OpenVINO, ONNX Runtime, CTranslate2, IREE as well; encoder, 1B, start-up

@@ -24,6 +24,7 @@ from benchmarks.harness.conditions import (
     can_mount,
     interpreter_directories,
 )
+from benchmarks.harness.control_groups import MEMORY, NoControlGroupError, group
 from benchmarks.harness.measure import (
     BENCHMARKS,
     Row,
@@ -33,7 +34,6 @@ from benchmarks.harness.measure import (
     progress,
     run_once,
 )
-from benchmarks.harness.memory_limit import NoMemoryLimitError, group
 from benchmarks.harness.page_cache import Range, files_below, make_cold, resident_ranges
 from benchmarks.harness.report import JAX_WARM, Samples, Table, Target, median
 from benchmarks.harness.workspace import Bench
@@ -99,7 +99,7 @@ def measure(bench: Bench, model: str, dtypes: tuple[str, ...], wanted: str) -> F
         failed = failures.setdefault(condition.name, {})
         try:
             samples[condition.name] = under(bench, condition, prepared, samples, failed)
-        except NoMemoryLimitError as error:
+        except NoControlGroupError as error:
             failed["every row"] = str(error)
     title = TITLES[model]
     rows = prepared.rows
@@ -130,7 +130,7 @@ def under(
     """Run all rows in turn under one condition.
 
     Raises:
-        NoMemoryLimitError: the condition limits memory, and this machine does not let us.
+        NoControlGroupError: the condition limits memory, and this machine does not let us.
     """
     rows = [row for row in prepared.rows if condition in (WARM, COLD) or RECEIPT not in row.name]
     start = Start(condition, bench.directory, new_receipts(bench), prepared.files, prepared.models)
@@ -138,7 +138,7 @@ def under(
         return interleave(rows, bench.runs, failures=failures, run=start.run)
     limits = memory_limits(rows, earlier.get(WARM.name, {}))
     rows = [row for row in rows if row.name in limits]
-    with group() as limited:
+    with group(MEMORY) as limited:
         progress(f"memory is limited by {limited.controller.name}")
         start = replace(start, group=limited, limits=limits)
         return interleave(rows, bench.runs, failures=failures, run=start.run)
@@ -219,17 +219,26 @@ def in_clean_environment(row: Row, python: str) -> Row:
     )
 
 
+def model_paths(row: Row) -> list[Path]:
+    """Return the files and directories of the model that a row's command names."""
+    return [path for word in row.command[2:] if (path := Path(word)).is_absolute()]
+
+
 def model_files(row: Row) -> list[Path]:
     """Return the files of the model that a row's command names."""
-    return files_below(path for word in row.command[2:] if (path := Path(word)).is_absolute())
+    return files_below(model_paths(row))
+
+
+def code_directories(row: Row) -> list[Path]:
+    """Return the directories of the code that a row's process runs: packages, interpreter, sources."""
+    sources = [BENCHMARKS.parent / "runtime", BENCHMARKS / "peers", BENCHMARKS / "harness"]
+    return [*interpreter_directories(row.command[0]), *sources]
 
 
 def read_files(row: Row) -> list[Path]:
     """Return the files that a row's process may read: model, packages, interpreter, sources, caches."""
     named = [Path(value) for value in row.environment.values() if value.startswith("/")]
-    sources = [BENCHMARKS.parent / "runtime", BENCHMARKS / "peers", BENCHMARKS / "harness"]
-    directories = interpreter_directories(row.command[0])
-    return sorted({*model_files(row), *files_below((*directories, *sources, *named))})
+    return files_below((*model_paths(row), *code_directories(row), *named))
 
 
 def needed_ranges(row: Row) -> list[Range]:

@@ -1,14 +1,15 @@
 """Compare prejit with what a user would otherwise pick, in fresh processes that take turns: `make bench`.
 
-    python -m benchmarks.run --quick         JAX and llama.cpp, under 5 minutes
+    python -m benchmarks.run --quick         JAX and llama.cpp, about 5 minutes; the first time 20 more
     python -m benchmarks.run                 every peer and section, hours the first time: `make bench-full`
     python -m benchmarks.run --only prefill  one section
     python -m benchmarks.run --row int8,JAX  rows with one of these in their names
 
 Two threads, the same weights, medians with their spread. A whole run writes benchmarks/results/: peers.json
-(every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results.
+(every sample), peers.md and peers.svg, or peers-quick.*; a part of one writes to $PREJIT_BENCH_DIR/results,
+one section to peers-SECTION.*.
 Run it on a machine that does nothing else. $PREJIT_BENCH_DIR (default ~/.cache/prejit/bench) keeps models,
-bundles and the peers' environments: 3 GB for the quick form, 25 GB for all.
+bundles and the peers' environments: 3 GB for the quick form, 35 GB for all.
 """
 
 from __future__ import annotations
@@ -158,26 +159,37 @@ def beside_peers(
 
 def cold(run: Run) -> tuple[list[Table], list[Target]]:
     """Measure first starts: no receipt, a cold disk, a fresh root, one CPU, little memory."""
-    bench = replace(run.bench, runs=min(run.bench.runs, 3)) if run.bench.quick else run.bench
-    models: dict[str, tuple[str, ...]] = (
-        {"gpt2": ("float32", "int8")}
-        if bench.quick
-        else {"gpt2": tuple(workload.BYTES), "llama-1b": ("bfloat16", "int8")}
-    )
-    tables: list[Table] = []
-    targets: list[Target] = []
-    drawn: dict[str, cold_report.ByCondition] = {}
-    for model, dtypes in models.items():
-        found = cold_starts.measure(bench, model, dtypes, run.wanted)
-        drawn[cold_starts.TITLES[model]] = found.samples
-        for condition, samples in found.samples.items():
-            run.samples[f"cold, {model}, {condition}"] = dict(samples)
-        for where, reasons in found.failures.items():
-            run.failures[f"cold, {model}, {where}"] = reasons
-        tables += found.tables
-        targets += found.targets
-    run.pictures["cold"] = cold_report.picture(drawn, targets)
-    return tables, targets
+    if run.bench.quick:
+        quick = replace(run.bench, runs=min(run.bench.runs, 3))
+        return first_starts(run, "cold", quick, "gpt2", ("float32", "int8"))
+    return first_starts(run, "cold", run.bench, "gpt2", tuple(workload.BYTES))
+
+
+def cold_llama(run: Run) -> tuple[list[Table], list[Target]]:
+    """Measure first starts of a model of a billion parameters."""
+    return first_starts(run, "cold-llama", run.bench, "llama-1b", ("bfloat16", "int8"))
+
+
+def first_starts(
+    run: Run, name: str, bench: Bench, model: str, dtypes: tuple[str, ...]
+) -> tuple[list[Table], list[Target]]:
+    """Measure first starts of one model.
+
+    Args:
+        run: options and results of the run.
+        name: name of the section.
+        bench: directory and number of rounds.
+        model: a key of cold.TITLES.
+        dtypes: dtypes of its weights.
+    """
+    found = cold_starts.measure(bench, model, dtypes, run.wanted)
+    for condition, samples in found.samples.items():
+        run.samples[f"{name}, {condition}"] = dict(samples)
+    for where, reasons in found.failures.items():
+        run.failures[f"{name}, {where}"] = reasons
+    drawn = {cold_starts.TITLES[model]: found.samples}
+    run.pictures[name] = cold_report.picture(drawn, found.targets)
+    return found.tables, found.targets
 
 
 def decode(run: Run) -> tuple[list[Table], list[Target]]:
@@ -386,6 +398,7 @@ def build(run: Run) -> tuple[list[Table], list[Target]]:
 
 SECTIONS: dict[str, Section] = {
     "cold": cold,
+    "cold-llama": cold_llama,
     "decode": decode,
     "batch": batch,
     "prefill": prefill,
@@ -439,7 +452,10 @@ def write_results(
         "failures": run.failures,
         "targets": judged(targets),
     }
-    pictures = {f"{name}-{section}.svg": drawn for section, drawn in run.pictures.items()}
+    pictures = {
+        f"{name.removesuffix(f'-{section}')}-{section}.svg": drawn
+        for section, drawn in run.pictures.items()
+    }
     if run.samples.get("decode"):
         of_decode = [t for t in targets if t.what.startswith("decode, ")]
         pictures[f"{name}.svg"] = picture(run, of_decode)
@@ -484,13 +500,15 @@ def main() -> None:
     for place, section in enumerate(sections, 1):
         passed = clock(time.perf_counter() - started)
         progress(f"{section} (section {place} of {len(sections)}, after {passed})")
+        earlier = set(run.samples)
         try:
             more_tables, more_targets = SECTIONS[section](run)
         except FailedProcessError as error:
             run.failures.setdefault(section, {})["the section"] = str(error)
             progress(f"{section} failed: {error}")
             more_tables, more_targets = [Table(section, ("failed",), [(str(error),)])], []
-        tables += more_tables
+        count = report.runs(run.samples[name] for name in run.samples if name not in earlier)
+        tables += [replace(table, runs=count) for table in more_tables]
         targets += more_targets
     failed = sum(map(len, run.failures.values()))
     targets.append(Target("rows that failed", failed, 0))
@@ -503,7 +521,10 @@ def main() -> None:
     }
     part = bool(given.only or given.row)
     directory = bench.directory / "results" if part else RESULTS
-    write_results(directory, "peers-quick" if given.quick else "peers", run, facts, tables, targets)
+    name = "peers-quick" if given.quick else "peers"
+    if given.only:
+        name += f"-{given.only}"
+    write_results(directory, name, run, facts, tables, targets)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from benchmarks.harness import chart
 from benchmarks.harness.comparison import ours, ratio_within_rounds
 from benchmarks.harness.conditions import COLD, LIMITED, WARM
 from benchmarks.harness.measure import Row, Sample, Spread, spread
-from benchmarks.harness.report import JAX_WARM, MB, Samples, Table, Target, cell
+from benchmarks.harness.report import JAX_WARM, MB, Samples, Table, Target, cell, median
 
 KEY = "first_seconds"
 FIRST_LOAD, RECEIPT = "first load", "with receipt"
@@ -108,6 +108,10 @@ def targets(title: str, rows: Sequence[Row], found: ByCondition) -> list[Target]
                 ratio = ratio_within_rounds(samples, first, other, KEY)
                 what = f"{title}, {condition.name}, {dtype}: first load to {other}"
                 made.append(Target(what, ratio, limit, " x"))
+        cold, limited = (found.get(each.name, {}).get(first) for each in (COLD, LIMITED))
+        if cold and limited:
+            what = f"{title}, disk cold, {dtype}: first load with a memory limit to one without"
+            made.append(Target(what, median(limited, KEY) / median(cold, KEY), 1.2, " x"))
     return made
 
 

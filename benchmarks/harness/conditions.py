@@ -12,11 +12,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from benchmarks.harness.control_groups import Group
 from benchmarks.harness.measure import Row, Sample, command_line, run_once
-from benchmarks.harness.memory_limit import Group
 from benchmarks.harness.page_cache import make_cold, resident_ranges
+from benchmarks.harness.slow_disk import counters, work_since
 
 RECEIPTS = "PREJIT_RUNTIME_CACHE"
 """Variable that names the directory of prejit's receipts."""
@@ -63,6 +65,8 @@ class Start:
         checked: files of the model, by row; how much of them is still in the cache is counted.
         group: control group for a limited condition.
         limits: bytes of memory by row.
+        slow: control group whose processes read the disk slowly.
+        disk: number of the disk whose work is counted; empty: none is.
     """
 
     condition: Condition
@@ -72,13 +76,16 @@ class Start:
     checked: Mapping[str, Sequence[Path]]
     group: Group | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
+    slow: Group | None = None
+    disk: str = ""
 
     def run(self, row: Row) -> Sample:
         """Run a row once.
 
         Returns:
             The sample; where files were made cold, `made_cold` says how, and `cached_share` how much of the
-            model's files the page cache still held.
+            model's files the page cache still held. If the work of a disk is counted, it has the figures of
+            slow_disk.work_since at the first token.
 
         Raises:
             FailedProcessError: the process failed.
@@ -93,14 +100,17 @@ class Start:
                 command = ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command)
             facts: Sample = {}
             if self.condition.limited and self.group:
-                self.group.limit(self.limits[row.name])
+                self.group.limit_memory(self.limits[row.name])
                 command = self.group.command(command)
                 facts["limit_bytes"] = self.limits[row.name]
+            if self.slow:
+                command = self.slow.command(command)
             if self.condition.cold:
                 facts["made_cold"] = make_cold(self.files[row.name])
                 facts["cached_share"] = cached_share(self.checked[row.name])
             changed = replace(row, command=command, environment=variables)
-            return {**run_once(changed, until="FIRST"), **facts}
+            count = partial(work_since, self.disk, counters(self.disk)) if self.disk else dict
+            return {**run_once(changed, until="FIRST", at_stop=count), **facts}
 
 
 def cached_share(files: Sequence[Path]) -> float:

@@ -83,13 +83,19 @@ def command_line(row: Row, python: str = sys.executable) -> tuple[str, ...]:
     return (python, str(BENCHMARKS / script), *arguments)
 
 
-def run_once(row: Row, poll_memory: bool = False, until: str = "") -> Sample:
+def run_once(
+    row: Row,
+    poll_memory: bool = False,
+    until: str = "",
+    at_stop: Callable[[], Sample] = dict,
+) -> Sample:
     """Run a fresh process and time it. The clock starts just before the process.
 
     Args:
         row: process to run.
         poll_memory: read its anonymous memory every 2 ms. This disturbs its times a little.
         until: event of workload.EVENTS after which the process is killed; empty: it runs to its end.
+        at_stop: function that is called at this event, and whose figures go into the sample.
 
     Raises:
         FailedProcessError: the process failed.
@@ -123,6 +129,7 @@ def run_once(row: Row, poll_memory: bool = False, until: str = "") -> Sample:
                     sample |= json.loads(facts or "{}")
                 if until and word.strip() == until:
                     stopped = True
+                    sample |= at_stop()
                     os.kill(
                         process.pid, signal.SIGKILL
                     )  # Popen.kill would reap one that ended by itself

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -33,12 +33,22 @@ class Range:
 
 
 def files_below(paths: Iterable[Path]) -> list[Path]:
-    """Return the regular files among paths and below directories, each real file once, sorted."""
+    """Return the regular files among paths and below directories, each real file once, sorted.
+
+    A `site-packages` below a directory is left out: a virtual environment imports nothing from that of the
+    interpreter that it was made with.
+    """
     found: set[Path] = set()
     for path in paths:
-        inside = path.rglob("*") if path.is_dir() else (path,)
+        inside = _below(path) if path.is_dir() else (path,)
         found |= {each.resolve() for each in inside if each.is_file()}
     return sorted(found)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    for root, directories, names in os.walk(directory):
+        directories[:] = [name for name in directories if name != "site-packages"]
+        yield from (Path(root, name) for name in names)
 
 
 def make_cold(files: Iterable[Path]) -> str:

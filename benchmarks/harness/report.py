@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +51,34 @@ class Target:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title and a note."""
+    """A table of a section.
+
+    Attributes:
+        title: its title.
+        head: heads of its columns.
+        rows: cells of its rows.
+        note: text below it.
+        runs: number of fresh processes of each row, such as `5` or `1 to 15`; empty: that of the whole run.
+    """
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
+    runs: str = ""
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
         lines = [self.head, tuple("---" for _ in self.head), *self.rows]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"## {self.title}\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
+        runs = f"Fresh processes of each row: {self.runs}.\n\n" if self.runs else ""
+        return f"## {self.title}\n\n{runs}{text}\n" + (f"\n{self.note}\n" if self.note else "")
+
+
+def runs(sections: Iterable[Samples]) -> str:
+    """Return how many processes the rows of some sections have, such as `5` or `1 to 15`."""
+    counts = sorted({len(found) for rows in sections for found in rows.values()})
+    return " to ".join(map(str, dict.fromkeys((*counts[:1], *counts[-1:]))))
 
 
 def cell(samples: Sequence[Sample], key: str, digits: int = 2, scale: float = 1) -> str:
@@ -230,13 +246,14 @@ def markdown(
     missed = sum(not target.met for target in targets)
     verdict = f"{missed} of {len(targets)} targets missed" if missed else "all targets met"
     busy = max(machine["load_average"], facts["load_average_after"] - 2)
+    count = "" if tables and all(table.runs for table in tables) else f"{facts['runs']} "
     head = (
         f"# Benchmark of {facts['date']}: {verdict}\n\n"
         f"{machine['cpu']} (family/model {machine['family_model']}"
         f"{', AVX-512' if machine['avx512'] else ''}), {machine['cores']} cores used, "
         f"{machine['memory_bytes'] / 2**30:.0f} GB, Linux {machine['kernel']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f".\nMedians [least..greatest] of {facts['runs']} fresh processes, all rows in turn after one "
+        + f".\nMedians [least..greatest] of {count}fresh processes, all rows in turn after one "
         "round that was thrown away; ratios are medians of the ratios within each round. "
         f"`{command}` repeats it.\n"
     )

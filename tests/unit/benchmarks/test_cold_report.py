@@ -67,6 +67,13 @@ def test_the_goals_are_missed_where_prejit_is_slower() -> None:
     ]
 
 
+def test_a_start_that_thrashes_under_a_memory_limit_misses_its_goal() -> None:
+    found = {"disk cold": figures(first=[1.0]), "memory limit, disk cold": figures(first=[3.0])}
+    [target] = cold_report.targets("GPT-2", rows(), found)
+    assert (target.found, target.met) == (3.0, False)
+    assert "memory limit" in target.what
+
+
 def test_a_row_that_did_not_run_leaves_its_cell_empty() -> None:
     found = {"page cache warm": figures(first=[1.0]), "disk cold": figures(llama=[2.0])}
     table = cold_report.seconds("title", rows(), found, [])

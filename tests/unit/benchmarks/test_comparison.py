@@ -219,6 +219,43 @@ def test_names_in_the_picture_are_text_not_markup() -> None:
     assert "x &amp; y" in drawn
 
 
+def test_figures_are_taken_at_the_event_that_stops_a_process() -> None:
+    code = "import time; print('FIRST {\"seen\": 1}', flush=True); time.sleep(60)"
+    row = Row("row", (sys.executable, "-c", code))
+    sample = measure.run_once(row, until="FIRST", at_stop=lambda: {"disk_read_bytes": 7})
+    assert (sample["seen"], sample["disk_read_bytes"]) == (1, 7)
+
+
+def facts_of(runs: int) -> dict[str, Any]:
+    machine = {
+        **{"cpu": "x", "family_model": "1/2", "avx512": False, "cores": 2, "kernel": "6"},
+        **{"memory_bytes": 2**30, "load_average": 0.0},
+    }
+    return {
+        **{"date": "d", "machine": machine, "versions": {}, "runs": runs},
+        "load_average_after": 0.0,
+    }
+
+
+def test_a_section_with_fewer_rounds_than_the_run_says_its_own_number() -> None:
+    tables = [
+        report.Table("cold", ("a",), [], runs="3"),
+        report.Table("decode", ("a",), [], "", "5"),
+    ]
+    page = report.markdown(facts_of(5), tables, [])
+    assert "Medians [least..greatest] of fresh processes" in page
+    assert page.index("## cold") < page.index("each row: 3.") < page.index("## decode")
+    assert "Fresh processes of each row: 5." in page
+    of_a_study = report.markdown(facts_of(4), [report.Table("t", ("a",), [])], [])
+    assert "of 4 fresh processes" in of_a_study
+
+
+def test_the_number_of_processes_is_a_range_where_rows_differ() -> None:
+    assert report.runs([{"a": [{}, {}], "b": [{}, {}]}]) == "2"
+    assert report.runs([{"a": [{}]}, {"b": [{}] * 15, "c": [{}] * 5}]) == "1 to 15"
+    assert report.runs([]) == ""
+
+
 def test_many_programs_are_compared_with_few_at_the_first_token() -> None:
     figures = {"loaded_seconds": [0.1], "first_seconds": [0.2], "rss_bytes": [1e6]}
     slower = {**figures, "first_seconds": [0.4]}

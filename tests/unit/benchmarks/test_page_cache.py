@@ -64,3 +64,17 @@ def test_a_file_with_two_names_counts_once(tmp_path: Path) -> None:
     (inner / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to(inner / "file")
     assert files_below([tmp_path, inner]) == [(inner / "file").resolve()]
+
+
+def test_packages_of_the_base_interpreter_are_left_out_and_those_of_the_environment_are_not(
+    tmp_path: Path,
+) -> None:
+    for packages in (tmp_path / "base/site-packages", tmp_path / "environment/site-packages/x"):
+        packages.mkdir(parents=True)
+        (packages / "module.py").touch()
+    (tmp_path / "base" / "os.py").touch()
+    found = files_below([tmp_path / "base", tmp_path / "environment/site-packages"])
+    assert [path.relative_to(tmp_path).as_posix() for path in found] == [
+        "base/os.py",
+        "environment/site-packages/x/module.py",
+    ]
