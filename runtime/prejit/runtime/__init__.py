@@ -118,5 +118,7 @@ def __getattr__(name: str) -> Any:
 def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     with import_module("prejit.runtime.base.collector").collector_off():
-        import_module("prejit.runtime.device.start").import_numpy()
+        start = import_module("prejit.runtime.device.start")
+        start.read_library_ahead()
+        start.import_numpy()
         return import_module("prejit.runtime.loader").load
