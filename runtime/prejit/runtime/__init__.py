@@ -128,7 +128,9 @@ def _load() -> Any:
     """Return `load`, with NumPy and most of the modules that it needs imported."""
     started = perf_counter()
     with import_module("prejit.runtime.base.collector").collector_off():
-        import_module("prejit.runtime.device.start").import_numpy()
+        start = import_module("prejit.runtime.device.start")
+        start.read_library_ahead()
+        start.import_numpy()
         load = import_module("prejit.runtime.loader").load
     process = import_module("prejit.runtime.base.process")
     process.imports.append(process.span("imports", started))

@@ -7,6 +7,7 @@ beside them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 
 from prejit.runtime.base.process import importing, is_alone, is_plain_start, thread_count
+from prejit.runtime.device.library_pages import read_ahead
 
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 """Variable with the time that OpenBLAS's threads spin before they sleep: 2 to this power of cycles, at least
@@ -27,11 +29,29 @@ def quickly() -> Iterator[None]:
     if is_plain_start():
         yield
         return
+    read_library_ahead()
     with importing():
         # NumPy first: it opens libraries itself, and would wait while another thread opens one.
         import_numpy()
         _open_jaxlib()
     yield
+
+
+@functools.cache
+def read_library_ahead() -> None:
+    """Ask the kernel for the pages of jaxlib's library that a start touches. Nothing waits for them here."""
+    if is_plain_start() or "jaxlib._jax" in sys.modules:
+        return
+    if (library := jaxlib_library()) is not None:
+        read_ahead(library)
+
+
+def jaxlib_library() -> str | None:
+    """Return the path of jaxlib's library; None: jaxlib is not installed."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return os.path.join(spec.submodule_search_locations[0], "libjax_common.so")
 
 
 def import_numpy() -> None:
@@ -62,10 +82,8 @@ def _open_jaxlib() -> None:
     """Open jaxlib's library in a thread. That is 25 of the 30 ms of its import, which holds the GIL."""
     if "jaxlib._jax" in sys.modules:
         return
-    spec = importlib.util.find_spec("jaxlib")
-    if spec is None or not spec.submodule_search_locations:
+    if (path := jaxlib_library()) is None:
         return  # the import raises a better error
-    path = os.path.join(spec.submodule_search_locations[0], "libjax_common.so")
     set_log_level()
     import ctypes
 
