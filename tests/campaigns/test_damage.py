@@ -115,7 +115,7 @@ def numbers(count: int) -> Iterable[int]:
 def test_positions(campaign: Campaign) -> None:
     """A bit in each chunk: the first, the last and any byte; found early, late and meanwhile."""
     count = damages.positions(campaign.bundle)
-    step = 1 if EXAMPLES >= WHOLE_EXAMPLES or ONLY is not None else 5
+    step = 1 if EXAMPLES >= WHOLE_EXAMPLES or ONLY is not None else 9
     tried = try_in_workers(campaign, "positions", [*numbers(count)][::step])
     campaign.check("positions", tried)
 

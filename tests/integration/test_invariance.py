@@ -424,7 +424,7 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=slow)
 
 
-@examples(100)
+@examples(60)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     gpt2: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
@@ -432,7 +432,7 @@ def test_tokens_of_a_gpt2_depend_on_nothing_but_the_request(
     check_script(gpt2, script, calls, lasting)
 
 
-@examples(25)
+@examples(20)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_model_with_a_sliding_window_depend_on_nothing_but_the_request(
     mistral: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
@@ -440,7 +440,7 @@ def test_tokens_of_a_model_with_a_sliding_window_depend_on_nothing_but_the_reque
     check_script(mistral, script, calls, lasting)
 
 
-@examples(25)
+@examples(20)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_model_with_soft_caps_depend_on_nothing_but_the_request(
     gemma2: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int
@@ -448,7 +448,7 @@ def test_tokens_of_a_model_with_soft_caps_depend_on_nothing_but_the_request(
     check_script(gemma2, script, calls, lasting)
 
 
-@examples(40)
+@examples(25)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_trained_llama_depend_on_nothing_but_the_request(
     stories260k: Subject, script: list[tuple[str, Any]], calls: list[int], lasting: int

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,22 @@ from prejit.runtime.generation import decode
 decode.CALL_SECONDS = (1e-9, 1e9)[process]  # one is fast, one slow: both must make the same calls
 """
 
-Build = Callable[..., Path]
 Generated = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A bundle to build: a decoder over a mesh, or over one device."""
+
+    name: str
+    source: Path
+    mesh: tuple[int, int] | None
+    batch: int = 4
+    prompt: int = 4
+    context: int = 32
+
+
+BuildAll = Callable[..., dict[str, Path]]
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 0.5) -> Path:
@@ -112,32 +127,21 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], scale: float = 
 
 
 @pytest.fixture(scope="module")
-def build_one(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """Builds a decoder over a mesh: `build_one(source, name, mesh=(2, 2), batch=4)`."""
+def build_all(run: Run, tmp_path_factory: pytest.TempPathFactory) -> BuildAll:
+    """Builds decoders over meshes by one command: `build_all(Split("tiny", source, mesh=(2, 2)))`."""
     directory = tmp_path_factory.mktemp("mesh")
 
-    def build_one(
-        source: Path,
-        name: str,
-        mesh: tuple[int, int] | None,
-        *,
-        batch: int = 4,
-        prompt: int = 4,
-        context: int = 32,
-    ) -> Path:
-        path = write_manifest(
-            directory / f"{name}.toml",
-            source,
-            name=name,
-            batch=[batch],
-            prompt=[prompt],
-            context=[context],
-        )
-        add_mesh(path, mesh)
-        run("build", path, "-o", directory, quick=True)
-        return directory / name
+    def build_all(*wanted: Split) -> dict[str, Path]:
+        manifests = []
+        for each in wanted:
+            sizes = {"batch": [each.batch], "prompt": [each.prompt], "context": [each.context]}
+            path = directory / f"{each.name}.toml"
+            manifests.append(write_manifest(path, each.source, name=each.name, **sizes))
+            add_mesh(path, each.mesh)
+        run("build", *manifests, "-o", directory, quick=True)
+        return {each.name: directory / each.name for each in wanted}
 
-    return build_one
+    return build_all
 
 
 def add_mesh(manifest: Path, mesh: tuple[int, int] | None) -> None:
@@ -156,14 +160,19 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def bundles(sources: dict[str, Path], build_one: Build) -> dict[str, Path]:
+def bundles(sources: dict[str, Path], build_all: BuildAll) -> dict[str, Path]:
     """By `llama-1x2`; `llama-one` is of one device."""
-    made = {}
-    for family, meshes in MESHES.items():
-        for mesh in (None, *meshes):
-            name = f"{family}-{'one' if mesh is None else f'{mesh[0]}x{mesh[1]}'}"
-            made[name] = build_one(sources[family], name, mesh)
-    return made
+    return build_all(
+        *(
+            Split(
+                f"{family}-{'one' if mesh is None else f'{mesh[0]}x{mesh[1]}'}",
+                sources[family],
+                mesh,
+            )
+            for family, meshes in MESHES.items()
+            for mesh in (None, *meshes)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +223,14 @@ def test_sampled_tokens_are_those_of_one_device(bundles: dict[str, Path]) -> Non
 
 
 def test_two_tensor_devices_write_the_published_text(
-    stories: tuple[Path, dict[str, Any]], build_one: Build
+    stories: tuple[Path, dict[str, Any]], build_all: BuildAll
 ) -> None:
     from prejit.runtime import load
 
     source, expected = stories
-    path = build_one(source, "stories-1x2", (1, 2), batch=1, prompt=16, context=256)
+    [path] = build_all(
+        Split("stories-1x2", source, (1, 2), batch=1, prompt=16, context=256)
+    ).values()
     bundle = load(path, on_mismatch="error")
     result = bundle.generate(expected["prompt_ids"], max_new_tokens=len(expected["ids"]))
     assert result.text == expected["text"]
@@ -245,7 +256,7 @@ print(anonymous() - before)
 
 
 def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
-    python: Run, build_one: Build, tmp_path: Path
+    python: Run, build_all: BuildAll, tmp_path: Path
 ) -> None:
     config = {
         **LLAMA,
@@ -257,7 +268,7 @@ def test_shards_are_slices_of_the_map_and_columns_are_copied_once(
         "head_dim": 8,
     }
     source = write_checkpoint(tmp_path / "large", config, scale=0.02)
-    bundle = build_one(source, "large", (1, 4), batch=1, context=16)
+    [bundle] = build_all(Split("large", source, (1, 4), batch=1, context=16)).values()
     matrix = 4 * 1024 * 8192
     assert (source / "model.safetensors").stat().st_size > 3 * matrix
     grown = int(python(MEASURE, bundle).stdout.splitlines()[-1])
