@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import subprocess
@@ -41,12 +40,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile quickly in this process, unless its tests run in others."""
     if not session.config.getoption("numprocesses", None):
         compile_quickly()
-
-
-def pytest_collection_finish() -> None:
-    """Keep what was imported out of later garbage collections, which take 6 % of the time otherwise."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
