@@ -16,8 +16,8 @@ PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 
-# One process of tests more than CPUs, because tests wait now and then. Each takes whole files, whose fixtures are theirs.
-AT_ONCE := -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
+# One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
+AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
