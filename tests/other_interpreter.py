@@ -29,10 +29,10 @@ LEFT_OUT = {
 }
 """Files, and why they cannot differ."""
 ALL_CASES = ("tests/unit/runtime/device/", "tests/unit/runtime/base/", "tests/format/")
-"""Where every case of a test runs: what touches jaxlib's private interfaces or the standard library, and
-bundles of old formats.
+"""Directories of tests that run with all their cases. They touch jaxlib's private interfaces, the standard
+library, or bundles of old formats.
 
-Of the other tests the first case runs. It shows that what the test calls works there; the others differ in
+Other tests run with their first case only. It shows that the code works there; the other cases have other
 values."""
 FAMILIES = {
     "test_logits_and_greedy_tokens_equal_those_that_torch_gave": r"[a-z]+\d?",

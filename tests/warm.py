@@ -27,10 +27,10 @@ from . import quick_compiling
 
 
 class WarmProcess:
-    """A command that runs in a process of its own. What `subprocess.Popen` has of it is called the same.
+    """A command that runs in a process of its own. Its methods are named as those of `subprocess.Popen`.
 
     Attributes:
-        pid: of the process, and of its group if it has one of its own.
+        pid: of the process, and of its group.
         returncode: None before `communicate` or `wait`.
     """
 
@@ -39,13 +39,13 @@ class WarmProcess:
         self.returncode: int | None = None
 
     def wait(self, timeout: float = 600) -> int:
-        """The exit status, or minus the signal. After so many seconds its group is killed."""
+        """Return the exit status, or minus the signal. Its group is killed after `timeout` seconds."""
         if self.returncode is None:
             self.returncode = self._python.status_of(self.pid, timeout)
         return self.returncode
 
     def communicate(self, timeout: float = 600) -> tuple[str, str]:
-        """What it wrote to stdout and stderr until its end."""
+        """Wait for its end, and return all that it wrote to stdout and stderr."""
         self.wait(timeout)
         output, errors = (file.read_text() for file in self._files)
         return output, errors

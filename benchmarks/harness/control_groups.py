@@ -21,7 +21,7 @@ class NoControlGroupError(Exception):
 
 @dataclass(frozen=True)
 class Resource:
-    """What a control group limits, and where.
+    """A resource that a control group limits, and the files that set the limit.
 
     Attributes:
         name: name of the controller in version 2, and in messages.

@@ -33,7 +33,7 @@ class NoSlowDiskError(Exception):
 
 @dataclass(frozen=True)
 class Counters:
-    """What a disk has done since it was attached.
+    """Counters of a disk since it was attached.
 
     Attributes:
         busy_seconds: time in which at least one request was in flight.

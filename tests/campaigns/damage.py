@@ -28,7 +28,7 @@ MOST_BYTES = 8 << 10
 """The largest range that is zeroed, swapped or appended."""
 
 MODES = ("beside", "early", "late", "receipts", *("checks",) * 6)
-"""What is done with a damaged bundle; the place in the tuple is the last digit of the example.
+"""Ways to use a damaged bundle. An example has the mode at the index that is its last digit.
 
 - beside: a reply is streamed while threads verify.
 - early: a reply is wanted after the threads have ended.
@@ -59,7 +59,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an example.
+    """The result of one example.
 
     Attributes:
         number: the example.

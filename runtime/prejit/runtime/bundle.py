@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class LoadTimes(NamedTuple):
-    """What `load` did before it made the Bundle.
+    """Times and sizes of `load`, from its call until it makes the Bundle.
 
     Attributes:
         started: when it was called, by time.perf_counter.

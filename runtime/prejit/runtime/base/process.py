@@ -168,21 +168,14 @@ def thread_count() -> int:
 
 def seconds_since_exec() -> float:
     """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
-    started = _started_seconds()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def exec_time() -> float:
     """Return when this process was started, by `time.perf_counter`, or up to 10 ms before that."""
-    started = _started_seconds()
-    return time.perf_counter() - time.clock_gettime(time.CLOCK_BOOTTIME) + started
-
-
-def _started_seconds() -> float:
-    """Return when this process was started, in seconds since the machine was booted."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter() - seconds_since_exec()
 
 
 def peak_memory_bytes() -> int:

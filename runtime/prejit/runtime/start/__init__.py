@@ -1,4 +1,4 @@
-"""What happened in a start: its time in parts, and hints. Nothing here is imported before somebody asks.
+"""The report of a start: its time in parts, and hints. A start itself imports nothing of it.
 
 May import `programs`, `store` and the rooms below them. Begin with `report.split`: it adds up the spans that
 `load`, `Verification`, `Programs` and the imports noted.

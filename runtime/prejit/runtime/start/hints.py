@@ -197,7 +197,7 @@ class _Mount(NamedTuple):
 
     @property
     def described(self) -> str:
-        """What it is, for a sentence."""
+        """Its mount point and its type, as words of a hint."""
         what = "FUSE" if self.kind.startswith("fuse") else "a network or shared file system"
         return f"{self.point} ({self.kind}: {what})"
 

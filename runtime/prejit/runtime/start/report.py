@@ -16,7 +16,7 @@ from prejit.runtime.base.process import Span
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """Where the time of a start went, from the start of the process to the first result.
+    """The time of a start in parts, from the start of the process to the first result.
 
     The first seven parts add up to `total_seconds`, which is time on a wall clock. They follow the thread
     that loads, and then the thread that gets the first result. What other threads do meanwhile counts only
