@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Real
 from typing import Any, NoReturn, TypeVar
 
@@ -123,6 +123,23 @@ def function(name: str, value: object) -> Callable[..., Any] | None:
     if value is not None and not callable(value):
         refuse(name, "a function or None", value)
     return value
+
+
+def classes(name: str, value: object) -> dict[str, type[Any]]:
+    """Return classes by `module:Name`, from a list of them or a mapping of names."""
+    wanted = "classes, or a dict of them by the names that they had at build time"
+    if isinstance(value, Mapping):
+        named = dict(value)
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        listed = list(value)
+        if not all(isinstance(each, type) for each in listed):
+            refuse(name, wanted, value)
+        named = {f"{each.__module__}:{each.__qualname__}": each for each in listed}
+    else:
+        refuse(name, wanted, value)
+    if not all(isinstance(key, str) and isinstance(each, type) for key, each in named.items()):
+        refuse(name, wanted, value)
+    return named
 
 
 def instance(name: str, value: object, kind: type[_T]) -> _T:

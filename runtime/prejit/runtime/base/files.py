@@ -62,12 +62,22 @@ def read_all(descriptor: int, size: int, path: str) -> bytes:
     return bytes(content)
 
 
-def map_file(descriptor: int, size: int) -> Content:
-    """Map an open file into memory. Its pages are shared with other processes until they are written."""
+def map_file(descriptor: int, size: int, path: str) -> Content:
+    """Map an open file into memory. Its pages are shared with other processes until they are written.
+
+    Raises:
+        RejectError: the file has become shorter since its size was read.
+        StoreError: it cannot be mapped, because there is too little memory for example.
+    """
     if size == 0:
         return b""
-    # DLPack needs writable memory, so this is ACCESS_COPY; nobody writes to it.
-    return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    try:
+        # DLPack needs writable memory, so this is ACCESS_COPY; nobody writes to it.
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    except ValueError as error:
+        raise RejectError(path, f"expected {size} bytes, found fewer: {error}") from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot map it into memory: {error.strerror}") from error
 
 
 def digest_file(descriptor: int) -> str:

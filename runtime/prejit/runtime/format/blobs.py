@@ -83,8 +83,9 @@ class Blobs:
         sizes = {at.digest: at.size for m in manifests for at in (m.config, *m.layers)}
         for digest, size in sizes.items():
             descriptor, identity = self._open.enter_context(layout.open_blob(digest, size))
-            content = map_file(descriptor, size)
-            self._files[digest] = _File(layout.blob_path(digest), descriptor, identity, content)
+            path = layout.blob_path(digest)
+            content = map_file(descriptor, size, path)
+            self._files[digest] = _File(path, descriptor, identity, content)
         self.hashed_bytes = self.receipt_bytes = 0
         self.reads: list[Span] = []
         self.verification = VERIFIED

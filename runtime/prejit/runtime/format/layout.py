@@ -155,7 +155,7 @@ class Layout:
             RejectError: the blob is missing, is no regular file, or has another size.
         """
         with self.open_blob(digest, size) as (descriptor, _):
-            return map_file(descriptor, size)
+            return map_file(descriptor, size, self.blob_path(digest))
 
     @contextlib.contextmanager
     def _open_file(

@@ -23,7 +23,7 @@ import pytest
 
 from prejit.runtime import __main__
 from prejit.runtime.base import digests
-from prejit.runtime.base.files import digest_file, write_file
+from prejit.runtime.base.files import digest_file, map_file, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs, read_whole
 from prejit.runtime.format.layout import Layout, write_layout
@@ -234,6 +234,18 @@ def test_a_map_outlives_the_layout_and_the_file(bundle_dir: Path) -> None:
         content = layout.map_blob(digest, size)
     path.unlink()
     assert digests.digest_of(content[:]) == digest
+
+
+def test_a_file_cut_between_opening_and_mapping_is_damage(tmp_path: Path) -> None:
+    file = tmp_path / "blob"
+    file.write_bytes(b"x" * 100)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.truncate(file, 50)
+        with pytest.raises(RejectError, match="blob: expected 100 bytes, found fewer"):
+            map_file(descriptor, 100, str(file))
+    finally:
+        os.close(descriptor)
 
 
 def test_writing_through_a_map_never_reaches_the_file(bundle_dir: Path) -> None:
