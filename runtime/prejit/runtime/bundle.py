@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from prejit.runtime.device.kernels import Library
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
     from prejit.runtime.encoding.sentences import OnTooLong
-    from prejit.runtime.programs.pytree import Path
+    from prejit.runtime.format.trees import Path
+    from prejit.runtime.programs.bound import Bound
+    from prejit.runtime.programs.calls import Calls, Pending
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
 
@@ -97,6 +99,7 @@ class Bundle:
         times: LoadTimes,
         serve_smaller: bool = False,
         kernels: Library | None = None,
+        types: Mapping[str, type[Any]] | None = None,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -106,6 +109,7 @@ class Bundle:
         self.verdicts = verdicts
         self.config = config
         self._layers = layers
+        self._types = types
         self._verification = layers[PORTABLE_MEDIA_TYPE].verification
         self._text = BundleText(config.bundle, layers)
         self._device = Device(platform, config.mesh)
@@ -458,38 +462,65 @@ class Bundle:
         Args:
             name: the name of the program.
             *args: positional arguments, if the manifest has a list of them.
-            **kwargs: keyword arguments, if the manifest has a table. Both are nested dicts, lists and tuples
-                of arrays, each anything that NumPy or DLPack reads. Their shapes choose the bucket.
+            **kwargs: keyword arguments, if the manifest has a table, and static arguments. Arguments are
+                nested as the function takes them, of arrays that NumPy or DLPack reads and of numbers. Their
+                shapes and the static arguments choose the bucket. Donated ones are copied first.
 
         Returns:
-            The results, nested as the function returned them (sequences as tuples, named tuples and
-            dataclasses as dicts): jax.Arrays if an argument was one, else NumPy arrays.
+            The results, nested as the function returned them: jax.Arrays if an argument was one, else NumPy
+            arrays. Named tuples and dataclasses have their own class if it is one of `load`'s `types`, else
+            one with the same fields. A random key is a key of jax, or its data as a NumPy array.
 
         Raises:
             UsageError: there is no such program, or no bucket of it takes these arguments.
             RejectError: the program is damaged.
         """
         self._programs.ask()
-        from prejit.runtime.programs.calls import flatten
+        return self._calls.call(name, args, kwargs)
 
-        arguments.text("name", name)
-        return self.call_leaves(name, flatten(name, args, kwargs))
-
-    def call_leaves(self, name: str, given: Mapping[Path, Any]) -> Any:
-        """Run a program as `call` does, with flat arguments: each array by its path. Raises as `call`."""
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> Pending:
+        """Run a program as `call` does, without waiting for it: `bundle.call_async(...).result()`."""
         self._programs.ask()
-        from prejit.runtime.programs.calls import call_leaves
+        return self._calls.call_async(name, args, kwargs)
 
-        results = call_leaves(self._programs, self._device, name, given)
-        self._verification.finish()
-        self._programs.answer()
-        return results
+    def call_by_path(
+        self, name: str, given: Mapping[Path, Any], static: Mapping[str, Any] | None = None
+    ) -> dict[Path, Any]:
+        """Run a program as `call` does, with each array by its path, and return its results by path."""
+        self._programs.ask()
+        return self._calls.call_by_path(name, given, static or {})
+
+    def bind(self, name: str, /, *args: Any, **kwargs: Any) -> Bound:
+        """Return a program that keeps some of its arguments on the device, as the state of a training step.
+
+            step = bundle.bind("train_step", state=state)
+            for batch in batches:
+                loss = step(batch=batch)
+            state = step.read()["state"]
+
+        Args:
+            name: the name of the program.
+            *args: the first arguments, if the manifest has a list of them. They are copied.
+            **kwargs: arguments by name. Each must come back among the results, under the same name or with
+                the same structure. Static arguments hold for all calls.
+
+        Raises:
+            UsageError: there is no such program or argument, or no result can take an argument's place.
+        """
+        from prejit.runtime.programs.bound import Bound
+
+        self._programs.ask()
+        return Bound(self._calls, name, args, kwargs)
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program of kind `call` on zeros and waits for it; for measuring."""
-        from prejit.runtime.programs.calls import runner_with_zeros
+        return self._calls.runner_with_zeros(program)
 
-        return runner_with_zeros(self._programs, self._device, program)
+    @once
+    def _calls(self) -> Calls:
+        from prejit.runtime.programs.calls import Calls
+
+        return Calls(self._programs, self._device, self._types)
 
     # ------------------------------------------------------------------ all programs
 

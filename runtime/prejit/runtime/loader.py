@@ -14,11 +14,11 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.collector import collector_off
@@ -67,6 +67,7 @@ def load(
     while_compiling: Literal["wait", "smaller"] = "wait",
     on_fallback: Callable[[Axis], object] | None = None,
     fingerprint: Fingerprint | None = None,
+    types: Iterable[type[Any]] | Mapping[str, type[Any]] = (),
 ) -> Bundle:
     """Load a bundle: check this machine, map the weights and begin to verify them.
 
@@ -83,6 +84,8 @@ def load(
             count it: `lambda axis: counter.labels(axis.name).inc()`. See also `fallback_counts`.
         fingerprint: treat this machine as the one with this fingerprint; None: as what it is. Executables are
             loaded only if this machine matches as well.
+        types: classes of named tuples and dataclasses that programs of the user return. A mapping gives the
+            name that each had at build time, `module:Name`. Results of other classes get a substitute.
 
     Returns:
         The bundle. Its programs become ready when they are first used.
@@ -104,6 +107,7 @@ def load(
     arguments.function("on_fallback", on_fallback)
     if fingerprint is not None:
         arguments.instance("fingerprint", fingerprint, Fingerprint)
+    named = arguments.classes("types", types)
     machine = Fingerprint.current()
     must_match = on_mismatch == "error"
     open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
@@ -137,6 +141,7 @@ def load(
         times=times,
         serve_smaller=while_compiling == "smaller",
         kernels=choice.kernels,
+        types=named,
     )
 
 

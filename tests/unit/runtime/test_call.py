@@ -10,14 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.transfer import aligned_zeros
 from prejit.runtime.errors import UsageError
-from prejit.runtime.programs import pytree
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
@@ -227,43 +224,3 @@ def test_a_report_names_every_program_once(settled_dir: Path) -> None:
     assert fresh.report() == again, "the time it took to get ready, not to run"
     assert [(r.program, r.source) for r in again][-1] == ("tick", "loaded")
     assert again[-1].seconds > 0
-
-
-# Trees
-
-
-def test_a_tree_is_spelled_as_python_writes_it() -> None:
-    assert pytree.spell(("params", "dense", 0)) == "params['dense'][0]"
-    assert pytree.spell(()) == "value"
-    assert pytree.spell((0, "x")) == "0['x']"
-
-
-def test_a_single_value_is_its_own_tree() -> None:
-    assert list(pytree.leaves(5)) == [((), 5)]
-    assert pytree.unflatten([()], [5]) == 5
-    assert pytree.unflatten([], []) == ()
-
-
-def test_none_is_no_leaf() -> None:
-    assert list(pytree.leaves({"a": None, "b": [None, 1]})) == [(("b", 1), 1)]
-
-
-def test_sequences_come_back_in_the_order_of_their_places() -> None:
-    assert pytree.unflatten([(1,), (0,), (10,), (2,)], "bakc") == ("a", "b", "c", "k")
-
-
-trees = st.recursive(
-    st.integers(),
-    lambda inner: (
-        st.lists(inner, min_size=1, max_size=4).map(tuple)
-        | st.dictionaries(st.text(min_size=1, max_size=3), inner, min_size=1, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(value=trees)
-def test_a_tree_survives_being_flattened(value: Any) -> None:
-    pairs = list(pytree.leaves(value))
-    assert pytree.unflatten([path for path, _ in pairs], [leaf for _, leaf in pairs]) == value

@@ -23,6 +23,7 @@ class LoweredProgram:
         weights: names of the tensors that come first among the arguments, in order.
         arguments: the other arguments, in order.
         results: the results, in order.
+        arguments_tree, results_tree: how they are nested, as `trees.to_text` writes it; None for a model's.
         weight_shardings: the mesh axis that splits each dimension, for each weight that is split.
         weight_sets: every set of tensors that may come first, by the set's name. Empty means `weights` only.
         estimated_microseconds: estimated duration on a CPU, for targets that cannot be measured; 0 means no
@@ -37,3 +38,5 @@ class LoweredProgram:
     weight_shardings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     weight_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     estimated_microseconds: int = 0
+    arguments_tree: str | None = None
+    results_tree: str | None = None

@@ -21,9 +21,11 @@ from prejit.compiler.manifest.expected import (
     MAX_DRAFT,
     SHAPES,
     SIZES,
+    STATIC,
     expected,
     no_such_path,
 )
+from prejit.compiler.manifest.manifest import names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
 
@@ -84,8 +86,9 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     ]
     programs = data.get("program")
     for index, program in enumerate(programs if isinstance(programs, list) else ()):
-        buckets = _table(_table(program).get("buckets")).values()
-        counts.append((("program", index), math.prod(map(_length, buckets))))
+        sizes = [*_table(_table(program).get("buckets")).values()]
+        sizes += _table(_table(program).get("static")).values()
+        counts.append((("program", index), math.prod(map(_length, sizes))))
     total = 0
     for where, count in counts:
         total += count
@@ -206,7 +209,8 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             wanted = expected("program[].name")
             yield ("name",), f"expected {wanted}; found {shown(name)}"
-    if isinstance(function, str) and not _is_function(function):
+    is_file = isinstance(function, str) and bool(function) and os.path.isfile(directory / function)
+    if isinstance(function, str) and not (names_object(function) or is_file):
         wanted = expected("program[].function")
         yield ("function",), f"expected {wanted}; found {shown(function)}"
     if isinstance(params, str):
@@ -218,8 +222,39 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     for variable, sizes in _table(program.get("buckets")).items():
         for where, problem in _size_problems(sizes):
             yield ("buckets", variable, *where), problem
-    if "args" in program:
-        yield from _args_problems(program["args"], program.get("buckets", {}))
+    args = program.get("args")
+    if args is None and not is_file:
+        yield ("args",), f"missing; expected {expected('program[].args')}"
+    elif isinstance(args, str):
+        if not names_object(args):
+            yield ("args",), f"expected {expected('program[].args')}; found {shown(args)}"
+    elif args is not None:
+        yield from _args_problems(args, program.get("buckets", {}))
+    yield from _static_problems(program.get("static"), args)
+    yield from _donate_problems(program.get("donate"), args)
+
+
+def _static_problems(static: Any, args: Any) -> Problems:
+    for name, values in _table(static).items():
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield ("static", name), f"expected the name of an argument; found {shown(name)}"
+        if isinstance(args, dict) and name in args:
+            yield ("static", name), f"expected a name that args has not; found {shown(name)}"
+        if isinstance(values, list) and len({(type(each), each) for each in values}) < len(values):
+            yield ("static", name), f"expected {STATIC}; found {shown(values)}"
+        if values == []:
+            yield ("static", name), f"expected {STATIC}; found []"
+
+
+def _donate_problems(donate: Any, args: Any) -> Problems:
+    if not isinstance(donate, list) or not isinstance(args, dict | list):
+        return
+    known = [*args] if isinstance(args, dict) else [*range(len(args))]
+    for index, key in enumerate(donate):
+        if key not in known or type(key) is bool:
+            names = ", ".join(map(shown, known)) or "none"
+            problem = f"expected an argument, one of {names}; found {shown(key)}"
+            yield ("donate", index), problem
 
 
 def _args_problems(args: Any, buckets: Any) -> Problems:
@@ -297,12 +332,6 @@ def _leaves(tree: Any, where: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
             yield from _leaves(value, (*where, key))
         else:
             yield (*where, key), value
-
-
-def _is_function(text: str) -> bool:
-    module, _, attribute = text.partition(":")
-    names = [*module.split("."), *attribute.split(".")]
-    return all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
 
 
 def _table(value: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from prejit.compiler.manifest.shape_string import EXAMPLE, SIZE
 from prejit.compiler.manifest.toml_lines import KeyPath
 
 SIZES = "a list of different positive integers such as [1, 8]"
+STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
@@ -41,12 +42,18 @@ _EXPECTED = {
     "program": "[[program]] tables",
     "program[]": "a [[program]] table",
     "program[].name": "letters, digits and . _ -, starting with a letter or digit",
-    "program[].function": '"package.module:attribute"',
-    "program[].args": "a table of keyword arguments or a list of positional ones",
+    "program[].function": '"package.module:attribute", or the path of a jax.export artifact or of StableHLO',
+    "program[].args": "a table of keyword arguments, a list of positional ones, or "
+    '"package.module:attribute"',
     "program[].args.*": f"{EXAMPLE}, or a table or list of such",
     "program[].buckets": "a table such as { batch = [1, 8] }",
     "program[].buckets.*": SIZES,
     "program[].buckets.*[]": SIZE,
+    "program[].static": 'a table such as { mode = ["fast", "exact"] }',
+    "program[].static.*": STATIC,
+    "program[].static.*[]": "a text, an integer or a boolean",
+    "program[].donate": "a list of names or positions of arguments",
+    "program[].donate[]": "the name or the position of an argument",
     "program[].params": "the path of a .safetensors file or of an orbax directory",
     "target": "at least one [[target]] table with a name",
     "target[]": "a [[target]] table with a name",
@@ -75,7 +82,7 @@ def expected(where: KeyPath | str) -> str:
         return _EXPECTED[where]
     pattern = ""
     for depth, key in enumerate(where):
-        free = isinstance(key, str) and depth == 3 and where[2] in ("args", "buckets")
+        free = isinstance(key, str) and depth == 3 and where[2] in ("args", "buckets", "static")
         pattern += "[]" if isinstance(key, int) else ".*" if free else f".{key}"
     return _EXPECTED[pattern.removeprefix(".")]
 

@@ -5,7 +5,7 @@
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
-    [[program]]   Program            name, function, args, buckets, params
+    [[program]]   Program            name, function, args, buckets, params, static, donate
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
 `reading.read_manifest` makes it from TOML. Python code makes it with `Manifest(...)`, and
@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import itertools
+import keyword
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from prejit.compiler.targets.target_table import TableError, TargetTable, resolv
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.targets import Target
+
+Static = str | int | bool
+"""The value of a static argument."""
 
 STRICT = {"strict": True, "extra": "forbid"}
 """The pydantic settings of every section: no conversions and no unknown keys."""
@@ -99,37 +103,61 @@ class Encode:
     shapes: tuple[tuple[int, int], ...]
 
 
+def names_object(text: str) -> bool:
+    """Return whether a text has the form `package.module:attribute`."""
+    module, _, attribute = text.partition(":")
+    names = [*module.split("."), *attribute.split(".")]
+    return all(name.isidentifier() and not keyword.iskeyword(name) for name in names)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A function of the user: a `[[program]]` section, or a Python object.
 
     Attributes:
         name: name of the program; unique in the bundle.
-        fn: a function, a flax.linen module or a flax.nnx module: the object itself, or
-            `package.module:attribute`.
-        args: shape strings such as `float32[{batch}, 128]`: a dict of keyword arguments or a list of
-            positional ones, nested as the pytrees that the function takes.
+        fn: a function, or a module of flax.linen, flax.nnx or equinox: the object itself, or
+            `package.module:attribute`; or the path of a file: a `jax.export` artifact or StableHLO.
+        args: the arguments: a dict of those by name or a list of those by position. A leaf is a shape string
+            such as `float32[{batch}, 128]`, an array, a jax.ShapeDtypeStruct or a number. Or a function (the
+            object or `package.module:attribute`) that takes a size for each variable of `buckets` and returns
+            such arguments as examples. None: those of the file.
         buckets: the sizes that each variable of args takes.
         params: the first argument of the function: a pytree of arrays, or the path of a .safetensors file
             or orbax directory, relative to the manifest. None: the function takes `args` alone, or is a
-            flax.nnx module with parameters of its own.
+            module with parameters of its own.
+        static: the values that each static argument takes: texts, integers, booleans. The function gets them
+            by name, as Python values, and there is a program for each.
+        donate: names or positions of arguments whose memory the results may reuse.
     """
 
     name: str
     fn: str | Callable[..., Any]
-    args: Any
+    args: Any = None
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     params: Any = None
+    static: Mapping[str, Sequence[Static]] = field(default_factory=dict)
+    donate: Sequence[str | int] = ()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the program is read from a file."""
+        return isinstance(self.fn, str) and not names_object(self.fn)
 
     @property
     def label(self) -> str:
         """The name of the function, for messages."""
         return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__qualname__", self.name)
 
-    def expand(self) -> tuple[dict[str, int], ...]:
-        """Return every combination of bucket sizes, first variable outermost; [{}] without buckets."""
-        combinations = itertools.product(*self.buckets.values())
-        return tuple(dict(zip(self.buckets, sizes, strict=True)) for sizes in combinations)
+    def expand(self) -> tuple[tuple[dict[str, int], dict[str, Static]], ...]:
+        """Return every combination of bucket sizes and static values, first variable outermost."""
+
+        def combinations(of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+            return [
+                dict(zip(of, values, strict=True)) for values in itertools.product(*of.values())
+            ]
+
+        return tuple(itertools.product(combinations(self.buckets), combinations(self.static)))
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)

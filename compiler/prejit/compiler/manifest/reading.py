@@ -92,7 +92,15 @@ def _sections(
 
 
 def _program(table: ProgramTable) -> Program:
-    return Program(table.name, table.function, table.args, table.buckets, table.params)
+    return Program(
+        table.name,
+        table.function,
+        table.args,
+        table.buckets,
+        table.params,
+        table.static,
+        table.donate,
+    )
 
 
 def _as_data(manifest: Manifest) -> dict[str, Any]:
@@ -102,8 +110,10 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         table = {
             "name": program.name,
             "function": program.fn if isinstance(program.fn, str) else _CALLABLE,
-            "args": program.args,
+            "args": _shapes(program.args),
             "buckets": program.buckets,
+            "static": program.static,
+            "donate": program.donate,
         }
         if not isinstance(program.fn, str) and not callable(program.fn):
             table["function"] = repr(program.fn)
@@ -125,6 +135,17 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         data["mesh"] = {"data": manifest.mesh.data, "tensor": manifest.mesh.tensor}
     plain: dict[str, Any] = _plain(data)
     return plain
+
+
+def _shapes(args: Any) -> Any:
+    """Return args made in Python as a file could have them: a shape stands for any other leaf."""
+    if isinstance(args, dict):
+        return {key: _shapes(item) for key, item in args.items()}
+    if isinstance(args, list | tuple):
+        return list(map(_shapes, args))
+    if callable(args):
+        return _CALLABLE
+    return args if args is None or isinstance(args, str) else "float32[]"
 
 
 def _plain(value: Any) -> Any:

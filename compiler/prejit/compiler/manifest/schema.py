@@ -45,8 +45,19 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
     "mesh": {name: {"minimum": 1} for name in ("data", "tensor")},
     "program": {
         "name": {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "not": {"enum": list(OWN_NAMES)}},
-        "function": {"pattern": "^[^:]+:[^:]+$", "examples": ["package.module:attribute"]},
-        "args": {"anyOf": _TREE["anyOf"][1:]},
+        "function": {
+            "pattern": "^[^:]+:[^:]+$|[./]",
+            "examples": ["package.module:attribute", "model.mlir"],
+        },
+        "args": {"anyOf": [{"type": "string", "pattern": "^[^:]+:[^:]+$"}, *_TREE["anyOf"][1:]]},
+        "static": {
+            "additionalProperties": {
+                "type": "array",
+                "items": {"type": ["string", "integer", "boolean"]},
+                "minItems": 1,
+                "uniqueItems": True,
+            }
+        },
         "buckets": {"additionalProperties": _SIZES},
     },
     "target": {"platform": {"enum": list(PLATFORMS)}},

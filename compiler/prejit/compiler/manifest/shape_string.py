@@ -11,6 +11,8 @@ from prejit.runtime.format.arrays import DTYPES
 
 MAX_SIZE = 2**31 - 1
 """Largest bucket and largest extent of an array: XLA uses 32-bit indexes in places."""
+KEY = "key"
+"""In place of a dtype: random keys of jax (jax.random.key)."""
 EXAMPLE = 'a shape such as "float32[{batch}, 128]"'
 SIZE = f"an integer from 1 to {MAX_SIZE}"
 
@@ -47,7 +49,7 @@ def split_shape(text: str) -> tuple[str, tuple[int | str, ...]]:
     if match is None:
         raise ValueError(f"expected {EXAMPLE}; found {shown(text)}")
     dtype, inside = match.groups()
-    if dtype not in DTYPES:
+    if dtype not in (*DTYPES, KEY):
         raise ValueError(
             f"expected a dtype{did_you_mean(dtype, DTYPES)}, one of {', '.join(DTYPES)};"
             f" found {shown(dtype)}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prejit.compiler.manifest.manifest import Encode, Generate, Manifest
+    from prejit.compiler.manifest.manifest import Encode, Generate, Manifest, Program
 
 ENCODER_KINDS = ("embed", "layer", "pool")
 """The kinds of an encoder's programs, in the order in which they run."""
@@ -19,16 +20,18 @@ class ProgramSpec:
 
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
-            `encode/b8-t128/layer`, `score/batch8`, `score`.
+            `encode/b8-t128/layer`, `score/batch8`, `score/batch8-mode=fast`, `score`.
         kind: as in `schema.ProgramEntry`.
         bucket: static sizes by name.
         section: name of the [[program]] that it comes from; empty for programs of the model.
+        static: values of static arguments by name.
     """
 
     name: str
     kind: str
     bucket: dict[str, int]
     section: str = ""
+    static: dict[str, str | int | bool] = field(default_factory=dict)
 
 
 def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
@@ -39,11 +42,20 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
     if manifest.encode is not None:
         specs += _encoder_specs(manifest.encode)
     for program in manifest.programs:
-        for bucket in program.expand():
-            sized = "-".join(f"{name}{size}" for name, size in bucket.items())
-            name = f"{program.name}/{sized}" if sized else program.name
-            specs.append(ProgramSpec(name, "call", bucket, program.name))
+        for bucket, static in program.expand():
+            sized = [f"{name}{size}" for name, size in bucket.items()]
+            sized += [f"{name}={_spelled(program, name, static[name])}" for name in static]
+            name = f"{program.name}/{'-'.join(sized)}" if sized else program.name
+            specs.append(ProgramSpec(name, "call", bucket, program.name, static))
     return tuple(specs)
+
+
+def _spelled(program: Program, name: str, value: str | int | bool) -> str:
+    """Return a static value in the name of a program: as it is, or its place if it has other characters."""
+    text = str(value)
+    return (
+        text if re.fullmatch(r"[\w.+]{1,32}", text) else str([*program.static[name]].index(value))
+    )
 
 
 def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:

@@ -35,21 +35,29 @@ class ProgramTable:
 
     Attributes:
         name: name of the program; unique in the bundle.
-        function: `package.module:attribute`: a function, a flax.linen module or a flax.nnx module.
+        function: `package.module:attribute`: a function, or a module of flax.linen, flax.nnx or equinox; or
+            the path of a file, relative to the manifest: a `jax.export` artifact or StableHLO.
         args: shape strings such as `float32[{batch}, 128]`: a table of keyword arguments or a list of
-            positional ones, nested as the pytrees that the function takes.
+            positional ones, nested as the pytrees that the function takes. Or `package.module:attribute`: a
+            function that returns them as arrays, given a size for each variable of buckets. Not needed for
+            a file.
         buckets: the sizes that each variable of args takes.
         params: a .safetensors file or an orbax directory, relative to the manifest, with the first
             argument of the function.
+        static: the values that each static argument takes, which the function gets by name; there is a
+            program for each combination.
+        donate: names or positions of arguments whose memory the results may reuse.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
     name: str
     function: str
-    args: Any
+    args: Any = None
     buckets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     params: str | None = None
+    static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
+    donate: tuple[str | int, ...] = ()
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

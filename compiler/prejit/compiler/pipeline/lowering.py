@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
 
-Functions = Mapping[str, "UserFunction"]
-"""The user's functions, by the name of their section."""
+Functions = Mapping[str, "UserFunction | LoweredProgram"]
+"""The user's functions, and programs that were lowered elsewhere, by the name of their section."""
 
 
 def find_functions(manifest: Manifest) -> Functions:
@@ -62,9 +62,10 @@ def find_functions(manifest: Manifest) -> Functions:
     found = {}
     for program in manifest.programs:
         parameters, nested = _parameters(manifest, program)
+        file = manifest.resolve(str(program.fn)) if program.is_file else None
         with modules.in_use():
             found[program.name] = find_function(
-                program, manifest.where, parameters, modules, nested
+                program, manifest.where, parameters, modules, nested, file
             )
     return found
 
@@ -118,7 +119,8 @@ def _step(key: Any) -> str:
 
 def weights_of(functions: Functions) -> UserWeights:
     """Return the parameters of the user's functions, by section."""
-    return {name: function.values for name, function in functions.items() if function.values}
+    values = {name: getattr(function, "values", None) for name, function in functions.items()}
+    return {name: of for name, of in values.items() if of}
 
 
 def lower(
@@ -243,12 +245,15 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
 def _lower_function(
     plan: Plan, program: PlannedProgram, functions: Functions, store: Store
 ) -> Lowered:
+    from prejit.compiler.lowering.program import LoweredProgram
     from prejit.compiler.lowering.user.lower import lower_function
 
     manifest, spec = plan.manifest, program.spec
     section = _section(manifest.programs, spec.section)
     platforms = [target.platform for target in plan.targets]
     user = functions[section.name]
+    if isinstance(user, LoweredProgram):
+        return _put(user, store)
     return _put(lower_function(user, section, spec, manifest.where, platforms), store)
 
 
@@ -274,6 +279,8 @@ def _put(program: LoweredProgram, store: Store) -> Lowered:
         tuple(map(str, program.arguments)),
         tuple(map(str, program.results)),
         weight_shardings={name: ",".join(axes) for name, axes in program.weight_shardings.items()},
+        arguments_tree=program.arguments_tree,
+        results_tree=program.results_tree,
     )
 
 

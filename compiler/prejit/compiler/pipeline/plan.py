@@ -71,6 +71,7 @@ class Lowered:
         encoder: the fields of `schema.Encoder` that the model decides; None for other programs.
         weight_sets: the sets of tensors that the program runs with in turn; empty: `weights` alone.
         estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
+        arguments_tree, results_tree: how arguments and results of a user's function are nested.
     """
 
     portable: Segment
@@ -84,6 +85,8 @@ class Lowered:
     encoder: dict[str, Any] | None = None
     weight_sets: dict[str, tuple[str, ...]] = field(default_factory=dict)
     estimated_microseconds: int = 0
+    arguments_tree: str | None = None
+    results_tree: str | None = None
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Lowered:

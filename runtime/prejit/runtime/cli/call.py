@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,12 +30,13 @@ def call(options: Namespace) -> int:
     files = _read_arguments(options.arg)
     bundle = load_bundle(options)
     given = _by_path(files, _arguments_of(bundle, options.program), options.program)
-    result = bundle.call_leaves(options.program, given)
+    static = _read_static(options.static, bundle, options.program)
+    results = bundle.call_by_path(options.program, given, static)
     directory = Path(options.output)
     written = {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path, value in pytree.leaves(result):
+        for path, value in results.items():
             # Names come from the bundle. `dotted` escapes them, so none leads out of the directory.
             name = pytree.dotted(path) or "result"
             np.save(directory / f"{name}.npy", _as_numpy_writes(value))
@@ -93,6 +95,31 @@ def _read_arguments(texts: Sequence[str]) -> dict[str, Any]:
             raise StoreError(
                 f"{file}: cannot read an array: {error}", hint="write it with numpy.save"
             ) from error
+    return given
+
+
+def _read_static(texts: Sequence[str], bundle: Bundle, program: str) -> dict[str, Any]:
+    """Return the values of all `--static NAME=VALUE` options by name, as JSON or else as text."""
+    given: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise UsageError(f"--static: expected NAME=VALUE, found {text!r}")
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value
+    known = {
+        name
+        for entry in bundle.config.programs
+        if entry.name.partition("/")[0] == program
+        for name in entry.static or ()
+    }
+    if unknown := given.keys() - known:
+        raise UsageError(
+            f"--static: expected a name of a static argument of {program!r}, found {min(unknown)!r}",
+            hint=f"they are: {', '.join(sorted(known)) or 'none'}",
+        )
     return given
 
 

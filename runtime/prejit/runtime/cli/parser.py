@@ -150,6 +150,13 @@ def parser() -> argparse.ArgumentParser:
         help="an argument; NAME may be a path such as batch.tokens or layers.0 (a dot in a key is %%2E)",
     )
     command.add_argument(
+        "--static",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a static argument; VALUE is JSON, or else text",
+    )
+    command.add_argument(
         "-o",
         "--output",
         required=True,

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -324,6 +325,35 @@ def import_mlir() -> Any:
 def parse_stablehlo(portable: bytes) -> Any:
     """Return the MLIR module of a versioned portable artifact. A context of `import_mlir` must be entered."""
     return import_jaxlib()[1].mlir.deserialize_portable_artifact(portable)
+
+
+def refine_shapes(portable: bytes) -> bytes:
+    """Return a portable artifact with the sizes that follow from those of its arguments, which are static.
+
+    Only a call of a function that was exported with symbolic sizes leaves others. jax refines them too, when
+    it compiles such a call (jax/_src/interpreters/mlir.py).
+    """
+    import_jax()
+    from jax.extend.mlir.dialects import stablehlo
+    from jax.interpreters.mlir import make_ir_context
+
+    ir, core, hlo = import_mlir(), import_jaxlib()[1].mlir, cast(Any, stablehlo)
+    with make_ir_context():
+        module = core.deserialize_portable_artifact(portable)
+        if "tensor<?" not in module.operation.get_asm(large_elements_limit=16):
+            return portable
+        bytecode = io.BytesIO()
+        module.operation.write_bytecode(bytecode)
+        refined = core.refine_polymorphic_shapes(
+            mlir_module=bytecode.getvalue(),
+            enable_shape_assertions=True,
+            validate_static_shapes=True,
+            enable_shardy=True,
+        )
+        version = hlo.get_version_from_compatibility_requirement(
+            hlo.StablehloCompatibilityRequirement.WEEK_4
+        )
+        return bytes(core.serialize_portable_artifact(ir.Module.parse(refined), version, True))
 
 
 def deserialize_topology(serialized: bytes) -> Any:

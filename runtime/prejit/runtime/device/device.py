@@ -122,6 +122,17 @@ class Device:
         source = shared_zeros(dtype.itemsize * math.prod(shape)).view(dtype).reshape(shape)
         return _jaxlib.copy_to_cpu(source, self._cpu_sharding, self._local[0])
 
+    def copy(self, array: np.ndarray[Any, Any], sharding: tuple[str, ...] = ()) -> DeviceArray:
+        """Return a copy of the array in the device's own memory, where a program may write if it is donated.
+
+        Arguments as for `put`.
+        """
+        if self._cpu_sharding is None:
+            return self.put(
+                np.array(array, order="C") if self.platform == "cpu" else array, sharding
+            )
+        return _jaxlib.copy_to_cpu(array, self._cpu_sharding, self._local[0])
+
     def _begin(self) -> None:
         """Import jax, and whatever jaxlib imports when it makes a first array."""
         with self._lock, _jaxlib.importing:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prejit.runtime.format.blobs import Blobs, read_whole
-from prejit.runtime.format.checks.config import check_arrays, check_weight_sets
+from prejit.runtime.format.checks.config import (
+    check_arrays,
+    check_static,
+    check_tree,
+    check_weight_sets,
+)
 from prejit.runtime.format.checks.layers import check_chat, unpack
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.checks.safetensors import check_weights
@@ -101,8 +106,14 @@ def _check_programs(layout: Layout, content: Contents, unpacked: set[tuple[str, 
                 unpacked.add((path, segment))
     for program in config.programs:
         where = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
-        for texts in (program.arguments, program.results):
-            check_arrays(texts, program.kind, config.mesh, where)
+        for texts, tree in (
+            (program.arguments, program.arguments_tree),
+            (program.results, program.results_tree),
+        ):
+            arrays = check_arrays(texts, program.kind, config.mesh, where)
+            if program.kind == "call":
+                check_tree(tree, arrays, where)
+        check_static(program, where)
 
 
 def _check_weights(layout: Layout, content: Contents) -> None:

@@ -149,10 +149,13 @@ class ProgramEntry:
         weights: a key of `Config.weight_sets`, whose tensors are the first arguments; None: it has no
             weights.
         platforms: the platforms that the portable program was lowered for, in the order of its platform
-            index; None: `cpu` alone, without such an index.
+            index; None: it has no such index, and is for every platform (up to format 4, for `cpu` alone).
         cost_microseconds: time of one run, measured or estimated at build time; None: not known.
         kernels: True if the executable calls native kernels, whose library must be registered before it is
             loaded; else None.
+        arguments_tree, results_tree: how arguments and results are nested, as `trees.to_text` writes it;
+            None: as dicts and tuples, by their paths.
+        static: the values of static arguments by name, each as JSON; None: it has none.
     """
 
     name: str
@@ -168,6 +171,9 @@ class ProgramEntry:
     platforms: tuple[str, ...] | None = None
     cost_microseconds: int | None = None
     kernels: bool | None = None
+    arguments_tree: str | None = None
+    results_tree: str | None = None
+    static: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,115 +2,378 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 
 from prejit.runtime.base import arguments
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
-from prejit.runtime.device.transfer import aligned_zeros, is_jax_array, to_jax, to_numpy
+from prejit.runtime.device.transfer import (
+    DeviceArray,
+    aligned_zeros,
+    is_jax_array,
+    to_jax,
+    to_numpy,
+)
 from prejit.runtime.errors import UsageError
+from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.ready import Programs
 
+Flatten = Callable[[trees.Tree], list[Any]]
+"""Returns the leaves that a caller gave for a tree, or raises `pytree.MisfitError`."""
 
-def flatten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[pytree.Path, Any]:
-    """Return the arrays in the arguments of a call by their paths.
 
-    Args:
-        name: of the program, for errors.
-        args: positional arguments.
-        kwargs: keyword arguments.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An argument that is on the device already.
+
+    Attributes:
+        array: the array.
+        dtype: its dtype.
+        shape: the shape of the whole array.
+    """
+
+    array: DeviceArray
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+Value = np.ndarray[Any, Any] | Held
+
+
+@dataclass(frozen=True)
+class ChosenBucket:
+    """A bucket that takes what a caller gave.
+
+    Attributes:
+        program: its row of the program table.
+        values: the given arguments in order.
+        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
+    """
+
+    program: ProgramEntry
+    values: list[Value]
+    convert: Callable[[DeviceArray], Any]
+
+
+@final
+class Pending:
+    """Results of a program that may still run."""
+
+    def __init__(self, arrays: Sequence[DeviceArray], rebuild: Callable[[], Any]) -> None:
+        """Keep what the results are made of.
+
+        Args:
+            arrays: the program's results on the device.
+            rebuild: waits for them and returns what the caller gets.
+        """
+        self._arrays = arrays
+        self._rebuild = rebuild
+
+    def done(self) -> bool:
+        """Return whether `result` would not wait for the program."""
+        return all(array.is_ready() for array in self._arrays)
+
+    def result(self) -> Any:
+        """Wait for the program, and return its results as `Bundle.call` does.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        return self._rebuild()
+
+
+@final
+class Calls:
+    """The user's programs of a bundle. Safe to use from many threads."""
+
+    def __init__(
+        self, programs: Programs, device: Device, types: Mapping[str, type[Any]] | None = None
+    ) -> None:
+        """Keep what calls need.
+
+        Args:
+            programs: the programs of a bundle.
+            device: where they run.
+            types: classes of results, by `module:Name`.
+        """
+        self.programs = programs
+        self.device = device
+        self.types = types or {}
+        self._buckets: dict[str, list[ProgramEntry]] = {}
+        for program in programs.table.values():
+            if program.kind == "call":
+                self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
+        chosen = self._chosen(name, args, kwargs)
+        results = self.run(chosen.program, self.put(chosen))
+        result = self.rebuild(chosen, results)
+        self._finish()
+        return result
+
+    def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
+        """Run a program as `call` does, without waiting for it. The arguments are copied."""
+        chosen = self._chosen(name, args, kwargs)
+        results = self.run(chosen.program, self.put(chosen, copy=True))
+        return self.pending(results, lambda: self.rebuild(chosen, results))
+
+    def call_by_path(
+        self, name: str, given: Mapping[trees.Path, Any], static: Mapping[str, Any]
+    ) -> dict[trees.Path, Any]:
+        """Run a program on arrays by path, and return its results by path. Errors as `Bundle.call`."""
+        if not isinstance(given, Mapping) or not all(isinstance(path, tuple) for path in given):
+            arguments.refuse("given", "a mapping of paths to arrays", given)
+        chosen = self.choose(name, static, lambda tree: pytree.by_path(tree, given))
+        results = self.run(chosen.program, self.put(chosen))
+        arrays = self.programs.results(chosen.program.name)
+        values = {
+            array.path: chosen.convert(result)
+            for array, result in zip(arrays, results, strict=True)
+        }
+        self._finish()
+        return values
+
+    def buckets(self, name: str) -> list[ProgramEntry]:
+        """Return the buckets of a program.
+
+        Raises:
+            UsageError: there is no such program.
+        """
+        arguments.text("name", name)
+        if (buckets := self._buckets.get(name)) is None:
+            known = ", ".join(sorted(self._buckets)) or "none"
+            raise UsageError(
+                f"{self.programs.bundle}: no program {name!r}", hint=f"its programs are: {known}"
+            )
+        return buckets
+
+    def static_names(self, name: str) -> set[str]:
+        """Return the names of the static arguments of a program."""
+        return {key for program in self.buckets(name) for key in program.static or ()}
+
+    def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
+        """Return the bucket of a program that takes what a caller gave.
+
+        Args:
+            name: of the program.
+            static: values of static arguments by name.
+            flatten: returns the arrays for the tree of arguments of a bucket.
+
+        Raises:
+            UsageError: there is no such program, or none of its buckets takes them.
+        """
+        known: dict[str, list[Any] | str] = {}  # by the text of the tree
+        complaints = []
+        for program in self.buckets(name):
+            text = program.arguments_tree or program.name
+            if text not in known:
+                known[text] = self._leaves(program, flatten)
+            given = known[text]
+            values = given
+            if not isinstance(given, str):
+                values = self._static_misfit(program, static) or self.fitting(
+                    self.programs.arguments(program.name),
+                    trees.leaves(self.programs.arguments_tree(program.name)),
+                    given,
+                )
+            if isinstance(values, str):
+                complaints.append(f"{program.name}: {values}")
+                continue
+            return ChosenBucket(program, values, converter(given))
+        raise UsageError(
+            f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
+            hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
+        )
+
+    def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
+        """Return the arguments on the device.
+
+        Donated ones are copied, so that the program does not write to the caller's memory.
+        """
+        arrays = self.programs.arguments(chosen.program.name)
+        return [
+            value.array
+            if isinstance(value, Held)
+            else (self.device.copy if copy or array.donated else self.device.put)(
+                value, array.sharding
+            )
+            for array, value in zip(arrays, chosen.values, strict=True)
+        ]
+
+    def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
+        """Run a program on arrays of its device. Donated ones are deleted."""
+        weights = self.programs.weights(program.weights)
+        return self.programs[program.name].run([*weights, *inputs])
+
+    def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
+        """Return the results of a program, nested as the function returned them."""
+        tree = self.programs.results_tree(chosen.program.name)
+        return self.nested(tree, results, chosen.convert)
+
+    def nested(
+        self,
+        tree: trees.Tree,
+        arrays: Sequence[DeviceArray],
+        convert: Callable[[DeviceArray], Any],
+    ) -> Any:
+        """Return arrays of the device, nested as a tree says."""
+        values = [
+            _as_key(convert(array), leaf)
+            for leaf, array in zip(trees.leaves(tree), arrays, strict=True)
+        ]
+        return pytree.unflatten(tree, iter(values), self.types)
+
+    def pending(self, results: Sequence[DeviceArray], rebuild: Callable[[], Any]) -> Pending:
+        """Return results that the caller waits for later; `rebuild` makes what the caller gets."""
+
+        def wait() -> Any:
+            result = rebuild()
+            self._finish()
+            return result
+
+        return Pending(results, wait)
+
+    def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
+        """Return a function that runs a program on zeros and waits for its first result."""
+        arrays = self.programs.arguments(program.name)
+        kept = {
+            array.path: self.device.put(
+                aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding
+            )
+            for array in arrays
+            if not array.donated
+        }
+
+        def run() -> object:
+            inputs = [
+                self.device.zeros(array.shape, dtype_of(array.dtype), array.sharding)
+                if array.donated
+                else kept[array.path]
+                for array in arrays
+            ]
+            return to_numpy(self.run(program, inputs)[0])
+
+        return run
+
+    def _chosen(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenBucket:
+        names = self.static_names(name)
+        static = {key: value for key, value in kwargs.items() if key in names}
+        others = {key: value for key, value in kwargs.items() if key not in names}
+
+        def flatten(tree: trees.Tree) -> list[Any]:
+            by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
+            found = pytree.flatten(tree, others if by_name else args)
+            for key in range(len(args)) if by_name else others:
+                raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
+            return found
+
+        return self.choose(name, static, flatten)
+
+    def _finish(self) -> None:
+        self.programs.verification.finish()
+        self.programs.answer()
+
+    def _leaves(self, program: ProgramEntry, flatten: Flatten) -> list[Any] | str:
+        """Return the leaves that a caller gave, or why they do not have the program's structure."""
+        try:
+            return flatten(self.programs.arguments_tree(program.name))
+        except pytree.MisfitError as misfit:
+            return str(misfit)
+        except RecursionError:
+            raise UsageError(
+                f"{program.name:.80}: expected arguments nested less deeply than Python's recursion limit"
+            ) from None
+
+    def _static_misfit(self, program: ProgramEntry, given: Mapping[str, Any]) -> str:
+        """Return why a program does not have these static values; empty if it has them."""
+        for name, value in self.programs.static(program.name).items():
+            if name not in given:
+                return f"{name} is missing: expected {value!r}"
+            if type(given[name]) is not type(value) or given[name] != value:
+                return f"{name}: expected {value!r}, found {arguments.described(given[name])}"
+        return ""
+
+    @staticmethod
+    def fitting(
+        arrays: Sequence[Array], leaves: Iterable[trees.Leaf], given: Sequence[Any]
+    ) -> list[Value] | str:
+        """Return values as a program takes them, or why they are not its arguments."""
+        values: list[Value] = []
+        for array, leaf, value in zip(arrays, leaves, given, strict=True):
+            found = value if isinstance(value, Held) else _as_numpy(array, leaf, value)
+            if found.shape != array.shape or found.dtype != dtype_of(array.dtype):
+                return (
+                    f"{pytree.spell(array.path)}: expected {array.dtype}{list(array.shape)}, "
+                    f"found {found.dtype}{list(found.shape)}"
+                )
+            values.append(found)
+        return values
+
+
+def converter(given: Iterable[Any]) -> Callable[[DeviceArray], Any]:
+    """Return what makes results of the kind that a caller uses: jax.Arrays if an argument is one."""
+    uses_jax = any(is_jax_array(value) or _key_name(value) for value in given)
+    return to_jax if uses_jax else to_numpy
+
+
+def _as_numpy(array: Array, leaf: trees.Leaf, value: Any) -> np.ndarray[Any, Any]:
+    """Return a value as a NumPy array, and a random key as its data.
 
     Raises:
-        UsageError: they are nested too deeply.
+        UsageError: neither NumPy nor DLPack reads it, or it is a random key that the program does not take.
     """
+    if _key_name(value):
+        import jax
+
+        if (found := str(jax.random.key_impl(value))) != leaf.key:
+            wanted = (
+                f"a random key of {leaf.key}" if leaf.key else f"{array.dtype}{list(array.shape)}"
+            )
+            raise UsageError(
+                f"{pytree.spell(array.path)}: expected {wanted}, found a random key of {found}"
+            )
+        value = jax.random.key_data(value)
     try:
-        return {**dict(pytree.leaves(args)), **dict(pytree.leaves(kwargs))}
-    except RecursionError:
-        raise UsageError(
-            f"{name:.80}: expected arguments nested less deeply than Python's recursion limit"
-        ) from None
-
-
-def call_leaves(
-    programs: Programs, device: Device, name: str, given: Mapping[pytree.Path, Any]
-) -> Any:
-    """Run a program on arrays given by their paths. Results and errors as `Bundle.call`."""
-    arguments.text("name", name)
-    if not isinstance(given, Mapping) or not all(isinstance(path, tuple) for path in given):
-        arguments.refuse("given", "a mapping of paths to arrays", given)
-    values = {path: _as_numpy(path, value) for path, value in given.items()}
-    program = _bucket_for(programs, name, values)
-    expected = programs.arguments(program.name)
-    paths = [result.path for result in programs.results(program.name)]
-    inputs = [device.put(values[array.path], array.sharding) for array in expected]
-    results = programs[program.name].run([*programs.weights(program.weights), *inputs])
-    convert = to_jax if any(map(is_jax_array, given.values())) else to_numpy
-    return pytree.unflatten(paths, [convert(result) for result in results])
-
-
-def runner_with_zeros(
-    programs: Programs, device: Device, program: ProgramEntry
-) -> Callable[[], object]:
-    """Return a function that runs a program on zeros and waits for its first result."""
-    inputs = [
-        device.put(aligned_zeros(array.shape, dtype_of(array.dtype)), array.sharding)
-        for array in programs.arguments(program.name)
-    ]
-    executable = programs[program.name]
-    weights = programs.weights(program.weights)
-    return lambda: to_numpy(executable.run([*weights, *inputs])[0])
-
-
-def _bucket_for(programs: Programs, name: str, values: Mapping[pytree.Path, Any]) -> ProgramEntry:
-    """Return the bucket of a program that takes these arrays."""
-    callable_programs = [p for p in programs.table.values() if p.kind == "call"]
-    buckets = [p for p in callable_programs if p.name.partition("/")[0] == name]
-    if not buckets:
-        names = {program.name.partition("/")[0] for program in callable_programs}
-        raise UsageError(
-            f"{programs.bundle}: no program {name!r}",
-            hint=f"its programs are: {', '.join(sorted(names)) or 'none'}",
-        )
-    complaints = []
-    for program in buckets:
-        complaint = _complaint(programs.arguments(program.name), values)
-        if complaint is None:
-            return program
-        complaints.append(f"{program.name}: {complaint}")
-    raise UsageError(
-        f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
-        hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
-    )
-
-
-def _complaint(expected: Sequence[Array], values: Mapping[pytree.Path, Any]) -> str | None:
-    """Return why a program does not take these arrays, or None if it does."""
-    for array in expected:
-        value = values.get(array.path)
-        spelled = pytree.spell(array.path)
-        if value is None:
-            return f"{spelled} is missing"
-        if value.shape != array.shape or value.dtype != dtype_of(array.dtype):
-            shapes = f"{array.dtype}{list(array.shape)}, found {value.dtype}{list(value.shape)}"
-            return f"{spelled}: expected {shapes}"
-    if unknown := values.keys() - {array.path for array in expected}:
-        return f"unexpected {pytree.spell(min(unknown, key=str))}"
-    return None
-
-
-def _as_numpy(path: pytree.Path, value: Any) -> Any:
-    try:
+        if type(value) in (int, float, complex):
+            return _scalar(value, dtype_of(array.dtype))
         if is_jax_array(value) or hasattr(value, "__array__") or not hasattr(value, "__dlpack__"):
             return np.asarray(value)
         return np.from_dlpack(value)
     except Exception as error:  # a deleted buffer, another device: whatever the library raises
         raise UsageError(
-            f"{pytree.spell(path)}: expected an array that NumPy or DLPack reads, found "
+            f"{pytree.spell(array.path)}: expected an array that NumPy or DLPack reads, found "
             f"{type(value).__name__}: {error}"
         ) from error
+
+
+_KINDS = {int: "iuf", float: "f", complex: "c"}
+"""Kinds of dtypes, as NumPy names them, that a number of Python is converted to, as jax.jit converts it."""
+
+
+def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a number of Python as an array of the dtype that a program takes, if it is of its kind."""
+    kind = "f" if "float" in dtype.name else dtype.kind  # those of ml_dtypes are of kind V
+    return np.asarray(value, dtype if kind in _KINDS[type(value)] else None)
+
+
+def _key_name(value: Any) -> str:
+    """Return the name of the dtype of a random key of jax; empty for any other value."""
+    name = str(getattr(value, "dtype", ""))
+    return name if name.startswith("key<") else ""
+
+
+def _as_key(value: Any, leaf: trees.Leaf) -> Any:
+    """Return the data of a random key as a key, if the caller uses jax."""
+    if not leaf.key or not is_jax_array(value):
+        return value
+    import jax
+
+    return jax.random.wrap_key_data(value, impl=leaf.key)

@@ -1,42 +1,161 @@
-"""Pytrees: nested dicts, lists and tuples of arrays to the flat lists that programs take, and back.
+"""Pytrees of arrays to the flat lists that programs take, and back.
 
-jax.tree_util does this too, but it would import jax, which the runtime does not need.
+jax.tree_util does this too, but it would import jax, which the runtime does not need. A program's own tree
+(`format.trees`) leads: it tells which keys, fields and places to look for, so values of any class with these
+attributes are taken, and no class of the user has to be imported.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-Path = tuple[str | int, ...]
+from prejit.runtime.format import trees
+from prejit.runtime.format.trees import Key, Leaf, Node, Path, Tree
 
 
-def leaves(tree: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf of a tree with its path: dicts by key, lists and tuples by index."""
-    if isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from leaves(item, (*at, key))
-    elif isinstance(tree, list | tuple):
-        for place, item in enumerate(tree):
-            yield from leaves(item, (*at, place))
-    elif tree is not None:
-        yield at, tree
+class MisfitError(Exception):
+    """A value does not have the structure that a program takes."""
 
 
-def unflatten(paths: Sequence[Path], values: Sequence[Any]) -> Any:
-    """Return the tree that has these values at these paths: dicts for names, tuples for indices."""
-    if len(paths) == 1 and not paths[0]:
-        return values[0]
-    branches: dict[str | int, tuple[list[Path], list[Any]]] = {}
-    for path, value in zip(paths, values, strict=True):
-        below, found = branches.setdefault(path[0], ([], []))
-        below.append(path[1:])
+def flatten(tree: Tree, value: Any, at: Path = ()) -> list[Any]:
+    """Return the leaves of a value that has the structure of a tree.
+
+    Lists and tuples are taken for each other. A record is any object with its fields, or a mapping of them.
+
+    Args:
+        tree: what the program takes.
+        value: what the caller gave.
+        at: the place of the value, for errors.
+
+    Raises:
+        MisfitError: a part is missing, or there is one too many.
+    """
+    found: list[Any] = []
+    _collect(tree, value, at, found)
+    return found
+
+
+def _collect(tree: Tree, value: Any, at: Path, found: list[Any]) -> None:
+    if isinstance(tree, Leaf):
+        if value is None or isinstance(value, Mapping):
+            raise MisfitError(f"{spell(at)} is missing")
         found.append(value)
-    built = {key: unflatten(*branch) for key, branch in branches.items()}
-    if all(type(key) is int for key in built):
-        return tuple(built[place] for place in sorted(built))
-    return built
+        return
+    if tree.kind == "none":
+        if value is not None:
+            raise MisfitError(f"unexpected {spell(at)}: expected None")
+        return
+    part_of = _parts(tree, value)
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        try:
+            part = part_of(key)
+        except (KeyError, IndexError, AttributeError):
+            if isinstance(child, Node) and child.kind == "none":
+                continue
+            missing = next(_first_leaf(child, (*at, key)), (*at, key))
+            raise MisfitError(f"{spell(missing)} is missing") from None
+        _collect(child, part, (*at, key), found)
+    for key in _more_keys(tree, value):
+        raise MisfitError(f"unexpected {spell((*at, key))}")
+
+
+def _parts(tree: Node, value: Any) -> Callable[[Key], Any]:
+    """Return a function that gives a part of a value by its key, or raises an error of a missing part."""
+    if isinstance(value, Mapping):
+        return value.__getitem__
+    if tree.kind in ("namedtuple", "record") and type(value) not in (list, tuple):
+        return lambda key: getattr(value, str(key))
+    if tree.kind != "dict" and isinstance(value, list | tuple):
+        return lambda key: value[tree.keys.index(key)]
+    if tree.kind == "dict" and hasattr(value, "__getitem__") and hasattr(value, "keys"):
+        return lambda key: value[key]  # as flax.nnx.State, which is no Mapping
+    parts = _registered_parts(value)
+    return lambda key: parts[tree.keys.index(key)]
+
+
+def _more_keys(tree: Node, value: Any) -> Iterator[Key]:
+    """Yield the keys of parts that a value has and the tree has not. None is no part."""
+    if isinstance(value, Mapping):
+        more = [key for key in value.keys() - set(tree.keys) if value[key] is not None]
+        yield from sorted(more, key=str)
+    elif isinstance(value, list | tuple):
+        yield from range(len(tree.keys), len(value))
+
+
+def _registered_parts(value: Any) -> Sequence[Any]:
+    """Return the parts of a value whose class is registered with jax; none if it is not."""
+    # A process that has not imported jax has registered no class with it.
+    jax = sys.modules.get("jax")
+    registry = getattr(getattr(jax, "tree_util", None), "default_registry", None)
+    if registry is None:
+        return ()
+    with contextlib.suppress(ValueError):  # not registered
+        return tuple((registry.flatten_one_level(value) or ((),))[0])
+    return ()
+
+
+def _first_leaf(tree: Tree, at: Path) -> Iterator[Path]:
+    """Yield the path of the first leaf of a tree, if it has one."""
+    for path in trees.paths(tree):
+        yield (*at, *path)
+        return
+
+
+def unflatten(
+    tree: Tree, leaves: Iterator[Any], types: Mapping[str, type[Any]] | None = None
+) -> Any:
+    """Return a value that has the structure of a tree.
+
+    Args:
+        tree: what the program returns.
+        leaves: the values of its leaves, in order.
+        types: classes of named tuples and records by `module:Name`. Others become named tuples and frozen
+            dataclasses with the same name and fields; types whose parts have no names become tuples.
+    """
+    if isinstance(tree, Leaf):
+        return next(leaves)
+    children = [unflatten(child, leaves, types) for child in tree.children]
+    match tree.kind:
+        case "none":
+            return None
+        case "list":
+            return children
+        case "dict":
+            return dict(zip(tree.keys, children, strict=True))
+        case "namedtuple" | "record":
+            fields = dict(zip(map(str, tree.keys), children, strict=True))
+            fields |= dict(tree.constants)
+            known = (types or {}).get(tree.type)
+            return (known or _substitute(tree.kind, tree.type, tuple(fields)))(**fields)
+        case _:
+            return tuple(children)
+
+
+@functools.lru_cache(maxsize=4096)
+def _substitute(kind: str, type_: str, fields: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a class with the name and fields of one that this process does not know."""
+    name = re.sub(r"\W", "_", type_.rpartition(".")[2].rpartition(":")[2])
+    if kind == "namedtuple":
+        return namedtuple(name, fields)
+    return dataclasses.make_dataclass(name, fields, frozen=True, eq=False)
+
+
+def by_path(tree: Tree, given: Mapping[Path, Any]) -> list[Any]:
+    """Return the leaves of a tree from values by path. Raises MisfitError as `flatten`."""
+    expected = list(trees.paths(tree))
+    for path in expected:
+        if given.get(path) is None:
+            raise MisfitError(f"{spell(path)} is missing")
+    if unexpected := given.keys() - set(expected):
+        raise MisfitError(f"unexpected {spell(min(unexpected, key=str))}")
+    return [given[path] for path in expected]
 
 
 def spell(path: Path) -> str:

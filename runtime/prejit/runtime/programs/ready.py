@@ -17,9 +17,10 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.checks.config import check_arrays
+from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
 from prejit.runtime.format.checks.layers import check_signature
 from prejit.runtime.format.schema import Config, ProgramEntry
+from prejit.runtime.format.trees import Constant, Tree
 from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Programs:
         self._reports: dict[str, ProgramReport] = {}
         self._arguments: dict[str, tuple[Array, ...]] = {}
         self._results: dict[str, tuple[Array, ...]] = {}
+        self._trees: dict[tuple[str, str], Tree] = {}
+        self._static: dict[str, dict[str, Constant]] = {}
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
         # Needed but not ready: being made, or in the queue of the background thread.
@@ -308,6 +311,27 @@ class Programs:
             at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
             known[name] = check_arrays(texts, self.table[name].kind, self._config.mesh, at)
         return known[name]
+
+    def arguments_tree(self, name: str) -> Tree:
+        """Return how the arguments of a program of the user are nested. Raises as `arguments`."""
+        return self._tree(name, self.table[name].arguments_tree, self.arguments(name), "arguments")
+
+    def results_tree(self, name: str) -> Tree:
+        """Return how the results of a program of the user are nested. Raises as `arguments`."""
+        return self._tree(name, self.table[name].results_tree, self.results(name), "results")
+
+    def _tree(self, name: str, text: str | None, arrays: tuple[Array, ...], side: str) -> Tree:
+        if (name, side) not in self._trees:
+            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
+            self._trees[name, side] = check_tree(text, arrays, f"{at}: {side}")
+        return self._trees[name, side]
+
+    def static(self, name: str) -> dict[str, Constant]:
+        """Return the values of the static arguments of a program. Raises as `arguments`."""
+        if name not in self._static:
+            at = f"{self._config.bundle}: program table of {self._config.target}: {name}"
+            self._static[name] = check_static(self.table[name], at)
+        return self._static[name]
 
     def obtained(self) -> dict[str, ProgramReport]:
         """Return how each ready program was obtained, by name."""

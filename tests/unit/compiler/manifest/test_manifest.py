@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prejit.compiler.manifest.manifest import Generate, Manifest
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.compiler.manifest.shape_string import parse_shape
+from prejit.compiler.manifest.specs import program_specs
 from prejit.compiler.manifest.toml_lines import key_lines
 from prejit.compiler.targets.target_table import names as target_names
 from prejit.compiler.targets.target_table import target
@@ -90,14 +91,14 @@ def test_a_good_manifest_says_what_it_means(directory: Path) -> None:
     assert manifest.generate == Generate(batch=(1, 4), prompt=(16, 64), context=(128,))
     (program,) = manifest.programs
     assert program.args == {"x": "float32[{batch}, 128]"}
-    assert program.expand() == ({"batch": 1}, {"batch": 8})
+    assert program.expand() == (({"batch": 1}, {}), ({"batch": 8}, {}))
     assert manifest.targets == (target("cpu-x86-64-v3"),)
 
 
 def test_several_bucket_variables_are_multiplied(directory: Path) -> None:
     text = GOOD.replace(", 128]", ", {length}]").replace("[8, 1] }", "[8, 1], length = [32, 64] }")
     (program,) = read(directory, text).programs
-    assert [tuple(bucket.values()) for bucket in program.expand()] == [
+    assert [tuple(bucket.values()) for bucket, _ in program.expand()] == [
         (1, 32),
         (1, 64),
         (8, 32),
@@ -107,7 +108,17 @@ def test_several_bucket_variables_are_multiplied(directory: Path) -> None:
 
 def test_a_program_without_variables_has_one_bucket(directory: Path) -> None:
     text = GOOD.replace("{batch}, ", "").replace("buckets = { batch = [8, 1] }\n", "")
-    assert read(directory, text).programs[0].expand() == ({},)
+    assert read(directory, text).programs[0].expand() == (({}, {}),)
+
+
+def test_static_values_are_multiplied_with_buckets(directory: Path) -> None:
+    extra = 'static = { mode = ["fast", "exact mode"], on = [true] }\n'
+    manifest = read(directory, GOOD.replace("buckets = {", f"{extra}buckets = {{"))
+    specs = [spec for spec in program_specs(manifest) if spec.section]
+    assert [spec.name for spec in specs] == [
+        f"score/batch{batch}-mode={mode}-on=True" for batch in (1, 8) for mode in ("fast", "1")
+    ]
+    assert specs[1].static == {"mode": "exact mode", "on": True}
 
 
 MISTAKES = {
@@ -214,8 +225,8 @@ MISTAKES = {
     ),
     "function without attribute": (
         ("my_package.model:score", "my_package.model"),
-        'm.toml:15: program[0].function: expected "package.module:attribute";'
-        ' found "my_package.model"',
+        'm.toml:15: program[0].function: expected "package.module:attribute", or the path of a jax.export '
+        'artifact or of StableHLO; found "my_package.model"',
     ),
     "undefined variable": (
         ("{batch}", "{bach}"),
@@ -231,8 +242,26 @@ MISTAKES = {
     ),
     "args are a shape": (
         ('{ x = "float32[{batch}, 128]" }', '"float32[{batch}, 128]"'),
-        "m.toml:16: program[0].args: expected a table of keyword arguments or a list of positional"
-        ' ones; found "float32[{batch}, 128]"',
+        "m.toml:16: program[0].args: expected a table of keyword arguments, a list of positional ones, or"
+        ' "package.module:attribute"; found "float32[{batch}, 128]"',
+    ),
+    "no args": (
+        ('args = { x = "float32[{batch}, 128]" }', ""),
+        "m.toml:13: program[0].args: missing; expected a table of keyword arguments, a list of positional"
+        ' ones, or "package.module:attribute"',
+    ),
+    "donated argument that does not exist": (
+        ("args = {", 'donate = ["y"]\nargs = {'),
+        'm.toml:16: program[0].donate[0]: expected an argument, one of "x"; found "y"',
+    ),
+    "static argument that is an argument": (
+        ("args = {", "static = { x = [1] }\nargs = {"),
+        'm.toml:16: program[0].static.x: expected a name that args has not; found "x"',
+    ),
+    "static value twice": (
+        ("args = {", "static = { mode = [1, 2, 1] }\nargs = {"),
+        "m.toml:16: program[0].static.mode: expected a list of different texts, integers or booleans such as"
+        ' ["fast", "exact"]; found [1, 2, 1]',
     ),
     "missing checkpoint": (
         ('"score.safetensors"', '"score.safetensor"'),

@@ -2,101 +2,189 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    tree_flatten_with_path,
+)
 
-from prejit.compiler.manifest.shape_string import parse_shape
+from prejit.compiler.manifest.shape_string import KEY, parse_shape
 from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import DTYPES, Array
 
 
-def shapes_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
-    """Return the shapes of a manifest's args at a bucket, as a pytree."""
-    if isinstance(args, dict):
-        return {name: shapes_of(item, bucket, f"{where}.{name}") for name, item in args.items()}
-    if isinstance(args, list | tuple):
-        return [shapes_of(item, bucket, f"{where}[{i}]") for i, item in enumerate(args)]
-    dtype, shape = parse_shape(args, dict(bucket))
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ManifestError(
-            f"{where}: expected a dtype of at most 32 bits, found {args!r}",
-            hint="set JAX_ENABLE_X64=1 in the environment of the build",
-        )
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+def example_of(args: Any, bucket: Mapping[str, int], where: str) -> Any:
+    """Return a manifest's args at a bucket as a pytree of jax.ShapeDtypeStruct.
 
-
-def arrays_of(tree: Any) -> tuple[Array, ...]:
-    """Return the arrays of a manifest's args."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(_array_of(path, leaf) for path, leaf in leaves)
-
-
-def _array_of(path: tuple[Any, ...], leaf: Any) -> Array:
-    """Return the array of a leaf of a pytree."""
-    return Array(tuple(map(_step, path)), str(leaf.dtype), tuple(leaf.shape))
-
-
-def results_of(tree: Any, what: str) -> tuple[Array, ...]:
-    """Return the arrays in the results of a function.
-
-    A bundle returns dicts with text keys, tuples, and arrays in them. Other nodes are returned as one of
-    these: lists and types without names as tuples, named tuples and dataclasses as dicts.
+    Args:
+        args: nested as the function takes them, with shape strings, arrays, jax.ShapeDtypeStruct and numbers
+            as leaves.
+        bucket: the size of each variable.
+        where: the place of args in the manifest, for errors.
 
     Raises:
-        BuildError: a bundle could not return a value, or would return another one.
+        ManifestError: a shape string has mistakes, a leaf is no array, or args is no dict, list or tuple.
     """
-    arrays: dict[tuple[str, ...], Array] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)
-    for path, leaf in leaves:
-        at = f"result{jax.tree_util.keystr(path)}"
-        for key in path:
-            if isinstance(key, jax.tree_util.DictKey) and not isinstance(key.key, str):
-                raise BuildError(
-                    f"{what}: expected dicts with text as keys, found the key {key.key!r} at {at}",
-                    hint="return a list in its place, or a dict whose keys are text",
-                )
-        if _is_empty(leaf):
-            raise BuildError(
-                f"{what}: expected an array at {at}, found {_spelled(leaf)}",
-                hint="return arrays alone: leave it out, or return jax.tree.leaves of a structure that has "
-                "such parts",
+    if not isinstance(args, dict | list | tuple) or hasattr(args, "_fields"):
+        raise ManifestError(
+            f"{where}: expected a dict of arguments by name, or a list or tuple of those by position, found "
+            f"{type(args).__name__}",
+            hint="give [argument] for a single one",
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _shape_of(leaf, bucket, f"{where}{jax.tree_util.keystr(path)}"), args
+    )
+
+
+def _shape_of(leaf: Any, bucket: Mapping[str, int], where: str) -> Any:
+    if isinstance(leaf, str):
+        dtype, shape = parse_shape(leaf, dict(bucket))
+        if dtype == KEY:
+            return jax.eval_shape(lambda: jnp.broadcast_to(jax.random.key(0), shape))
+        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+            raise ManifestError(
+                f"{where}: expected a dtype of at most 32 bits, found {leaf!r}",
+                hint="set JAX_ENABLE_X64=1 in the environment of the build",
             )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    if isinstance(leaf, bool | int | float | complex):
+        value = jnp.asarray(leaf)
+        return jax.ShapeDtypeStruct((), value.dtype, weak_type=type(leaf) is not bool)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, weak_type=weak)
+    raise ManifestError(
+        f"{where}: expected a shape string, an array or a number, found {type(leaf).__name__}",
+        hint="give what is no array as `static`, or leave it out of the pytree",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of a pytree.
+
+    Attributes:
+        tree: how they are nested.
+        arrays: the arrays in order; for a random key its data.
+    """
+
+    tree: trees.Tree
+    arrays: tuple[Array, ...]
+
+
+def arrays_of(example: Any, what: str, donated: tuple[Any, ...] = ()) -> Arrays:
+    """Return the arrays of a pytree of jax.ShapeDtypeStruct.
+
+    Args:
+        example: the pytree.
+        what: what it is, for errors: `args`, `result`.
+        donated: the first keys of the paths of donated arguments.
+
+    Raises:
+        BuildError: a bundle could not hold a dtype, or a key of a dict.
+    """
+    tree = _tree(example, what)
+    shapes = [_data_of(leaf) for leaf in jax.tree.leaves(example)]
+    arrays = []
+    for path, shape in zip(trees.paths(tree), shapes, strict=True):
+        if str(shape.dtype) not in DTYPES:
             raise BuildError(
-                f"{what}: expected an array at {at}, found a typed key, {leaf.str_short()}",
-                hint="return jax.random.key_data(key); jax.random.wrap_key_data makes a key of it again",
+                f"{what}{_spelled(path)}: expected one of {', '.join(DTYPES)}, found {shape.dtype}",
+                hint="convert it to one of these dtypes, with .astype()",
             )
-        if str(leaf.dtype) not in DTYPES:
+        is_donated = bool(path) and path[0] in donated
+        arrays.append(Array(path, str(shape.dtype), tuple(shape.shape), is_donated))
+    named = [tuple(map(str, array.path)) for array in arrays]
+    for array, name in zip(arrays, named, strict=True):
+        if named.count(name) > 1:
             raise BuildError(
-                f"{what}: expected one of {', '.join(DTYPES)} at {at}, found {leaf.dtype}",
-                hint="return it as one of these dtypes, with .astype()",
-            )
-        array = _array_of(path, leaf)
-        other = arrays.setdefault(tuple(map(str, array.path)), array)
-        if other is not array:
-            raise BuildError(
-                f"{what}: expected one result at {at}, found two",
+                f"{what}: expected one array at {_spelled(array.path)}, found two",
                 hint="give the parts of your own type different names",
             )
-    return tuple(arrays.values())
+    return Arrays(tree, tuple(arrays))
 
 
-def _is_empty(node: Any) -> bool:
-    return not jax.tree.leaves(node)
+def is_key(shape: Any) -> bool:
+    """Return whether an array, or the shape of one, is of random keys (jax.random.key)."""
+    return jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
 
 
-def _spelled(empty: Any) -> str:
-    return "None" if empty is None else f"an empty {type(empty).__name__}"
+def _data_of(shape: Any) -> Any:
+    """Return the shape of the data of random keys, or the shape as it is."""
+    return jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
 
 
-def _step(key: Any) -> str | int:
-    match key:
-        case jax.tree_util.DictKey(key=name) | jax.tree_util.GetAttrKey(name=name):
-            return str(name)
-        case jax.tree_util.SequenceKey(idx=place) | jax.tree_util.FlattenedIndexKey(key=place):
-            return int(place)
-        case _:
-            raise BuildError(f"expected a pytree of dicts and sequences, found the key {key!r}")
+def key_name(shape: Any) -> str:
+    """Return the name of the implementation of random keys: `threefry2x32`."""
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
+    return names[0]
+
+
+def _tree(value: Any, what: str) -> trees.Tree:
+    """Return how a pytree is nested."""
+    if value is None:
+        return trees.NONE
+    parts, structure = tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    if jax.tree_util.treedef_is_leaf(structure) and len(parts) == 1 and not parts[0][0]:
+        return trees.Leaf(key_name(value) if is_key(value) else "")
+    keys = [path[0] for path, _ in parts]
+    children = tuple(_tree(child, f"{what}{jax.tree_util.keystr(path)}") for path, child in parts)
+    kind = type(value)
+    if kind in (list, tuple):
+        sequence: trees.Kind = "list" if kind is list else "tuple"
+        return trees.Node(sequence, tuple(range(len(children))), children)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return trees.Node("namedtuple", tuple(value._fields), children, name)
+    if isinstance(value, dict) or (keys and all(isinstance(key, DictKey) for key in keys)):
+        return trees.Node("dict", tuple(_dict_key(key, what) for key in keys), children)
+    if (keys or dataclasses.is_dataclass(value)) and all(isinstance(k, GetAttrKey) for k in keys):
+        fields = tuple(key.name for key in keys if isinstance(key, GetAttrKey))
+        return trees.Node("record", fields, children, name, _constants(value, fields))
+    places = [
+        key.key if isinstance(key, FlattenedIndexKey) else place for place, key in enumerate(keys)
+    ]
+    places = [
+        key.idx if isinstance(key, SequenceKey) else place
+        for place, key in zip(places, keys, strict=True)
+    ]
+    return trees.Node("node", tuple(map(int, places)), children, name)
+
+
+def _dict_key(key: Any, what: str) -> trees.Key:
+    if type(key.key) not in (str, int):
+        raise BuildError(
+            f"{what}: expected dicts whose keys are texts or integers, found the key {key.key!r}",
+            hint="use a list in its place, or a dict whose keys are texts",
+        )
+    found: trees.Key = key.key
+    return found
+
+
+def _constants(value: Any, fields: tuple[str, ...]) -> tuple[tuple[str, trees.Constant], ...]:
+    """Return the fields of a dataclass that are no part of the pytree, where JSON can hold their values."""
+    if not dataclasses.is_dataclass(value):
+        return ()
+    found = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
+    return tuple(
+        (name, constant)
+        for name, constant in found
+        if name not in fields and (constant is None or type(constant) in (str, int, bool))
+    )
+
+
+def _spelled(path: trees.Path) -> str:
+    return "".join(f"[{key!r}]" for key in path)

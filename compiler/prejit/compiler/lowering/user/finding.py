@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from prejit.compiler.lowering.program import Shapes
+from prejit.compiler.lowering.program import LoweredProgram, Shapes
+from prejit.compiler.lowering.user.arrays import example_of
+from prejit.compiler.lowering.user.files import read_file
 from prejit.runtime.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -24,15 +27,30 @@ class UserFunction:
 
     Attributes:
         function: takes a flat dict of weights, then the arguments of the manifest.
+        args: the manifest's args, or the function that it names, or those of the file.
         weights: shapes of the weights by flat name, sorted.
         values: values of the weights, from the manifest's params or the flax.nnx module.
         modules: the modules that it was found in.
     """
 
     function: Callable[..., Any]
+    args: Any
     weights: Shapes
     values: Mapping[str, np.ndarray[Any, Any]]
     modules: UserModules
+
+    def example(self, bucket: Mapping[str, int], where: str) -> Any:
+        """Return the arguments at a bucket as a pytree of jax.ShapeDtypeStruct.
+
+        Raises:
+            BuildError: a function of the user that returns examples fails.
+            ManifestError: as `example_of`.
+        """
+        args = self.args
+        if callable(args):
+            with self.modules.tracing(where):
+                args = jax.eval_shape(lambda: self.args(**bucket))
+        return example_of(args, bucket, where)
 
 
 def find_function(
@@ -41,12 +59,13 @@ def find_function(
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
     nested: Callable[[Mapping[str, Any]], Any] | None = None,
-) -> UserFunction:
+    file: Path | None = None,
+) -> UserFunction | LoweredProgram:
     """Import the function that a [[program]] names, and wrap it.
 
     It is a function, called as function(params, ...) if the manifest gives params, else as function(...); a
-    flax.linen module, which is applied to params; or a flax.nnx module, whose parameters are its own unless
-    the manifest gives params.
+    flax.linen module, which is applied to params; or a module that holds its parameters, of flax.nnx or
+    equinox, or any other pytree that can be called. The manifest's params replace those.
 
     Args:
         program: the section of the manifest.
@@ -55,13 +74,32 @@ def find_function(
         modules: the modules beside the manifest.
         nested: makes the first argument of the function from its flat weights; None for nested dicts, by
             the dots in names.
+        file: the file that the manifest names in place of a function; None: it names a function.
+
+    Returns:
+        The function; or the program of a StableHLO file, which is lowered already.
 
     Raises:
         ManifestError: the module or the attribute does not exist, raises, or cannot be called.
+        BuildError: the file cannot be read.
     """
-    found, where = program.fn, f"{at}: program {program.name!r}"
-    if isinstance(found, str):
+    found, args, where = program.fn, program.args, f"{at}: program {program.name!r}"
+    if file is not None:
+        with modules.in_use():
+            read = read_file(file, where)
+        if isinstance(read, LoweredProgram):
+            _refuse_settings(program, where)
+            return read
+        found, args = read.function, read.example if args is None else args
+        if args is None:
+            raise ManifestError(
+                f"{where}: args: expected the arguments, because {file} has symbolic sizes",
+                hint='give shape strings such as "float32[{batch}, 128]", and buckets',
+            )
+    elif isinstance(found, str):
         found = modules.find(found, f"{where}: function")
+    if isinstance(args, str):
+        args = modules.find(args, f"{where}: args")
     values = None if parameters is None else dict(sorted(parameters.items()))
     nested = nested or _nested
     module = None
@@ -71,6 +109,8 @@ def find_function(
         module = call_module(found, program.label, where, values, nested)
     if module is not None:
         function, weights = module
+    elif callable(found) and jax.tree.leaves(found) != [found]:
+        function, weights = _of_pytree(found, where, values)
     elif callable(found):
         function, weights = _calling(found, nested if values is not None else None), values or {}
     else:
@@ -79,7 +119,44 @@ def find_function(
             f"{type(found).__name__} {program.label!r}"
         )
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in weights.items()}
-    return UserFunction(function, shapes, weights, modules)
+    return UserFunction(function, args, shapes, weights, modules)
+
+
+def _refuse_settings(program: manifest.Program, where: str) -> None:
+    """Refuse keys that a StableHLO file decides by itself."""
+    for key in ("args", "buckets", "params", "static", "donate"):
+        if getattr(program, key) not in (None, {}, (), []):
+            raise ManifestError(
+                f"{where}: expected no {key!r} for StableHLO, whose file has fixed shapes and no Python",
+                hint="name a file for each program",
+            )
+
+
+def _of_pytree(
+    module: Callable[..., Any], where: str, parameters: Mapping[str, Any] | None
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return a function that calls a module which is a pytree of its own parameters, as one of equinox."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(module)
+    names = [jax.tree_util.keystr(path).strip(".[]") for path, _ in leaves]
+    own = {
+        name: np.asarray(leaf)
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+        if isinstance(leaf, jax.Array | np.ndarray)
+    }
+    if parameters is not None and parameters.keys() != own.keys():
+        differing = sorted(own.keys() ^ parameters.keys())
+        raise ManifestError(
+            f"{where}: params: expected the names of the module's arrays, and "
+            f"{', '.join(differing[:8])} differ"
+        )
+
+    def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        parts = [
+            weights.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)
+        ]  # other leaves, such as activation functions, stay what they are
+        return jax.tree.unflatten(structure, parts)(*args, **kwargs)
+
+    return function, dict(sorted((parameters or own).items()))
 
 
 def _calling(

@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 from jax.extend.core import ClosedJaxpr
 
 from prejit.compiler.lowering.export import export_program
 from prejit.compiler.lowering.program import LoweredProgram
-from prejit.compiler.lowering.user.arrays import arrays_of, results_of, shapes_of
+from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.runtime.device._jaxlib import refine_shapes
 from prejit.runtime.errors import BuildError
+from prejit.runtime.format import trees
 from prejit.runtime.machine.requirement import PLATFORMS
 
 if TYPE_CHECKING:
@@ -43,31 +46,59 @@ def lower_function(
     Raises:
         BuildError: it cannot be traced or lowered.
     """
-    shapes = shapes_of(program.args, spec.bucket, f"{at}: program {program.name!r}: args")
-    args, kwargs = ((), shapes) if isinstance(shapes, dict) else (tuple(shapes), {})
+    where = f"{at}: program {program.name!r}: args"
+    with user.modules.in_use():
+        example = user.example(spec.bucket, where)
+    leaves, structure = jax.tree.flatten(example)
+    arguments = arrays_of(example, where, tuple(program.donate))
+    returned: list[Any] = []
 
-    def function(weights: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
-        return user.function(weights, *args, **kwargs)
+    def function(weights: Mapping[str, Any], *data: Any) -> Any:
+        """Call the user's function; random keys go in and out as their data."""
+        given = jax.tree.unflatten(structure, map(_as_given, data, leaves))
+        args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
+        result = jax.tree.map(jnp.asarray, user.function(weights, *args, **kwargs, **spec.static))
+        returned[:] = [jax.tree.map(_shape_of, result)]  # the user's own nodes, of shapes
+        return [_as_data(leaf) for leaf in jax.tree.leaves(result)]
 
-    values = (user.weights, args, kwargs)
+    data = [jax.eval_shape(_as_data, leaf) if is_key(leaf) else leaf for leaf in leaves]
+    values = (user.weights, *data)
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
     with user.modules.tracing(what):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
     _refuse_callbacks(jaxpr, what)
     wanted = tuple(name for name in PLATFORMS if name in platforms)
+    donated = tuple(1 + n for n, array in enumerate(arguments.arrays) if array.donated)
     with user.modules.tracing(what):
-        exported, refused = _export_where_possible(function, values, wanted)
+        exported, refused = _export_where_possible(function, values, wanted, donated)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
-    with user.modules.tracing(what):  # creates nodes of the user's own types
-        results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    results = arrays_of(returned[0], f"{what}: result")
+    with user.modules.tracing(what):
+        portable = refine_shapes(exported.mlir_module_serialized)
     return LoweredProgram(
-        exported.mlir_module_serialized,
+        portable,
         exported.platforms,
         tuple(user.weights),
-        arrays_of(args or kwargs),
-        results_of(results, what),
+        arguments.arrays,
+        results.arrays,
+        arguments_tree=trees.to_text(arguments.tree),
+        results_tree=trees.to_text(results.tree),
     )
+
+
+def _as_given(data: Any, leaf: Any) -> Any:
+    """Return an argument as the user's function takes it: a random key, or the array as it is."""
+    return jax.random.wrap_key_data(data, impl=key_name(leaf)) if is_key(leaf) else data
+
+
+def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _as_data(leaf: Any) -> Any:
+    """Return the data of a random key, or another value as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
@@ -89,20 +120,23 @@ def _refuse_callbacks(function: ClosedJaxpr, what: str) -> None:
 
 
 def _export_where_possible(
-    function: Callable[..., Any], values: tuple[Any, ...], wanted: tuple[str, ...]
+    function: Callable[..., Any],
+    values: tuple[Any, ...],
+    wanted: tuple[str, ...],
+    donated: tuple[int, ...],
 ) -> tuple[export.Exported | None, dict[str, Exception]]:
     """Export a function for all platforms, or those of the targets; else return each platform's error."""
     for platforms in (PLATFORMS, wanted):
         with contextlib.suppress(Exception):  # it calls something that only some platforms have
-            return export_program(function, values, platforms), {}
+            return export_program(function, values, platforms, donate_argnums=donated), {}
     refused: dict[str, Exception] = {}
     for platform in wanted:
         try:
-            export_program(function, values, (platform,))
+            export_program(function, values, (platform,), donate_argnums=donated)
         except Exception as error:
             refused[platform] = error
     if not refused:  # each platform lowers alone, but not together
-        export_program(function, values, wanted)
+        export_program(function, values, wanted, donate_argnums=donated)
     return None, refused
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,9 +138,12 @@ def _program(
         portable=portables[spec.name],
         memory=executable.compiled.memory,
         weights=next(iter(_weight_sets(spec.section, lowered)), None),
-        platforms=lowered.platforms,
+        platforms=lowered.platforms or None,
         cost_microseconds=cost,
         kernels=True if executable.job.source.kernels is not None else None,
+        arguments_tree=lowered.arguments_tree,
+        results_tree=lowered.results_tree,
+        static={name: json.dumps(value) for name, value in spec.static.items()} or None,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -10,7 +12,7 @@ from datetime import date
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
-from prejit.runtime.format import limits
+from prejit.runtime.format import limits, trees
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
 from prejit.runtime.format.checks.signatures import (
     BUCKETS,
@@ -22,7 +24,7 @@ from prejit.runtime.format.checks.signatures import (
     kinds_of,
 )
 from prejit.runtime.format.names import CHUNKS_SINCE, KERNEL_LEVELS, KERNELS_MEDIA_TYPE
-from prejit.runtime.format.schema import Config, Encoder, ImageManifest
+from prejit.runtime.format.schema import Config, Encoder, ImageManifest, ProgramEntry
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 CHUNK_ALGORITHM = "blake3"
@@ -30,9 +32,6 @@ CHUNK_ALGORITHM = "blake3"
 (benchmarks/results/2026-11-21-hashing.md)."""
 
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
-
-MAX_PATH_KEYS = 256
-"""Maximum depth of the tree of an argument or result; code walks the tree by recursion."""
 
 
 def check_config(
@@ -225,6 +224,8 @@ def _check_programs(config: Config, path: str) -> None:
             raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
         if kind == "call":
             continue
+        if (program.arguments_tree, program.results_tree, program.static) != (None, None, None):
+            raise RejectError(path, f"{name}: expected trees and static values of 'call' alone")
         model = "decoder" if kind in DECODER_KINDS else "encoder"
         if getattr(config, model) is None:
             raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
@@ -349,14 +350,49 @@ def check_arrays(
     paths = [
         tuple(map(str, array.path)) for array in arrays
     ]  # keys as text, as files and options spell them
-    if (longest := max(map(len, paths), default=0)) > MAX_PATH_KEYS:
-        raise RejectError(path, f"expected at most {MAX_PATH_KEYS} keys in a path, found {longest}")
+    if (longest := max(map(len, paths), default=0)) > trees.MAX_DEPTH:
+        raise RejectError(
+            path, f"expected at most {trees.MAX_DEPTH} keys in a path, found {longest}"
+        )
     inner = {at[:place] for at in paths for place in range(len(at))}
     if len(set(paths)) != len(paths) or not inner.isdisjoint(paths):
         raise RejectError(
             path, "expected paths of a tree, found one twice or one inside of another"
         )
     return arrays
+
+
+def check_tree(text: str | None, arrays: Sequence[Array], path: str) -> trees.Tree:
+    """7. Return the tree of a program's arguments or results, whose leaves must be these arrays.
+
+    Args:
+        text: the tree in the program table; None: dicts and tuples by the paths of the arrays.
+        arrays: the arguments or results.
+        path: the file, for errors.
+    """
+    at = tuple(array.path for array in arrays)
+    try:
+        tree = trees.of_paths(at) if text is None else trees.parse(text)
+    except ValueError as error:
+        raise RejectError(path, str(error)) from error
+    if tuple(trees.paths(tree)) != at:
+        raise RejectError(
+            path, "expected a tree whose leaves have the paths of the arrays, in order"
+        )
+    return tree
+
+
+def check_static(program: ProgramEntry, path: str) -> dict[str, trees.Constant]:
+    """7. Return the values of a program's static arguments by name."""
+    values: dict[str, trees.Constant] = {}
+    for name, text in (program.static or {}).items():
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+        if type(value) not in (str, int, bool) or json.dumps(value) != text:
+            raise RejectError(path, f"static {name!r:.80}: expected a constant, found {text!r:.80}")
+        values[name] = value
+    return values
 
 
 def _check_split(sharding: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | None) -> None:

@@ -1,0 +1,217 @@
+"""The pytrees that programs of the user take and return, as one line of text.
+
+A tree is canonical JSON. Its leaves, in order, are the arguments or results of the program:
+
+    "*"                                                an array
+    "key:fry"                                          the data of a random key of jax's implementation `fry`
+    null                                               None
+    ["list",[TREE,...]]    ["tuple",[TREE,...]]
+    ["dict",[[KEY,TREE],...]]                          a key is text or an integer
+    ["namedtuple","module:Name",[[FIELD,TREE],...]]
+    ["record","module:Name",[[FIELD,TREE],...],[[FIELD,VALUE],...]]
+    ["node","module:Name",[TREE,...]]                  any other type, whose parts have no names
+
+A record is a dataclass, or another type whose parts are attributes; the second list has its constant fields.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MAX_DEPTH = 256
+"""Maximum depth of a tree; code walks a tree by recursion."""
+
+Key = str | int
+Path = tuple[Key, ...]
+"""The place of a leaf in a tree, outermost key first; an integer is a place in a sequence or a dict's key."""
+Constant = str | int | bool | None
+Kind = Literal["none", "list", "tuple", "dict", "namedtuple", "record", "node"]
+
+_TYPE = re.compile(r"[\w.<>]{1,512}:[\w.<>]{1,512}")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array.
+
+    Attributes:
+        key: jax's implementation of random keys (`fry`, `rbg`) whose data it is; empty: it is no key.
+    """
+
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container, or None.
+
+    Attributes:
+        kind: what it is.
+        keys: keys, fields or places of its children, in order.
+        children: its parts, in order.
+        type: `module:Name` of a named tuple, record or node; else empty.
+        constants: names and values of a record's constant fields.
+    """
+
+    kind: Kind
+    keys: tuple[Key, ...] = ()
+    children: tuple[Tree, ...] = ()
+    type: str = ""
+    constants: tuple[tuple[str, Constant], ...] = ()
+
+
+Tree = Leaf | Node
+
+NONE = Node("none")
+
+
+def paths(tree: Tree, at: Path = ()) -> Iterator[Path]:
+    """Yield the path of every leaf, in order."""
+    if isinstance(tree, Leaf):
+        yield at
+        return
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        yield from paths(child, (*at, key))
+
+
+def leaves(tree: Tree) -> Iterator[Leaf]:
+    """Yield every leaf, in order."""
+    if isinstance(tree, Leaf):
+        yield tree
+        return
+    for child in tree.children:
+        yield from leaves(child)
+
+
+def to_text(tree: Tree) -> str:
+    """Return the text of a tree."""
+    return _dumps(_plain(tree))
+
+
+def parse(text: str) -> Tree:
+    """Return the tree that a text describes; the inverse of `to_text`.
+
+    Raises:
+        ValueError: the text has another form, or is deeper than `MAX_DEPTH`.
+    """
+    try:
+        plain = json.loads(text)
+        tree = _tree(plain, 0)
+        canonical = _dumps(plain) == text
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"expected a tree, found {text!r:.80}") from error
+    if not canonical:  # a tree has only one spelling
+        raise ValueError(f"expected a tree as canonical JSON, found {text!r:.80}")
+    return tree
+
+
+def of_paths(of: tuple[Path, ...]) -> Tree:
+    """Return the tree of leaves that have these paths: dicts for names, tuples for places.
+
+    This is how programs without a tree of their own return results. Leaves are numbered by place in `of`;
+    the tree's leaves come in that order only if paths of one branch are neighbours, as those of jax are.
+    """
+    if len(of) == 1 and not of[0]:
+        return Leaf()
+    branches: dict[Key, list[Path]] = {}
+    for path in of:
+        branches.setdefault(path[0], []).append(path[1:])
+    children = tuple(of_paths(tuple(branch)) for branch in branches.values())
+    kind: Kind = "tuple" if all(type(key) is int for key in branches) else "dict"
+    return Node(kind, tuple(branches), children)
+
+
+def _dumps(plain: Any) -> str:
+    return json.dumps(plain, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _plain(tree: Tree) -> Any:
+    if isinstance(tree, Leaf):
+        return f"key:{tree.key}" if tree.key else "*"
+    children = [_plain(child) for child in tree.children]
+    pairs = [list(pair) for pair in zip(tree.keys, children, strict=True)]
+    match tree.kind:
+        case "none":
+            return None
+        case "list" | "tuple":
+            return [tree.kind, children]
+        case "dict":
+            return ["dict", pairs]
+        case "namedtuple":
+            return ["namedtuple", tree.type, pairs]
+        case "record":
+            return ["record", tree.type, pairs, [list(pair) for pair in tree.constants]]
+        case "node":
+            return ["node", tree.type, children]
+
+
+def _tree(plain: Any, depth: int) -> Tree:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"expected a tree of at most {MAX_DEPTH} levels, found more")
+    if plain is None:
+        return NONE
+    if isinstance(plain, str):
+        if plain == "*":
+            return Leaf()
+        if re.fullmatch(r"key:[a-z0-9_]{1,64}", plain):
+            return Leaf(plain[4:])
+        raise ValueError(f"expected '*' or 'key:' and a name for a leaf, found {plain!r:.80}")
+    match plain:
+        case ["list" | "tuple" as kind, list(items)]:
+            return _sequence(kind, "", items, depth)
+        case ["node", str(type_), list(items)]:
+            return _sequence("node", _type(type_), items, depth)
+        case ["dict", list(pairs)]:
+            return _named("dict", "", pairs, depth, ())
+        case ["namedtuple", str(type_), list(pairs)]:
+            return _named("namedtuple", _type(type_), pairs, depth, ())
+        case ["record", str(type_), list(pairs), list(constants)]:
+            kept = tuple((name, _constant(value)) for name, value in constants)
+            return _named("record", _type(type_), pairs, depth, kept)
+        case _:
+            raise ValueError(f"expected a node of a tree, found {plain!r:.80}")
+
+
+def _sequence(kind: Kind, type_: str, items: list[Any], depth: int) -> Node:
+    children = tuple(_tree(item, depth + 1) for item in items)
+    return Node(kind, tuple(range(len(children))), children, type_)
+
+
+def _named(
+    kind: Kind,
+    type_: str,
+    pairs: list[Any],
+    depth: int,
+    constants: tuple[tuple[str, Constant], ...],
+) -> Node:
+    keys = [key for key, _ in pairs]
+    fields = [*keys, *(name for name, _ in constants)]
+    for key in fields:
+        if kind == "dict":
+            allowed = type(key) in (str, int)
+        else:
+            allowed = isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)
+        if not allowed:
+            raise ValueError(f"expected keys of a {kind}, found {key!r:.80}")
+    if len(set(map(str, fields))) != len(fields):
+        raise ValueError(f"expected each key of a {kind} once, found one twice")
+    children = tuple(_tree(item, depth + 1) for _, item in pairs)
+    return Node(kind, tuple(keys), children, type_, constants)
+
+
+def _type(text: str) -> str:
+    if not _TYPE.fullmatch(text):
+        raise ValueError(f"expected a type as 'module:Name', found {text!r:.80}")
+    return text
+
+
+def _constant(value: Any) -> Constant:
+    if value is None or type(value) in (str, int, bool):
+        kept: Constant = value
+        return kept
+    raise ValueError(f"expected a constant, found {value!r:.80}")

@@ -1,0 +1,315 @@
+"""A program whose state stays on the device from call to call: a training step, a simulation, a cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.programs import pytree
+from prejit.runtime.programs.calls import Calls, Held, Pending
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """An argument or a result of a program: one branch of its tree.
+
+    Attributes:
+        key: its name, or its place.
+        tree: how it is nested.
+        arrays: its arrays, in order.
+        start: the place of the first one among all arrays of the program.
+    """
+
+    key: trees.Key
+    tree: trees.Tree
+    arrays: tuple[Array, ...]
+    start: int
+
+    def of(self, values: list[DeviceArray]) -> list[DeviceArray]:
+        """Return the branch's own of all arguments or results."""
+        return values[self.start : self.start + len(self.arrays)]
+
+    def holds_what(self, other: _Branch) -> bool:
+        """Return whether another branch has the same structure, shapes and dtypes."""
+        return self.tree == other.tree and [(a.dtype, a.shape) for a in self.arrays] == [
+            (a.dtype, a.shape) for a in other.arrays
+        ]
+
+
+@final
+class Bound:
+    """A program that keeps some of its arguments, its state, on the device. Safe to use from many threads.
+
+    Each call runs the program on the state, and the state among its results takes the place of the old one.
+    Nothing of it passes through the host. If the manifest donates the state, it is updated in its own memory.
+    """
+
+    def __init__(
+        self, calls: Calls, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Put the state on the device. Use `Bundle.bind`."""
+        self._calls = calls
+        self._name = name
+        self._lock = threading.Lock()
+        given: dict[trees.Key, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        self._static = {str(key): given.pop(key) for key in calls.static_names(name) & given.keys()}
+        if not given:
+            raise UsageError(
+                f"bind: expected an argument of {name!r} to keep, found none",
+                hint=f"bundle.bind({name!r}, state=...)",
+            )
+        first = calls.buckets(name)[0]
+        taken = {branch.key: branch for branch in self._arguments(first)}
+        for key in given:
+            if key not in taken:
+                raise UsageError(
+                    f"bind: {name!r} has no argument {key!r}",
+                    hint=f"its arguments are: {', '.join(map(str, taken)) or 'none'}",
+                )
+        self._state = {key: taken[key] for key in given}
+        self._slots = {p.name: self._slots_of(p) for p in calls.buckets(name)}
+        self._held: dict[trees.Key, list[DeviceArray]] = {}
+        self._put(given)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program once, and return those of its results that are no state.
+
+        Args:
+            *args: the arguments that are not kept, in order, if the program takes a list.
+            **kwargs: the arguments that are not kept, by name.
+
+        Returns:
+            A single result alone; several as a dict if the function names them, else as a tuple; None if the
+            program returns only its state.
+
+        Raises:
+            UsageError, RejectError: as `Bundle.call`.
+        """
+        return self.call_async(*args, **kwargs).result()
+
+    def call_async(self, *args: Any, **kwargs: Any) -> Pending:
+        """Run the program once without waiting for it. The next call may follow at once."""
+        names = self._calls.static_names(self._name)
+        static = {**self._static, **{key: kwargs.pop(key) for key in names & kwargs.keys()}}
+        with self._lock:
+
+            def flatten(tree: trees.Tree) -> list[Any]:
+                return self._flatten(tree, args, kwargs)
+
+            chosen = self._calls.choose(self._name, static, flatten)
+            inputs = self._calls.put(chosen, copy=True)
+            results = self._calls.run(chosen.program, inputs)
+            slots = self._slots[chosen.program.name]
+            for key, slot in slots.items():
+                self._held[key] = slot.of(results)
+        starts = {slot.start for slot in slots.values()}
+        tree = self._calls.programs.results_tree(chosen.program.name)
+        rest = [branch for branch in self._results(chosen.program) if branch.start not in starts]
+
+        def value(branch: _Branch) -> Any:
+            return self._calls.nested(branch.tree, branch.of(results), chosen.convert)
+
+        def rebuild() -> Any:
+            if not rest:
+                return None
+            if len(rest) == 1:
+                return value(rest[0])
+            if isinstance(tree, trees.Node) and tree.kind in ("list", "tuple", "node"):
+                return tuple(map(value, rest))
+            return {branch.key: value(branch) for branch in rest}
+
+        # The next call deletes the state.
+        arrays = [array for branch in rest for array in branch.of(results)]
+        return self._calls.pending(arrays, rebuild)
+
+    def read(self) -> dict[trees.Key, Any]:
+        """Return a copy of the state on the host, by the name of the argument."""
+        with self._lock:
+            return {
+                key: self._calls.nested(branch.tree, self._alive(key), _copied)
+                for key, branch in self._state.items()
+            }
+
+    def write(self, **state: Any) -> None:
+        """Replace parts of the state.
+
+        Raises:
+            UsageError: a name is no part of it, or a value has another structure, shape or dtype.
+        """
+        with self._lock:
+            self._put({key: value for key, value in state.items()})
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the state to a .safetensors file, or else to a new directory as an orbax checkpoint.
+
+        Raises:
+            UsageError: the package that writes it is not installed.
+            StoreError: it cannot be written. A file that was there stays as it was.
+        """
+        from prejit.runtime.programs.state_files import write_state
+
+        with self._lock:
+            arrays = {
+                path: _copied(array)
+                for key, branch in self._state.items()
+                for path, array in zip(_paths(branch), self._alive(key), strict=True)
+            }
+        write_state(path, arrays)
+
+    def restore(self, path: str | PathLike[str]) -> None:
+        """Replace the state by one that `save` wrote.
+
+        Raises:
+            UsageError: the package that reads it is not installed.
+            StoreError: it cannot be read, or it is another program's state; the state stays as it was.
+        """
+        from prejit.runtime.programs.state_files import read_state
+
+        expected = {
+            path: array
+            for branch in self._state.values()
+            for path, array in zip(_paths(branch), branch.arrays, strict=True)
+        }
+        found = read_state(path, expected)
+        with self._lock:
+            for key, branch in self._state.items():
+                self._held[key] = [
+                    self._calls.device.copy(found[at], array.sharding)
+                    for at, array in zip(_paths(branch), branch.arrays, strict=True)
+                ]
+
+    def _flatten(
+        self, tree: trees.Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Return the leaves of all arguments: those of the state are on the device."""
+        assert isinstance(tree, trees.Node)
+        others = [key for key in tree.keys if key not in self._state]
+        given: dict[trees.Key, Any] = dict(zip(others, args, strict=False))
+        if tree.kind == "dict":
+            given = {key: value for key, value in kwargs.items()}
+        found: list[Any] = []
+        for key, child in zip(tree.keys, tree.children, strict=True):
+            if (branch := self._state.get(key)) is not None:
+                found += [
+                    Held(value, dtype_of(array.dtype), array.shape)
+                    for value, array in zip(self._alive(key), branch.arrays, strict=True)
+                ]
+            elif key in given:
+                found += pytree.flatten(child, given.pop(key), (key,))
+            else:
+                raise pytree.MisfitError(f"{pytree.spell((key,))} is missing")
+        more = args if tree.kind == "dict" else (*args[len(others) :], *kwargs)
+        for key in (*given, *range(len(more))):
+            raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
+        return found
+
+    def _put(self, state: Mapping[trees.Key, Any]) -> None:
+        """Copy values of the state to the device."""
+        held = {}
+        for key, value in state.items():
+            if (branch := self._state.get(key)) is None:
+                raise UsageError(
+                    f"{key!r} is no part of the state of {self._name!r}",
+                    hint=f"its parts are: {', '.join(map(str, self._state))}",
+                )
+            try:
+                leaves = pytree.flatten(branch.tree, value, (key,))
+            except pytree.MisfitError as misfit:
+                raise UsageError(f"state of {self._name!r}: {misfit}") from None
+            values = self._calls.fitting(branch.arrays, trees.leaves(branch.tree), leaves)
+            if isinstance(values, str):
+                raise UsageError(f"state of {self._name!r}: {values}")
+            held[key] = [
+                self._calls.device.copy(one, array.sharding)
+                for one, array in zip(values, branch.arrays, strict=True)
+                if not isinstance(one, Held)
+            ]
+        self._held |= held
+
+    def _alive(self, key: trees.Key) -> list[DeviceArray]:
+        """Return a part of the state on the device.
+
+        Raises:
+            UsageError: a program that failed has deleted it.
+        """
+        held = self._held[key]
+        if any(array.is_deleted() for array in held):
+            raise UsageError(
+                f"the state {key!r} of {self._name!r} was donated to a call that failed",
+                hint="set it again with `write` or `restore`",
+            )
+        return held
+
+    def _slots_of(self, program: ProgramEntry) -> dict[trees.Key, _Branch]:
+        """Return the results that take the place of the state, by argument.
+
+        It is the result of the same name, or else the first one with the same structure, shapes and dtypes
+        that no other argument takes.
+
+        Raises:
+            UsageError: there is none.
+        """
+        results = list(self._results(program))
+        slots: dict[trees.Key, _Branch] = {}
+        taken = {branch.key: branch for branch in self._arguments(program)}
+        for key, branch in self._state.items():
+            if key not in taken or not branch.holds_what(taken[key]):
+                raise UsageError(
+                    f"bind: expected {key!r} to have the same structure, shapes and dtypes in all buckets "
+                    f"of {self._name!r}, found others in {program.name}"
+                )
+            same = [result for result in results if branch.holds_what(result)]
+            named = [result for result in same if result.key == key and isinstance(key, str)]
+            if not same:
+                raise UsageError(
+                    f"bind: {program.name} returns nothing with the structure, shapes and dtypes of {key!r}",
+                    hint="keep an argument that the function returns anew",
+                )
+            slots[key] = (named or same)[0]
+            results.remove(slots[key])
+        return slots
+
+    def _arguments(self, program: ProgramEntry) -> Iterator[_Branch]:
+        """Yield the arguments of a program."""
+        programs = self._calls.programs
+        return _branches(programs.arguments_tree(program.name), programs.arguments(program.name))
+
+    def _results(self, program: ProgramEntry) -> Iterator[_Branch]:
+        """Yield the results of a program; all of them as one, if together they can be the state."""
+        programs = self._calls.programs
+        tree, arrays = programs.results_tree(program.name), programs.results(program.name)
+        whole = _Branch("", tree, arrays, 0)
+        if isinstance(tree, trees.Leaf) or any(map(whole.holds_what, self._state.values())):
+            yield whole
+        else:
+            yield from _branches(tree, arrays)
+
+
+def _branches(tree: trees.Tree, arrays: tuple[Array, ...]) -> Iterator[_Branch]:
+    assert isinstance(tree, trees.Node)
+    start = 0
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        count = sum(1 for _ in trees.leaves(child))
+        yield _Branch(key, child, arrays[start : start + count], start)
+        start += count
+
+
+def _paths(branch: _Branch) -> list[trees.Path]:
+    return [array.path for array in branch.arrays]
+
+
+def _copied(array: DeviceArray) -> np.ndarray[Any, Any]:
+    """Return a copy of an array on the host, because the next call may write to the device's memory."""
+    return np.array(to_numpy(array))

@@ -1,0 +1,387 @@
+"""Programs of every kind: training steps with state, static arguments, random keys, files from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.runtime import UsageError, load
+from prejit.runtime.bundle import Bundle
+
+from .conftest import Run
+
+MODULE = """
+import functools
+from typing import Any, NamedTuple
+
+import equinox
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+
+class Metrics(NamedTuple):
+    loss: Any
+    norm: Any
+
+
+@struct.dataclass
+class State:
+    params: Any
+    optimizer: Any
+    step: Any
+    key: Any
+    name: str = struct.field(pytree_node=False, default="adam")
+
+
+adam = optax.adam(1e-2)
+
+
+def first_state():
+    params = {"w": jnp.ones((8, 4)), "b": jnp.zeros((4,))}
+    return State(params, adam.init(params), jnp.int32(0), jax.random.key(0))
+
+
+def example(batch):
+    return {"state": first_state(), "x": jnp.zeros((batch, 8)), "y": jnp.zeros((batch, 4))}
+
+
+def loss(params, x, y, mode):
+    out = x @ params["w"] + params["b"]
+    return jnp.mean(((jnp.tanh(out) if mode == "tanh" else out) - y) ** 2)
+
+
+def train_step(state, x, y, *, mode):
+    key, noise = jax.random.split(state.key)
+    x = x + 0.01 * jax.random.normal(noise, x.shape)
+    value, grads = jax.value_and_grad(loss)(state.params, x, y, mode)
+    updates, optimizer = adam.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    state = state.replace(params=params, optimizer=optimizer, step=state.step + 1, key=key)
+    return state, Metrics(value, jnp.linalg.norm(grads["w"]))
+
+
+def keeps_its_shape(x):
+    return {1: x, 2: [x + 1, None, ()], 7: {"a": (), "b": {}}}
+
+
+def walk(position, velocity):
+    return {"velocity": velocity * 0.5, "position": position + velocity}
+
+
+mlp = equinox.nn.MLP(4, 2, 8, 1, key=jax.random.key(1))
+"""
+MANIFEST = """
+[bundle]
+name = "any"
+
+[[program]]
+name = "train"
+function = "users_code:train_step"
+args = "users_code:example"
+buckets = { batch = [2, 4] }
+static = { mode = ["tanh", "linear"] }
+donate = ["state"]
+
+[[program]]
+name = "shape"
+function = "users_code:keeps_its_shape"
+args = ["float32[3]"]
+
+[[program]]
+name = "normal"
+function = "jax.random:normal"
+args = ["key[]"]
+
+[[program]]
+name = "walk"
+function = "users_code:walk"
+args = ["float32[3]", "float32[3]"]
+donate = [0]
+
+[[program]]
+name = "equinox"
+function = "users_code:mlp"
+args = ["float32[4]"]
+
+[[program]]
+name = "exported"
+function = "exported.bin"
+
+[[program]]
+name = "symbolic"
+function = "symbolic.bin"
+args = ["float32[{batch}, 3]"]
+buckets = { batch = [1, 5] }
+
+[[program]]
+name = "stablehlo"
+function = "model.mlir"
+
+[[target]]
+name = "cpu-host"
+"""
+STABLEHLO = """
+module @from_another_framework {
+  func.func @main(%x: tensor<2x3xf32>, %y: tensor<3xf32>) -> (tensor<2x3xf32>, tensor<2xf32>) {
+    %b = stablehlo.broadcast_in_dim %y, dims = [1] : (tensor<3xf32>) -> tensor<2x3xf32>
+    %sum = stablehlo.add %x, %b : tensor<2x3xf32>
+    %zero = stablehlo.constant dense<0.0> : tensor<f32>
+    %rows = stablehlo.reduce(%sum init: %zero) applies stablehlo.add across dimensions = [1]
+        : (tensor<2x3xf32>, tensor<f32>) -> tensor<2xf32>
+    return %sum, %rows : tensor<2x3xf32>, tensor<2xf32>
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import jax
+    import jax.numpy as jnp
+
+    directory = tmp_path_factory.mktemp("any")
+    (directory / "users_code.py").write_text(MODULE)
+    (directory / "any.toml").write_text(MANIFEST)
+    (directory / "model.mlir").write_text(STABLEHLO)
+
+    def scaled(x: Any, *, by: Any) -> Any:
+        return {"scaled": x * by}
+
+    export = jax.export.export
+    shape = jax.ShapeDtypeStruct((3,), np.float32)
+    by_name = export(jax.jit(lambda **given: scaled(given["x"], by=given["by"])))(x=shape, by=shape)
+    (directory / "exported.bin").write_bytes(by_name.serialize())
+    (batch,) = jax.export.symbolic_shape("batch")
+    sizes = jax.ShapeDtypeStruct((batch, 3), np.float32)
+    (directory / "symbolic.bin").write_bytes(export(jax.jit(jnp.cumsum))(sizes).serialize())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def users_code(directory: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(directory))
+        import users_code
+
+        yield users_code
+        del sys.modules["users_code"]
+
+
+@pytest.fixture(scope="module")
+def path(run: Run, directory: Path) -> Path:
+    run("build", directory / "any.toml", "-o", directory / "out")
+    return directory / "out" / "any"
+
+
+@pytest.fixture(scope="module")
+def bundle(path: Path, users_code: Any) -> Bundle:
+    return load(path, on_mismatch="error", types=[users_code.State, users_code.Metrics])
+
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.standard_normal((9, 4, 8), np.float32), RANDOM.standard_normal((9, 4, 4), np.float32)
+
+
+STEPS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax, numpy as np, users_code
+from prejit.runtime import load
+
+bundle = load(sys.argv[2], on_mismatch="error", types=[users_code.State, users_code.Metrics])
+random = np.random.default_rng(0)
+x, y = random.standard_normal((9, 4, 8), np.float32), random.standard_normal((9, 4, 4), np.float32)
+jitted = jax.jit(users_code.train_step, static_argnames="mode", donate_argnums=0)
+expected = users_code.first_state()
+step = bundle.bind("train", state=users_code.first_state(), mode="tanh")
+for number in range(1000):
+    metrics = step(x=x[number % 9], y=y[number % 9])
+    expected, expected_metrics = jitted(expected, x[number % 9], y[number % 9], mode="tanh")
+    assert metrics == expected_metrics, number
+assert isinstance(metrics, users_code.Metrics)
+state = step.read()["state"]
+assert isinstance(state, users_code.State)
+assert (state.name, state.step) == ("adam", 1000)
+for name in ("w", "b"):
+    np.testing.assert_array_equal(state.params[name], expected.params[name])
+np.testing.assert_array_equal(state.key, jax.random.key_data(expected.key))
+assert {report.source for report in bundle.report()} == {"loaded", "unused"}
+"""
+
+
+def test_a_thousand_steps_on_the_device_have_the_bits_of_jit(
+    python: Run, path: Path, directory: Path
+) -> None:
+    python(STEPS, directory, path)
+
+
+def test_steps_may_follow_each_other_without_waiting(bundle: Bundle, users_code: Any) -> None:
+    one, other = (bundle.bind("train", state=users_code.first_state(), mode="tanh") for _ in "ab")
+    batch = X[0].copy()
+    pending = []
+    for number in range(9):
+        batch[...] = X[number]
+        pending.append(one.call_async(x=batch, y=Y[number]))
+        batch[...] = np.nan  # the call has its own copy
+    assert [each.result() for each in pending] == [
+        other(x=x, y=y) for x, y in zip(X, Y, strict=True)
+    ]
+    assert all(each.done() for each in pending)
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state-orbax"])
+def test_a_saved_state_goes_on_where_it_was(
+    name: str, bundle: Bundle, users_code: Any, tmp_path: Path
+) -> None:
+    step = bundle.bind("train", state=users_code.first_state())
+    step(x=X[0], y=Y[0], mode="linear")
+    step.save(tmp_path / name)
+    after = step(x=X[1], y=Y[1], mode="linear")
+    other = bundle.bind("train", state=users_code.first_state())
+    other.restore(tmp_path / name)
+    assert other(x=X[1], y=Y[1], mode="linear") == after
+    smaller = bundle.bind("walk", np.zeros(3, np.float32))
+    with pytest.raises(
+        Exception, match=r"expected the state of this program, found no '0'"
+    ) as caught:
+        smaller.restore(tmp_path / name)
+    assert type(caught.value).__name__ == "StoreError"
+    assert smaller.read() == {0: pytest.approx(np.zeros(3))}
+
+
+def test_a_call_leaves_donated_arguments_as_they_were(bundle: Bundle) -> None:
+    position = np.ones(3, np.float32)
+    moved = bundle.call("walk", position, np.full(3, 2, np.float32))
+    assert moved["position"].tolist() == [3, 3, 3]
+    assert position.tolist() == [1, 1, 1]
+    step = bundle.bind("walk", position, np.full(3, 2, np.float32))
+    assert [step() for _ in range(3)] == [None] * 3
+    # Both results fit both arguments and have no names of theirs: they take their places in order.
+    state = {key: value.tolist() for key, value in step.read().items()}
+    assert state == {0: [4.5] * 3, 1: [0.25] * 3}
+
+
+def test_results_keep_every_container_and_key(bundle: Bundle) -> None:
+    found = bundle.call("shape", np.zeros(3, np.float32))
+    assert found[1].tolist() == [0, 0, 0]
+    assert [type(part) for part in found[2]] == [np.ndarray, type(None), tuple]
+    assert found[7] == {"a": (), "b": {}}
+
+
+def test_random_keys_are_keys_or_their_data(bundle: Bundle) -> None:
+    import jax
+
+    expected = jax.random.normal(jax.random.key(7))
+    assert bundle.call("normal", jax.random.key(7)) == expected
+    assert bundle.call("normal", np.array([0, 7], np.uint32)) == expected
+    with pytest.raises(
+        UsageError, match="expected a random key of threefry2x32, found a random key of rbg"
+    ):
+        bundle.call("normal", jax.random.key(7, impl="rbg"))
+
+
+def test_a_module_of_equinox_brings_its_parameters(bundle: Bundle, users_code: Any) -> None:
+    x = np.linspace(-1, 1, 4, dtype=np.float32)
+    np.testing.assert_allclose(bundle.call("equinox", x), users_code.mlp(x), rtol=1e-6)
+    (entry,) = (entry for entry in bundle.config.programs if entry.name == "equinox")
+    assert entry.weights is not None
+    assert entry.portable.raw_size < 5000, "no weights in the program"
+
+
+def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
+    x, by = np.arange(3, dtype=np.float32), np.full(3, 2, np.float32)
+    assert bundle.call("exported", x=x, by=by)["scaled"].tolist() == [0, 2, 4]
+    for batch in (1, 5):
+        rows = np.ones((batch, 3), np.float32)
+        assert bundle.call("symbolic", rows).tolist() == list(range(1, 3 * batch + 1))
+    total, rows = bundle.call("stablehlo", np.ones((2, 3), np.float32), x)
+    assert total.tolist() == [[1, 2, 3], [1, 2, 3]]
+    assert rows.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.call("train", x=X[0], y=Y[0], mode="relu"), "state.* is missing"),
+        (lambda b: b.call("shape", np.zeros(3, np.float32), mode=1), "unexpected mode"),
+        (lambda b: b.bind("train"), "expected an argument of 'train' to keep, found none"),
+        (lambda b: b.bind("train", states=1), "'train' has no argument 'states'"),
+        (
+            lambda b: b.bind("train", x=X[0]),
+            "returns nothing with the structure, shapes and dtypes of 'x'",
+        ),
+        (lambda b: b.bind("normal", np.zeros(2, np.uint32)), "returns nothing with the structure"),
+        (
+            lambda b: b.bind("walk", np.zeros(4, np.float32)),
+            r"0: expected float32\[3\], found float32\[4\]",
+        ),
+        (lambda b: b.bind("walk", np.zeros(3, np.float32))(), "1 is missing"),
+        (
+            lambda b: b.bind("walk", np.zeros(3, np.float32)).write(x=1),
+            "'x' is no part of the state",
+        ),
+    ],
+)
+def test_a_wrong_use_says_what_was_expected(call: Any, message: str, bundle: Bundle) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(bundle)
+
+
+def test_a_static_value_that_was_not_built_is_named(bundle: Bundle, users_code: Any) -> None:
+    state = users_code.first_state()
+    with pytest.raises(UsageError, match="mode: expected 'tanh', found 'relu'"):
+        bundle.call("train", state=state, x=X[0], y=Y[0], mode="relu")
+    with pytest.raises(UsageError, match="mode is missing: expected 'linear'"):
+        bundle.call("train", state=state, x=X[0], y=Y[0])
+
+
+def test_the_command_line_takes_static_values(run: Run, path: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "key.npy", np.array([0, 7], np.uint32))
+    done = run(
+        "call", path, "normal", "--arg", f"0={tmp_path / 'key.npy'}", "-o", tmp_path, "--json"
+    )
+    assert json.loads(done.stdout)["results"] == {"result": {"dtype": "float32", "shape": []}}
+    wrong = run("call", path, "normal", "--static", "mode=1", "-o", tmp_path, status=2)
+    assert "expected a name of a static argument of 'normal'" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "message"),
+    [
+        ("bad.bin", b"\0nothing of the kind", "", "expected a jax.export artifact or StableHLO"),
+        ("bad.mlir", b"module { func.func @main( }", "", "MLIR cannot read it"),
+        ("bad.mlir", b"module { func.func @f() { return } }", "", "expected a function named main"),
+        (
+            "bad.mlir",
+            b"module { func.func @main(%x: tensor<?xf32>) -> tensor<?xf32> { return %x : tensor<?xf32> } }",
+            "",
+            "expected a tensor with a static shape",
+        ),
+        (
+            "bad.mlir",
+            b"module { func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> } }",
+            'args = ["float32[2]"]',
+            "expected no 'args' for StableHLO",
+        ),
+    ],
+)
+def test_a_file_that_is_no_program_is_an_error(
+    name: str, content: bytes, keys: str, message: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    manifest = tmp_path / "bad.toml"
+    manifest.write_text(
+        f'[bundle]\nname = "bad"\n[[program]]\nname = "p"\nfunction = "{name}"\n{keys}\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    status = 2 if keys else 1
+    error = run("build", manifest, "-o", tmp_path / "out", status=status).stderr
+    assert message in error
+    assert "Traceback" not in error

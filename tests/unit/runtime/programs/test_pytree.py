@@ -1,0 +1,192 @@
+"""Trees of arguments and results: their text, and values to flat lists and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prejit.runtime.format import trees
+from prejit.runtime.format.trees import NONE, Leaf, Node, Tree
+from prejit.runtime.programs import pytree
+from prejit.runtime.programs.pytree import MisfitError
+
+names = st.from_regex(r"[a-z][a-z0-9]{0,3}x", fullmatch=True)
+types = st.from_regex(r"[a-z.]{1,6}:[A-Za-z]{1,6}", fullmatch=True)
+constants = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
+
+
+def named(kind: trees.Kind, type_: str, fields: dict[Any, Tree], kept: dict[str, Any]) -> Node:
+    return Node(kind, tuple(fields), tuple(fields.values()), type_, tuple(kept.items()))
+
+
+def nodes(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    several = st.lists(inner, max_size=3).map(tuple)
+    fields = st.dictionaries(names, inner, max_size=3)
+    sequences = st.builds(
+        lambda kind, parts: Node(kind, tuple(range(len(parts))), parts),
+        st.sampled_from(["list", "tuple"]),
+        several,
+    )
+    return st.one_of(
+        sequences,
+        st.builds(
+            lambda t, parts: Node("node", tuple(range(len(parts))), parts, t), types, several
+        ),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(
+            lambda parts: named("dict", "", parts, {})
+        ),
+        st.builds(lambda t, parts: named("namedtuple", t, parts, {}), types, fields),
+        st.builds(
+            lambda t, parts, kept: named(
+                "record", t, parts, {f"{name}_kept": value for name, value in kept.items()}
+            ),
+            types,
+            fields,
+            st.dictionaries(names, constants, max_size=2),
+        ),
+    )
+
+
+leaves = st.just(Leaf()) | st.just(Leaf("threefry2x32")) | st.just(NONE)
+any_tree = st.recursive(leaves, nodes, max_leaves=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tree=any_tree)
+def test_a_tree_survives_its_text(tree: Tree) -> None:
+    assert trees.parse(trees.to_text(tree)) == tree
+
+
+@settings(max_examples=200, deadline=None)
+@given(tree=any_tree)
+def test_values_survive_being_nested_and_flattened(tree: Tree) -> None:
+    count = sum(1 for _ in trees.leaves(tree))
+    assert len(list(trees.paths(tree))) == count
+    value = pytree.unflatten(tree, iter(range(count)))
+    assert pytree.flatten(tree, value) == list(range(count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30) | st.from_regex(r'\["(list|dict|record|node)",[\[\]",*a-z]{0,12}'))
+def test_other_texts_are_refused_with_one_error(text: str) -> None:
+    try:
+        tree = trees.parse(text)
+    except ValueError:
+        return
+    assert trees.to_text(tree) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["dict",[["a","*"],["a","*"]]]',
+        '["dict",[[1,"*"],["1","*"]]]',
+        '["dict",[[1.5,"*"]]]',
+        '["dict",[[true,"*"]]]',
+        '["namedtuple","m:N",[["class","*"]]]',
+        '["namedtuple","m:N",[["a b","*"]]]',
+        '["record","no type",[],[]]',
+        '["record","m:N",[["a","*"]],[["a",1]]]',
+        '["record","m:N",[],[["a",[1]]]]',
+        '["record","m:N",[],[["a",NaN]]]',
+        '["list", ["*"]]',
+        '["list",["*"],1]',
+        '"key:"',
+        "[" * 100_000,
+        '["list",[' * 300 + '"*"' + "]]" * 300,
+    ],
+)
+def test_a_tree_that_no_build_writes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        trees.parse(text)
+
+
+def test_a_tree_without_text_is_made_of_paths() -> None:
+    assert trees.of_paths(((),)) == Leaf()
+    assert trees.of_paths(()) == Node("tuple")
+    paths = (("a", 0), ("a", 1), ("b",))
+    tree = trees.of_paths(paths)
+    assert tuple(trees.paths(tree)) == paths
+    assert pytree.unflatten(tree, iter("xyz")) == {"a": ("x", "y"), "b": "z"}
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass
+class Circle:
+    centre: Any
+    radius: Any
+    name: str = "circle"
+
+
+POINT = Node("namedtuple", ("x", "y"), (Leaf(), Leaf()), "shapes:Point")
+CIRCLE = Node(
+    "record", ("centre", "radius"), (POINT, Leaf()), "shapes:Circle", (("name", "round"),)
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Circle(Point(1, 2), 3),
+        {"centre": {"x": 1, "y": 2}, "radius": 3},
+        Circle(namedtuple("Other", "y x")(2, 1), 3),
+        Circle((1, 2), 3),
+        ([1, 2], 3),
+    ],
+)
+def test_a_record_is_anything_with_its_fields(value: Any) -> None:
+    assert pytree.flatten(CIRCLE, value) == [1, 2, 3]
+
+
+def test_known_classes_come_back_and_others_get_a_substitute() -> None:
+    known = pytree.unflatten(CIRCLE, iter([1, 2, 3]), {"shapes:Circle": Circle})
+    assert isinstance(known, Circle)
+    assert (known.radius, known.name) == (3, "round")
+    assert type(known.centre).__name__ == "Point"
+    assert known.centre == (1, 2)
+    unknown = pytree.unflatten(CIRCLE, iter([1, 2, 3]))
+    assert dataclasses.asdict(unknown) == {"centre": (1, 2), "radius": 3, "name": "round"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        unknown.radius = 4
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"radius": 3}, r"centre\['x'\] is missing"),
+        ({"centre": {"x": 1}, "radius": 3}, r"centre\['y'\] is missing"),
+        ({"centre": (1, 2), "radius": 3, "more": 4}, "unexpected more"),
+        ({"centre": (1, 2, 3), "radius": 3}, r"unexpected centre\[2\]"),
+        ({"centre": 5, "radius": 3}, r"centre\['x'\] is missing"),
+        ({"centre": (1, 2), "radius": None}, "radius is missing"),
+        ({"centre": (1, 2), "radius": {"a": 1}}, "radius is missing"),
+    ],
+)
+def test_a_part_that_is_missing_or_too_many_is_named(value: Any, problem: str) -> None:
+    with pytest.raises(MisfitError, match=problem):
+        pytree.flatten(CIRCLE, value)
+
+
+def test_none_and_empty_containers_are_kept() -> None:
+    tree = trees.parse('["dict",[["a",null],["b",["tuple",[]]],["c",["list",["*",null]]]]]')
+    value = {"a": None, "b": (), "c": [7, None]}
+    assert pytree.flatten(tree, value) == [7]
+    assert pytree.flatten(tree, {"b": (), "c": [7]}) == [7]
+    assert pytree.unflatten(tree, iter([7])) == value
+    with pytest.raises(MisfitError, match="unexpected a: expected None"):
+        pytree.flatten(tree, {**value, "a": 1})
+
+
+def test_a_path_is_spelled_as_python_writes_it() -> None:
+    assert pytree.spell(("params", "dense", 0)) == "params['dense'][0]"
+    assert pytree.spell(()) == "value"
+    assert pytree.spell((0, "x")) == "0['x']"
