@@ -277,6 +277,7 @@ jax.linearize: jax.linearize(jnp.sin, x)[1](y)
 jax.jit: jax.jit(lambda t: t + 1)(x)
 jax.checkpoint: jax.grad(jax.checkpoint(lambda t: jnp.sum(jnp.sin(jnp.sin(t)))))(x)
 jax.custom_jvp: jax.grad(lambda t: jax.nn.relu(t).sum())(x)
+jax.custom_vjp: (lambda f: (f.defvjp(lambda t: (t * t, t), lambda r, g: (3 * r * g,)), jax.grad(lambda t: f(t).sum())(x))[1])(jax.custom_vjp(lambda t: t * t))
 jax.new_ref: (lambda ref: [ref.__setitem__((0,), v), ref[...]][1])(jax.new_ref(x))
 """,
     "jax.lax.linalg": """
@@ -586,20 +587,10 @@ REFUSED = {
         "unbound axis name",
         "only decoders are split over a `[mesh]`",
     ),
-    "a typed random key as a result": (
-        "random.key(0)",
-        "found a typed key",
-        "return `jax.random.key_data(key)`",
-    ),
-    "a dict as a result whose keys are no text": (
-        "{0: x, 1: y}",
-        "expected dicts with text as keys",
-        "return a list",
-    ),
-    "None or an empty container in a result": (
-        "(x, None)",
-        "found None",
-        "leave it out",
+    "a dict whose keys are neither texts nor integers": (
+        "{(0, 1): x}",
+        "expected dicts whose keys are texts or integers, found the key (0, 1)",
+        "return a list, or a dict with other keys",
     ),
 }
 """What no bundle for a CPU can hold: the expression, what the build says, and what to do."""
@@ -638,9 +629,10 @@ Arguments and results may have each dtype that a manifest takes: `bool`, integer
 bits, `float4_e2m1fn`, all of `float8`, `bfloat16`, `float16`, `float32`, `float64`, `complex64`, `complex128` (64-bit
 ones with `JAX_ENABLE_X64=1` in the environment of the build). `int1`, `uint1` and `float6` are refused.
 
-Results come back in dicts and tuples. A list comes back as a tuple; a named tuple or a dataclass as a dict of its
-fields; a type of your own that names no parts as a tuple. To keep a random key between calls, take and return its
-data: `jax.random.key_data` and `jax.random.wrap_key_data`.
+Results come back nested as the function returns them: dicts, lists, tuples, None, and empty ones. A named tuple or a
+dataclass (also of `flax.struct` and equinox) is of its own class if `load(..., types=[...])` names it, else of a class with
+the same name and fields, so a server needs no code of yours. A type whose parts have no names comes back as a tuple. A
+random key (`jax.random.key`) is a key if the caller uses jax, else its data.
 
 ## What works on some platforms
 

@@ -25,6 +25,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import BuildError
+from prejit.runtime.format import trees
 from prejit.runtime.machine.requirement import PLATFORMS
 from prejit.runtime.programs import pytree
 
@@ -117,7 +118,7 @@ def lower(tmp_path: Path, names: dict[str, Any]) -> Callable[..., Any]:
                 for name, expression in expressions.items()
             }
 
-        user = UserFunction(function, {}, {}, UserModules(tmp_path))
+        user = UserFunction(function, table.INPUTS, {}, {}, UserModules(tmp_path))
         program = Program("p", "table:f", table.INPUTS)
         at = tmp_path / "m.toml"
         spec = ProgramSpec("p", "call", {}, "p")
@@ -136,13 +137,13 @@ def check(program: Any, function: Callable[..., Any], device: Device) -> None:
     ran = device.load(serialized, "somewhere", program.results).run(
         [device.put(arrays[str(argument.path[0])]) for argument in program.arguments]
     )
-    ours = pytree.unflatten([r.path for r in program.results], [to_numpy(value) for value in ran])
+    ours = pytree.unflatten(trees.parse(program.results_tree), map(to_numpy, ran))
     plain = jax.jit(function)
     theirs = plain(None, **arrays)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
-        found, leaves = list(pytree.leaves(ours[name])), jax.tree.leaves(expected)
-        for (_, value), leaf in zip(found, leaves, strict=True):
+        found, leaves = jax.tree.leaves(ours[name]), jax.tree.leaves(expected)
+        for value, leaf in zip(found, leaves, strict=True):
             assert value.dtype == leaf.dtype, name
             np.testing.assert_allclose(value, leaf, rtol=2e-4, atol=2e-5, err_msg=name)
 
