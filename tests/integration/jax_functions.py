@@ -582,10 +582,10 @@ REFUSED = {
         "TracerBoolConversionError",
         "`jnp.where` or `lax.cond`, as under `jax.jit`",
     ),
-    "lax.psum and other collectives": (
+    "lax.psum and other collectives, alone": (
         'lax.psum(x, "i")',
         "unbound axis name",
-        "only decoders are split over a `[mesh]`",
+        "inside `jax.shard_map`, with a `[mesh]`",
     ),
     "a dict whose keys are neither texts nor integers": (
         "{(0, 1): x}",

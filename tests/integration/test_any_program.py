@@ -385,3 +385,123 @@ def test_a_file_that_is_no_program_is_an_error(
     error = run("build", manifest, "-o", tmp_path / "out", status=status).stderr
     assert message in error
     assert "Traceback" not in error
+
+
+SHARDED = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+
+def mlp(params, x):
+    return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def step(params, state, x):
+    value, grads = jax.value_and_grad(lambda w: jnp.mean(mlp(w, x) ** 2))(state["w"])
+    w = jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], grads)
+    return {"w": w, "n": state["n"] + 1}, value
+
+
+def total(x):
+    return jax.shard_map(lambda part: jax.lax.psum(part.sum(), "data"), in_specs=P("data"), out_specs=P())(x)
+"""
+SHARDED_MANIFEST = """
+[bundle]
+name = "sharded"
+
+[mesh]
+data = 2
+tensor = 2
+
+[[program]]
+name = "mlp"
+function = "sharded_code:mlp"
+args = { x = "float32[{batch}, 8]" }
+buckets = { batch = [2, 4] }
+params = "w.safetensors"
+shardings = { x = ["data"], "params.up" = ["", "tensor"], "params.down" = ["tensor"], result = ["data"] }
+
+[[program]]
+name = "step"
+function = "sharded_code:step"
+params = "w.safetensors"
+donate = ["state"]
+shardings = { x = ["data"], "state.w.up" = ["", "tensor"], "state.w.down" = ["tensor"] }
+[program.args]
+x = "float32[4, 8]"
+state = { w = { up = "float32[8, 16]", down = "float32[16, 4]" }, n = "int32[]" }
+
+[[program]]
+name = "total"
+function = "sharded_code:total"
+args = ["float32[6]"]
+shardings = { "0" = ["data"] }
+
+[[target]]
+name = "cpu-host"
+"""
+
+
+@pytest.fixture(scope="module")
+def sharded(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from safetensors.numpy import save_file
+
+    directory = tmp_path_factory.mktemp("sharded")
+    (directory / "sharded_code.py").write_text(SHARDED)
+    (directory / "m.toml").write_text(SHARDED_MANIFEST)
+    random = np.random.default_rng(1)
+    up, down = (
+        random.standard_normal((8, 16), np.float32),
+        random.standard_normal((16, 4), np.float32),
+    )
+    save_file({"up": up, "down": down}, directory / "w.safetensors")
+    run("build", directory / "m.toml", "-o", directory / "out")
+    return directory
+
+
+def test_a_mesh_splits_a_function_its_parameters_and_its_state(sharded: Path) -> None:
+    from safetensors.numpy import load_file
+
+    bundle = load(sharded / "out" / "sharded", on_mismatch="error")
+    weights = load_file(sharded / "w.safetensors")
+    x = np.random.default_rng(0).standard_normal((4, 8), np.float32)
+    expected = np.tanh(x @ weights["up"]) @ weights["down"]
+    np.testing.assert_allclose(bundle.call("mlp", x=x), expected, rtol=1e-5, atol=1e-5)
+    assert bundle.call("total", np.arange(6, dtype=np.float32)) == 15
+    step = bundle.bind("step", state={"w": weights, "n": np.int32(0)})
+    losses = [float(step(x=x)) for _ in range(4)]
+    np.testing.assert_allclose(losses[0], np.mean(expected**2), rtol=1e-5)
+    assert losses == sorted(losses, reverse=True)
+    assert step.read()["state"]["n"] == 4
+    step.save(sharded / "state.safetensors")
+    following = step(x=x)
+    step.restore(sharded / "state.safetensors")
+    assert step(x=x) == following
+    # The new state is split as the old one is: nothing is gathered between steps.
+    (entry,) = (entry for entry in bundle.config.programs if entry.name == "step")
+    assert [text for text in entry.results if "up" in text] == [
+        '[0,"w","up"] float32[8,16] @,tensor'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('x = ["data"], "params', 'y = ["data"], "params'), "found 'y'"),
+        (("data = 2", "data = 3"), "expected x to have a multiple of 3"),
+        (
+            ('x = ["data"], "params', 'x = ["data", "", "tensor"], "params'),
+            "expected at most 2 axes for x",
+        ),
+        (("[mesh]\ndata = 2\ntensor = 2\n", ""), "expected a [mesh] beside them"),
+    ],
+)
+def test_a_sharding_that_does_not_fit_is_an_error(
+    change: tuple[str, str], message: str, sharded: Path, run: Run
+) -> None:
+    manifest = sharded / "wrong.toml"
+    manifest.write_text(SHARDED_MANIFEST.replace(*change))
+    error = run("build", manifest, "-o", sharded / "wrong", status=2).stderr
+    assert message in error
+    assert "program 'mlp': shardings" in error

@@ -45,6 +45,17 @@ def export_with(
         return export_program(lambda *inputs: function(*inputs), values, ("cpu",), **options)
 
 
+def abstract_mesh(mesh: Mesh) -> AbstractMesh:
+    """Return a mesh of devices that this machine need not have."""
+    sizes = (mesh.data, mesh.tensor)
+    return AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def sharding_on(mesh: AbstractMesh, axes: Sequence[str]) -> NamedSharding:
+    """Return the sharding of an array whose dimensions are split along these axes, `""` for none."""
+    return NamedSharding(mesh, PartitionSpec(*(axis or None for axis in axes)))
+
+
 def export_on(
     mesh: Mesh,
     function: Callable[..., Any],
@@ -62,11 +73,10 @@ def export_on(
         donated: the positions of donated arguments. The last result is split like the last of them; all
             other results are on every device.
     """
-    sizes = (mesh.data, mesh.tensor)
-    abstract = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    abstract = abstract_mesh(mesh)
 
     def sharding(axes: Sequence[str] = ()) -> NamedSharding:
-        return NamedSharding(abstract, PartitionSpec(*(axis or None for axis in axes)))
+        return sharding_on(abstract, axes)
 
     shardings = tuple(
         {name: sharding(axes) for name, axes in place.items()}

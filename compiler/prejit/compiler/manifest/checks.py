@@ -20,6 +20,7 @@ from prejit.compiler.manifest.expected import (
     DTYPES,
     MAX_DRAFT,
     SHAPES,
+    SHARDING,
     SIZES,
     STATIC,
     expected,
@@ -28,6 +29,7 @@ from prejit.compiler.manifest.expected import (
 from prejit.compiler.manifest.manifest import names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
+from prejit.runtime.format.arrays import MESH_AXES
 
 Problems = Iterator[tuple[KeyPath, str]]
 """Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
@@ -70,7 +72,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
         for where, problem in _program_problems(_table(program), directory):
             yield ("program", index, *where), problem
     yield from _repeated("program", programs)
-    yield from _mesh_problems(_table(data.get("mesh")), bool(programs), "encode" in data)
+    yield from _mesh_problems(_table(data.get("mesh")), "encode" in data)
     yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
     yield from _number_problems(data)
 
@@ -133,13 +135,11 @@ def _encode_problems(encode: dict[str, Any]) -> Problems:
         first.add(tuple(shape))
 
 
-def _mesh_problems(mesh: dict[str, Any], has_programs: bool, encodes: bool) -> Problems:
+def _mesh_problems(mesh: dict[str, Any], encodes: bool) -> Problems:
     for name in ("data", "tensor"):
         size = mesh.get(name)
         if type(size) is int and size < 1:
             yield ("mesh", name), f"expected {expected(f'mesh.{name}')}; found {shown(size)}"
-    if mesh and has_programs:
-        yield ("mesh",), "expected no [[program]] beside it: a mesh splits a [model] only"
     if mesh and encodes:
         yield ("mesh",), "expected no [encode] beside it: a mesh splits a decoder only"
 
@@ -232,6 +232,12 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield from _args_problems(args, program.get("buckets", {}))
     yield from _static_problems(program.get("static"), args)
     yield from _donate_problems(program.get("donate"), args)
+    for place, axes in _table(program.get("shardings")).items():
+        if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
+            continue  # pydantic reports it
+        named = [axis for axis in axes if axis]
+        if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
+            yield ("shardings", place), f"expected {SHARDING}; found {shown(axes)}"
 
 
 def _static_problems(static: Any, args: Any) -> Problems:

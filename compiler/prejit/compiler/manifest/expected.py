@@ -13,6 +13,7 @@ from prejit.compiler.manifest.toml_lines import KeyPath
 
 SIZES = "a list of different positive integers such as [1, 8]"
 STATIC = 'a list of different texts, integers or booleans such as ["fast", "exact"]'
+SHARDING = 'a list with "data", "tensor" or "" for each dimension, each axis once'
 SHAPES = "a list of different pairs of batch and length such as [[1, 32], [8, 128]]"
 MAX_DRAFT = 64
 """Largest number of draft tokens that one pass verifies."""
@@ -54,6 +55,9 @@ _EXPECTED = {
     "program[].static.*[]": "a text, an integer or a boolean",
     "program[].donate": "a list of names or positions of arguments",
     "program[].donate[]": "the name or the position of an argument",
+    "program[].shardings": 'a table such as { x = ["data", ""] }',
+    "program[].shardings.*": SHARDING,
+    "program[].shardings.*[]": '"data", "tensor" or ""',
     "program[].params": "the path of a .safetensors file or of an orbax directory",
     "target": "at least one [[target]] table with a name",
     "target[]": "a [[target]] table with a name",
@@ -82,7 +86,11 @@ def expected(where: KeyPath | str) -> str:
         return _EXPECTED[where]
     pattern = ""
     for depth, key in enumerate(where):
-        free = isinstance(key, str) and depth == 3 and where[2] in ("args", "buckets", "static")
+        free = (
+            isinstance(key, str)
+            and depth == 3
+            and where[2] in ("args", "buckets", "static", "shardings")
+        )
         pattern += "[]" if isinstance(key, int) else ".*" if free else f".{key}"
     return _EXPECTED[pattern.removeprefix(".")]
 

@@ -5,7 +5,8 @@
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
-    [[program]]   Program            name, function, args, buckets, params, static, donate
+    [[program]]   Program            name, function, args, buckets, params, static, donate,
+                                     shardings
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
 `reading.read_manifest` makes it from TOML. Python code makes it with `Manifest(...)`, and
@@ -129,6 +130,9 @@ class Program:
         static: the values that each static argument takes: texts, integers, booleans. The function gets them
             by name, as Python values, and there is a program for each.
         donate: names or positions of arguments whose memory the results may reuse.
+        shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
+            by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays
+            below that path are split so. All others are whole on every device.
     """
 
     name: str
@@ -138,6 +142,7 @@ class Program:
     params: Any = None
     static: Mapping[str, Sequence[Static]] = field(default_factory=dict)
     donate: Sequence[str | int] = ()
+    shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def is_file(self) -> bool:
@@ -169,7 +174,7 @@ class Manifest:
         model: a decoder, with `generate`, or an encoder, with `encode`.
         generate: the buckets of a decoder.
         encode: the buckets of an encoder.
-        mesh: the devices that run a decoder's programs together; None: one device.
+        mesh: the devices that run a program together, of a decoder or of the user; None: one device.
         programs: functions of the user.
         targets: the machines to compile for.
         path: the TOML file; None: the manifest was made in Python.

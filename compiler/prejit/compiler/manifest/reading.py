@@ -100,6 +100,7 @@ def _program(table: ProgramTable) -> Program:
         table.params,
         table.static,
         table.donate,
+        table.shardings,
     )
 
 
@@ -114,6 +115,7 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "buckets": program.buckets,
             "static": program.static,
             "donate": program.donate,
+            "shardings": program.shardings,
         }
         if not isinstance(program.fn, str) and not callable(program.fn):
             table["function"] = repr(program.fn)

@@ -15,6 +15,7 @@ from prejit.compiler.manifest.expected import CACHE_DTYPES, DTYPES, MAX_DRAFT
 from prejit.compiler.manifest.shape_string import MAX_SIZE
 from prejit.compiler.manifest.tables import SECTIONS
 from prejit.compiler.targets.target_table import names as target_names
+from prejit.runtime.format.arrays import MESH_AXES
 from prejit.runtime.machine.requirement import PLATFORMS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -50,6 +51,13 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "examples": ["package.module:attribute", "model.mlir"],
         },
         "args": {"anyOf": [{"type": "string", "pattern": "^[^:]+:[^:]+$"}, *_TREE["anyOf"][1:]]},
+        "shardings": {
+            "additionalProperties": {
+                "type": "array",
+                "items": {"enum": ["", *MESH_AXES]},
+                "minItems": 1,
+            }
+        },
         "static": {
             "additionalProperties": {
                 "type": "array",

@@ -16,7 +16,7 @@ from prejit.compiler.targets.target_table import TargetTable
 
 @dataclass(frozen=True, slots=True)
 class MeshTable:
-    """`[mesh]`: a decoder's programs run on several devices together.
+    """`[mesh]`: the programs of a decoder, or of the user, run on several devices together.
 
     Attributes:
         data: rows of devices; each works on its own part of a batch.
@@ -47,6 +47,8 @@ class ProgramTable:
         static: the values that each static argument takes, which the function gets by name; there is a
             program for each combination.
         donate: names or positions of arguments whose memory the results may reuse.
+        shardings: for arrays that the mesh splits, the mesh axis of each dimension ("data", "tensor" or ""),
+            by the dotted path of an argument, of params, or of result, or of a part of them.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -58,6 +60,7 @@ class ProgramTable:
     params: str | None = None
     static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
     donate: tuple[str | int, ...] = ()
+    shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 SECTIONS: dict[str, tuple[type[Any], bool]] = {

@@ -254,7 +254,9 @@ def _lower_function(
     user = functions[section.name]
     if isinstance(user, LoweredProgram):
         return _put(user, store)
-    return _put(lower_function(user, section, spec, manifest.where, platforms), store)
+    return _put(
+        lower_function(user, section, spec, manifest.where, platforms, manifest.mesh), store
+    )
 
 
 def _section(programs: Sequence[Program], name: str) -> Program:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import use_abstract_mesh
 
-from prejit.compiler.lowering.export import export_program
+from prejit.compiler.lowering.export import abstract_mesh, export_program, sharding_on
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls
 from prejit.compiler.lowering.user.finding import UserFunction
+from prejit.compiler.lowering.user.shardings import Shardings, split_results
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device._jaxlib import refine_shapes
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.requirement import PLATFORMS
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ def lower_function(
     spec: ProgramSpec,
     at: str,
     platforms: Sequence[str],
+    mesh: Mesh | None = None,
 ) -> LoweredProgram:
     """Lower a function of the user at one bucket, for every platform that is possible.
 
@@ -42,15 +48,25 @@ def lower_function(
         spec: the program.
         at: the manifest, for errors.
         platforms: the platforms of the manifest's targets, for which it must be possible.
+        mesh: the devices that it is split over; None: one device.
 
     Raises:
         BuildError: it cannot be traced or lowered.
+        ManifestError: its arguments or shardings have mistakes.
     """
-    where = f"{at}: program {program.name!r}: args"
+    section = f"{at}: program {program.name!r}"
+    shardings = Shardings(program.shardings, mesh, section)
     with user.modules.in_use():
-        example = user.example(spec.bucket, where)
+        example = user.example(spec.bucket, f"{section}: args")
     leaves, structure = jax.tree.flatten(example)
-    arguments = arrays_of(example, where, tuple(program.donate))
+    taken = arrays_of(example, f"{section}: args", tuple(program.donate))
+    arguments = tuple(
+        replace(array, sharding=shardings.of(array.path, array.shape)) for array in taken.arrays
+    )
+    weights = {
+        name: shardings.of(("params", *name.split(".")), shape.shape)
+        for name, shape in user.weights.items()
+    }
     returned: list[Any] = []
 
     def function(weights: Mapping[str, Any], *data: Any) -> Any:
@@ -64,26 +80,40 @@ def lower_function(
     data = [jax.eval_shape(_as_data, leaf) if is_key(leaf) else leaf for leaf in leaves]
     values = (user.weights, *data)
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
-    with user.modules.tracing(what):
+    on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
+    with user.modules.tracing(what), on_mesh:
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
     _refuse_callbacks(jaxpr, what)
+    given = arrays_of(returned[0], f"{what}: result")
+    results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
+    shardings.check_all_used()
+    options: dict[str, Any] = {
+        "donate_argnums": tuple(1 + n for n, array in enumerate(arguments) if array.donated)
+    }
+    if mesh is not None:
+        place = partial(sharding_on, abstract_mesh(mesh))
+        options["in_shardings"] = (
+            {name: place(axes) for name, axes in weights.items()},
+            *(place(array.sharding) for array in arguments),
+        )
+        options["out_shardings"] = [place(array.sharding) for array in results]
     wanted = tuple(name for name in PLATFORMS if name in platforms)
-    donated = tuple(1 + n for n, array in enumerate(arguments.arrays) if array.donated)
-    with user.modules.tracing(what):
-        exported, refused = _export_where_possible(function, values, wanted, donated)
+    on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
+    with user.modules.tracing(what), on_mesh:
+        exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
-    results = arrays_of(returned[0], f"{what}: result")
     with user.modules.tracing(what):
         portable = refine_shapes(exported.mlir_module_serialized)
     return LoweredProgram(
         portable,
         exported.platforms,
         tuple(user.weights),
-        arguments.arrays,
-        results.arrays,
-        arguments_tree=trees.to_text(arguments.tree),
-        results_tree=trees.to_text(results.tree),
+        arguments,
+        results,
+        {name: axes for name, axes in weights.items() if axes},
+        arguments_tree=trees.to_text(taken.tree),
+        results_tree=trees.to_text(given.tree),
     )
 
 
@@ -123,20 +153,23 @@ def _export_where_possible(
     function: Callable[..., Any],
     values: tuple[Any, ...],
     wanted: tuple[str, ...],
-    donated: tuple[int, ...],
+    options: Mapping[str, Any],
 ) -> tuple[export.Exported | None, dict[str, Exception]]:
-    """Export a function for all platforms, or those of the targets; else return each platform's error."""
+    """Export a function for all platforms, or those of the targets; else return each platform's error.
+
+    Options are those of jax.jit.
+    """
     for platforms in (PLATFORMS, wanted):
         with contextlib.suppress(Exception):  # it calls something that only some platforms have
-            return export_program(function, values, platforms, donate_argnums=donated), {}
+            return export_program(function, values, platforms, **options), {}
     refused: dict[str, Exception] = {}
     for platform in wanted:
         try:
-            export_program(function, values, (platform,), donate_argnums=donated)
+            export_program(function, values, (platform,), **options)
         except Exception as error:
             refused[platform] = error
     if not refused:  # each platform lowers alone, but not together
-        export_program(function, values, wanted, donate_argnums=donated)
+        export_program(function, values, wanted, **options)
     return None, refused
 
 

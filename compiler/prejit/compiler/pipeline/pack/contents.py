@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
 from prejit.compiler.pipeline.keys import versions
@@ -174,7 +175,7 @@ def _config(
         decoder=_decoder(plan, target.executables),
         encoder=_encoder(target.executables),
         mesh=plan.manifest.mesh,
-        weight_shardings=next((p.weight_shardings for _, p in lowered if p.weight_shardings), None),
+        weight_shardings=_weight_shardings(lowered),
         portable=Portable(jax, newest, readable_until(jax)),
         forms=_forms(target.tools.kernels, products),
         accuracy=accuracy,
@@ -193,6 +194,15 @@ def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:
     # A model's tensors have their published names; those of a user's function begin with its section.
     tensors = tuple(f"{section}:{name}" for name in program.weights)
     return {f"{PROGRAM_WEIGHTS}:{section}": tensors}
+
+
+def _weight_shardings(lowered: Iterable[tuple[ProgramSpec, Lowered]]) -> dict[str, str] | None:
+    """Return the shardings of all tensors that a mesh splits, by their names in the weights layer."""
+    found: dict[str, str] = {}
+    for spec, program in lowered:
+        for name, axes in program.weight_shardings.items():
+            found[f"{spec.section}:{name}" if spec.section else name] = axes
+    return found or None
 
 
 def _decoder(plan: Plan, executables: Iterable[CompiledExecutable]) -> Decoder | None:
