@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, Pending
+    from prejit.runtime.programs.on_jax import JaxPrograms
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
 
@@ -521,6 +522,13 @@ class Bundle:
         from prejit.runtime.programs.calls import Calls
 
         return Calls(self._programs, self._device, self._types)
+
+    @once
+    def on_jax(self) -> JaxPrograms:
+        """The programs of the user on jax's own client, for `prejit.runtime.jit`."""
+        from prejit.runtime.programs.on_jax import JaxPrograms
+
+        return JaxPrograms(self._programs, self._device.platform)
 
     # ------------------------------------------------------------------ all programs
 

@@ -167,4 +167,4 @@ class TruncationWarning(PrejitWarning):
 
 
 class FallbackWarning(PrejitWarning):
-    """This machine matches no target of the bundle, so its programs are compiled here."""
+    """A program is compiled here: the machine matches no target, or no program takes a call of `jit`."""

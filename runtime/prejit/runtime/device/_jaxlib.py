@@ -178,12 +178,12 @@ def cpu_assembler(avals: Avals, sharding: Any) -> Callable[[Any], list[_Array]]:
     return assemble
 
 
-def _result_handler(aval: _Aval, sharding: Any) -> Any:
+def _result_handler(aval: Any, sharding: Any, committed: bool = True) -> Any:
     _, _jax = import_jaxlib()
     try:
-        return _jax.array_result_handler(aval, sharding, True, _skip_checks=True)
+        return _jax.array_result_handler(aval, sharding, committed, _skip_checks=True)
     except TypeError:  # jaxlib 0.12 has no such argument, because it has no checks to skip
-        return _jax.array_result_handler(aval, sharding, True)
+        return _jax.array_result_handler(aval, sharding, committed)
 
 
 # Arrays on other devices and on meshes, with jax's Python
@@ -253,6 +253,138 @@ def _jax_types() -> tuple[Any, Any]:
         from jax._src import config, core
 
         return config.enable_x64, core.ShapedArray
+
+
+# Calls of a jitted function, dispatched by jaxlib
+
+
+def is_tracing() -> bool:
+    """Return whether jax traces a function in this thread, so that nothing may run now."""
+    from jax._src import core
+
+    return not core.trace_state_clean()
+
+
+def assembler_for_jax(
+    avals: Avals, weak: Sequence[bool], device: Any, committed: bool
+) -> Callable[[Any], list[_Array]]:
+    """Return a function that makes jax's arrays of what `execute_sharded` gives on one device.
+
+    Args:
+        avals: shape and dtype of each.
+        weak: whether the type of each is weak.
+        device: of jax's client.
+        committed: whether they are committed to the device.
+    """
+    sharding = single_sharding(device)
+    _, shaped_array = _jax_types()
+    handlers = [
+        _result_handler(shaped_array(shape, dtype, weak_type=is_weak), sharding, committed)
+        for (shape, dtype), is_weak in zip(avals, weak, strict=True)
+    ]
+
+    def assemble(ran: Any) -> list[_Array]:
+        arrays: list[_Array] = ran.consume_with_handlers(handlers)
+        return arrays
+
+    return assemble
+
+
+Missed = tuple[Any, Any, bool]
+"""What jaxlib takes from the function that it calls for a new signature: the results of the call, how to
+dispatch later calls (None: call that function again), and False."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """jaxlib's C++ dispatch of a jitted function.
+
+    It keeps an executable for each signature of a call: structure, shapes, dtypes and shardings of the
+    arguments, static values, settings of jax. It calls a Python function for a signature that is new.
+
+    Attributes:
+        jax_miss: that function of jax, which traces and compiles.
+    """
+
+    jax_miss: Callable[..., Missed]
+    _state: Mapping[str, Any]
+    _path: Any
+
+    @classmethod
+    def of(cls, jitted: Any) -> Dispatch | None:
+        """Return the dispatch of what jax.jit returned; None: this version of jax has other parts."""
+        try:
+            from jax._src.interpreters.pxla import MeshExecutableFastpathData as Path
+
+            state = jitted.__getstate__()
+            known = Path._fields == _PATH_FIELDS and state.keys() >= _STATE_KEYS
+            return cls(state["cache_miss"], state, Path) if known else None
+        except (AttributeError, ImportError, TypeError):
+            return None
+
+    @property
+    def static(self) -> tuple[int | str, ...]:
+        """The places and names of static arguments."""
+        return (*self._state["static_argnums"], *self._state["static_argnames"])
+
+    @property
+    def donated(self) -> tuple[int | str, ...]:
+        """The places and names of donated arguments."""
+        key = self._state["global_cache_key"]
+        return (*(key.donate_argnums or ()), *(key.donate_argnames or ()))
+
+    def function(self, jitted: Any, miss: Callable[..., Missed]) -> Any:
+        """Return a function as the jitted one that calls another function for a new signature."""
+        _, _jax = import_jaxlib()
+        state = self._state
+        made = _jax.pjit(
+            state["function_name"],
+            state["fun"],
+            miss,
+            state["static_argnums"],
+            state["static_argnames"],
+            state["global_cache_key"],
+            state["pytree_registry"],
+            state["shard_arg_fallback"],
+            _jax.PjitFunctionCache(capacity=_SIGNATURES),
+        )
+        vars(made).update(vars(jitted))  # `lower`, `trace` and `eval_shape` of its class need them
+        return made
+
+    def path(self, loaded: Any, argument_count: int, result: Any, device: Any) -> Any:
+        """Return how jaxlib dispatches later calls to an executable on one device.
+
+        Args:
+            loaded: jaxlib's executable, which takes every array of the arguments.
+            argument_count: how many these are.
+            result: what the first call returned.
+            device: the device.
+        """
+        arrays, structure = self._state["pytree_registry"].flatten(result, None)
+        sharding = single_sharding(device)
+        return self._path(
+            xla_executable=loaded,
+            out_pytree_def=structure,
+            in_shardings=[sharding] * argument_count,
+            out_shardings=[sharding] * len(arrays),
+            out_avals=[array.aval for array in arrays],
+            out_committed=[array._committed for array in arrays],
+            kept_var_bitvec=[True] * argument_count,
+            in_device_local_layouts=[None] * argument_count,
+            const_args=[],
+        )
+
+
+_SIGNATURES = 4096
+"""Maximum number of signatures that the dispatch of one function keeps."""
+_PATH_FIELDS = (
+    *("xla_executable", "out_pytree_def", "in_shardings", "out_shardings", "out_avals"),
+    *("out_committed", "kept_var_bitvec", "in_device_local_layouts", "const_args"),
+)
+_STATE_KEYS = {
+    *("function_name", "fun", "cache_miss", "static_argnums", "static_argnames"),
+    *("global_cache_key", "pytree_registry", "shard_arg_fallback"),
+}
 
 
 # Reading arrays
