@@ -127,7 +127,9 @@ def jit(
     named tuples and dataclasses whose constant fields are texts, integers and booleans. In all other cases
     results have no weak type.
 
-    The bundle runs the function as it was when it was built: build again after a change.
+    The bundle runs the function as it was when it was built: build again after a change. Constants in the
+    arguments that a bundle does not tell, such as a function in a field of a dataclass, are taken to be those
+    of the build; a call with others than the first call's does not fit.
 
     Args:
         fun: the function; None: return a decorator.
@@ -197,6 +199,7 @@ class _Jitted:
         self._jitted = jax.jit(function, **options)
         self._dispatch = _jaxlib.Dispatch.of(self._jitted)
         self._lock = threading.Lock()
+        self._constants: dict[str, Any] = {}
         self._loaded: dict[str, None] = {}
         self._traced: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
@@ -224,10 +227,8 @@ class _Jitted:
         bundle = self._bundle
         try:
             self._check_settings(bundle)
-            try:
-                fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
-            except (TypeError, OverflowError):  # a leaf is nothing that jax takes
-                return self._miss_of_jax(args, kwargs)
+            fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
+            self._check_constants(fit)
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.
@@ -278,6 +279,23 @@ class _Jitted:
             if getattr(jax.config, setting):
                 raise MissError("settings", f"{setting} is on, which executables cannot obey")
 
+    def _check_constants(self, fit: Fit) -> None:
+        """Compare constants of the arguments that the bundle does not tell with those of the first call.
+
+        Raises:
+            MissError: they differ.
+        """
+        if fit.constants is None:
+            return
+        with self._lock:
+            first = self._constants.setdefault(fit.program.name, fit.constants)
+        if first != fit.constants:
+            raise MissError(
+                "structure",
+                "the constant fields of its arguments are not those of the first call, which stand for "
+                f"those of the build: expected {first}, found {fit.constants}",
+            )
+
     def _returned(
         self, bundle: Bundle, fit: Fit, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Returned:
@@ -319,7 +337,7 @@ class _Jitted:
         if self._on_miss == "error":
             raise UsageError(
                 f"{bundle.name}: no program {self._name!r} takes this call: {miss.reason}",
-                hint='build the bundle with such arguments, or allow on_miss="compile"',
+                hint='build the bundle for such calls, or allow on_miss="compile"',
             )
         with self._lock:
             if miss.reason in self._compiled:
@@ -330,7 +348,7 @@ class _Jitted:
         count_axis(miss.axis)
         warnings.warn(
             f"{bundle.name}: jax compiles {self._name!r} here, because no program of the bundle takes this "
-            f"call: {miss.reason}. Build the bundle with such arguments",
+            f"call: {miss.reason}",
             FallbackWarning,
             stacklevel=3,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prejit.runtime.base import arguments
@@ -46,6 +46,8 @@ class Fit:
         committed: whether an argument is committed to its device, and so the results are.
         is_exact: whether the bundle tells all of the results: no argument has a weak type, and none is of a
             class like dict, which the results could be of too.
+        constants: jax's structure of the arguments, where they have constants that the bundle does not tell,
+            such as functions; else None.
     """
 
     program: ProgramEntry
@@ -53,6 +55,22 @@ class Fit:
     order: tuple[str, ...]
     committed: bool
     is_exact: bool
+    constants: Any
+
+
+@dataclass(slots=True)
+class _Leaves:
+    """What a walk through the arguments of a call finds.
+
+    Attributes:
+        found: each leaf, with the program's.
+        has_likes: whether there is something of a class like dict that is not dict.
+        has_constants: whether there is something with constants that the bundle does not tell.
+    """
+
+    found: list[tuple[trees.Leaf, Any]] = field(default_factory=list)
+    has_likes: bool = False
+    has_constants: bool = False
 
 
 def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
@@ -98,19 +116,18 @@ def _fit(
     root = table.arguments_tree(program.name)
     assert isinstance(root, trees.Node)
     order = _order(program.name, root, call)
-    found: list[tuple[trees.Leaf, Any]] = []
-    is_exact = True
+    leaves = _Leaves()
     for name, child in zip(order, root.children, strict=True):
-        is_exact &= _collect(child, call.arrays[name], (name,), found)
+        _collect(child, call.arrays[name], (name,), leaves)
     _compare_static(program.name, table.static(program.name), call, defaults)
-    values = [_data(value) for _, value in found]
     names = [
         name for name, child in zip(order, root.children, strict=True) for _ in trees.leaves(child)
     ]
-    committed = False
     expected = table.arguments(program.name)
-    types = [jax.typeof(value) for value in values]
     places = [(name, *array.path[1:]) for name, array in zip(names, expected, strict=True)]
+    values = [_data(value) for _, value in leaves.found]
+    types = [_type_of(at, value) for at, value in zip(places, values, strict=True)]
+    committed = False
     for at, array, is_type in zip(places, expected, types, strict=True):
         if is_type.dtype != dtype_of(array.dtype):
             raise MissError("dtype", _differs(at, array, is_type))
@@ -128,8 +145,10 @@ def _fit(
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
-    is_exact &= not any(is_type.weak_type for is_type in types)
-    return Fit(program, tuple(values), order, committed, is_exact)
+    is_exact = not leaves.has_likes and not any(is_type.weak_type for is_type in types)
+    given = [call.arrays[name] for name in order]
+    constants = jax.tree.structure(given) if leaves.has_constants else None
+    return Fit(program, tuple(values), order, committed, is_exact, constants)
 
 
 def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
@@ -162,26 +181,20 @@ def _compare_static(
             raise MissError("static", f"{program}: {name}: expected {sides[0]}, found {sides[1]}")
 
 
-def _collect(
-    tree: trees.Tree, value: Any, at: trees.Path, found: list[tuple[trees.Leaf, Any]]
-) -> bool:
-    """Add the leaves of a value that is nested exactly as a tree says.
-
-    Returns:
-        Whether all that the tree calls dicts are of the class dict.
-    """
+def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> None:
+    """Add the leaves of a value that is nested exactly as a tree says."""
     if isinstance(tree, trees.Leaf):
         if value is None or not _is_leaf(value):
             raise _misfit(at, "an array", value)
         if (key := _key_name(value)) != tree.key:
             wanted = f"a random key of {tree.key}" if tree.key else "an array"
             raise _misfit(at, wanted, f"a random key of {key}" if key else value)
-        found.append((tree, value))
-        return True
+        leaves.found.append((tree, value))
+        return
     if tree.kind == "none" or value is None:
         if tree.kind != "none" or value is not None:
             raise _misfit(at, _kind(tree), value)
-        return True
+        return
     parts = list(_parts(value))
     if not _is_kind(tree, value):
         raise _misfit(at, _kind(tree), value)
@@ -190,13 +203,19 @@ def _collect(
     keys = tuple(key for key, _ in parts)
     if tree.kind in ("dict", "record") and keys != tree.keys:
         raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
-    for field, constant in tree.constants:
-        if type(kept := getattr(value, field, None)) is not type(constant) or kept != constant:
-            raise _misfit((*at, field), repr(constant), arguments.described(kept))
-    is_exact = tree.kind != "dict" or type(value) is dict
+    for name, constant in tree.constants:
+        if type(kept := getattr(value, name, None)) is not type(constant) or kept != constant:
+            raise _misfit((*at, name), repr(constant), arguments.described(kept))
+    match tree.kind:
+        case "dict":
+            leaves.has_likes |= type(value) is not dict
+        case "record":
+            known = {*tree.keys, *(name for name, _ in tree.constants)}
+            leaves.has_constants |= getattr(value, "__dataclass_fields__", {}).keys() != known
+        case "node":
+            leaves.has_constants = True
     for place, child, (_, part) in zip(tree.keys, tree.children, parts, strict=True):
-        is_exact &= _collect(child, part, (*at, place), found)
-    return is_exact
+        _collect(child, part, (*at, place), leaves)
 
 
 def _is_kind(tree: trees.Node, value: Any) -> bool:
@@ -244,6 +263,16 @@ def _data(value: Any) -> Any:
     import jax
 
     return jax.random.key_data(value) if _key_name(value) else value
+
+
+def _type_of(at: trees.Path, value: Any) -> Any:
+    """Return jax's type of an argument, as its dtypes are set."""
+    import jax
+
+    try:
+        return jax.typeof(value)
+    except (TypeError, OverflowError) as error:
+        raise MissError("dtype", f"{spell(at)}: expected what jax takes: {error}") from None
 
 
 def _compare_device(at: trees.Path, array: Any, device: Any) -> bool:
