@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.calls import Calls, Pending
+    from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
 
@@ -485,8 +485,12 @@ class Bundle:
 
     def call_by_path(
         self, name: str, given: Mapping[Path, Any], static: Mapping[str, Any] | None = None
-    ) -> dict[Path, Any]:
-        """Run a program as `call` does, with each array by its path, and return its results by path."""
+    ) -> tuple[ChosenBucket, dict[Path, Any]]:
+        """Run a program as `call` does, with each array by its path.
+
+        Returns:
+            The bucket that ran, and its results by path.
+        """
         self._programs.ask()
         return self._calls.call_by_path(name, given, static or {})
 

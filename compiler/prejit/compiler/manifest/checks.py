@@ -232,6 +232,15 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         yield from _args_problems(args, program.get("buckets", {}))
     yield from _static_problems(program.get("static"), args)
     yield from _donate_problems(program.get("donate"), args)
+    buckets = _table(program.get("buckets"))
+    for index, variable in enumerate(pad if isinstance(pad := program.get("pad"), list) else ()):
+        if variable not in buckets:
+            yield ("pad", index), undefined(str(variable), buckets)
+    mask = program.get("mask")
+    if mask is not None and not program.get("pad"):
+        yield ("mask",), "expected pad beside it, which says what is padded"
+    if isinstance(args, dict) and isinstance(mask, str) and mask not in args:
+        yield ("mask",), f"expected an argument, one of {', '.join(args)}; found {shown(mask)}"
     for place, axes in _table(program.get("shardings")).items():
         if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
             continue  # pydantic reports it

@@ -17,7 +17,7 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.calls import Calls, Held, Pending
+from prejit.runtime.programs.calls import Calls, Held, Pending, fit
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Bound:
 
         # The next call deletes the state.
         arrays = [array for branch in rest for array in branch.of(results)]
-        return self._calls.pending(arrays, rebuild)
+        return self._calls.pending(chosen, arrays, rebuild)
 
     def read(self) -> dict[trees.Key, Any]:
         """Return a copy of the state on the host, by the name of the argument."""
@@ -228,9 +228,14 @@ class Bound:
                 leaves = pytree.flatten(branch.tree, value, (key,))
             except pytree.MisfitError as misfit:
                 raise UsageError(f"state of {self._name!r}: {misfit}") from None
-            values = self._calls.fitting(branch.arrays, trees.leaves(branch.tree), leaves)
-            if isinstance(values, str):
-                raise UsageError(f"state of {self._name!r}: {values}")
+            fitted = fit(branch.arrays, list(trees.leaves(branch.tree)), leaves)
+            if isinstance(fitted, str):
+                raise UsageError(f"state of {self._name!r}: {fitted}")
+            values, smaller = fitted
+            if smaller:
+                raise UsageError(
+                    f"state of {self._name!r}: expected the sizes of its bucket, found {smaller}"
+                )
             held[key] = [
                 self._calls.device.copy(one, array.sharding)
                 for one, array in zip(values, branch.arrays, strict=True)
