@@ -33,15 +33,13 @@ Flatten = Callable[[trees.Tree], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An argument that is on the device already.
+    """In place of an argument that is on the device already.
 
     Attributes:
-        array: the array.
         dtype: its dtype.
         shape: the shape of the whole array.
     """
 
-    array: DeviceArray
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
@@ -133,6 +131,11 @@ class Calls:
         for program in programs.table.values():
             if program.kind == "call":
                 self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
+        self._static = {
+            name: frozenset(key for program in buckets for key in program.static or ())
+            for name, buckets in self._buckets.items()
+        }
+        self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -179,9 +182,10 @@ class Calls:
             )
         return buckets
 
-    def static_names(self, name: str) -> set[str]:
+    def static_names(self, name: str) -> frozenset[str]:
         """Return the names of the static arguments of a program."""
-        return {key for program in self.buckets(name) for key in program.static or ()}
+        self.buckets(name)
+        return self._static[name]
 
     def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
         """Return the bucket of a program that takes what a caller gave.
@@ -194,10 +198,15 @@ class Calls:
         Raises:
             UsageError: there is no such program, or none of its buckets takes them.
         """
-        known: dict[str, list[Any] | str] = {}  # by the text of the tree
+        buckets = self.buckets(name)
+        first = self._leaves(buckets[0], flatten)
+        signature = _signature(name, static, first)
+        if signature is not None and (program := self._exact.get(signature)) is not None:
+            return ChosenBucket(program, [*first], to_numpy)
+        known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
         complaints = []
         larger: list[ChosenBucket] = []
-        for program in self.buckets(name):
+        for program in buckets:
             text = program.arguments_tree or program.name
             if text not in known:
                 known[text] = self._leaves(program, flatten)
@@ -214,6 +223,8 @@ class Calls:
             values, sizes = fitted
             chosen = ChosenBucket(program, values, converter(given), sizes)
             if not sizes:
+                if signature is not None and given is first and len(self._exact) < _MOST_SIGNATURES:
+                    self._exact[signature] = program
                 return chosen
             larger.append(chosen)
         if larger:
@@ -232,12 +243,9 @@ class Calls:
         """
         arrays = self.programs.arguments(chosen.program.name)
         return [
-            value.array
-            if isinstance(value, Held)
-            else (self.device.copy if copy or array.donated else self.device.put)(
-                value, array.sharding
-            )
+            (self.device.copy if copy or array.donated else self.device.put)(value, array.sharding)
             for array, value in zip(arrays, chosen.values, strict=True)
+            if not isinstance(value, Held)
         ]
 
     def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
@@ -318,10 +326,10 @@ class Calls:
         return run
 
     def _chosen(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenBucket:
-        names = self.static_names(name)
-        static = {key: value for key, value in kwargs.items() if key in names}
-        others = {key: value for key, value in kwargs.items() if key not in names}
         mask = self.buckets(name)[0].mask
+        static, others = _NO_STATIC, {**kwargs}
+        if names := self._static[name]:
+            static = {key: others.pop(key) for key in names & others.keys()}
         if mask is not None and mask.isdigit() and int(mask) == len(args):
             args = (*args, EVERYTHING)
         elif mask is not None and not mask.isdigit():
@@ -359,6 +367,27 @@ class Calls:
             if type(given[name]) is not type(value) or given[name] != value:
                 return f"{name}: expected {value!r}, found {arguments.described(given[name])}"
         return ""
+
+
+_MOST_SIGNATURES = 10_000
+"""Maximum number of signatures that are remembered; as many as a manifest may have programs."""
+_NO_STATIC: Mapping[str, Any] = {}
+
+
+def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) -> Any:
+    """Return what decides the bucket of a call, to be hashed; None if that takes more than a look."""
+    if isinstance(leaves, str):
+        return None
+    shapes = []
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray and type(leaf) is not Held:
+            return None
+        shapes += [leaf.shape, leaf.dtype]
+    if not static:
+        return name, *shapes
+    values = [(key, type(value), value) for key, value in static.items()]
+    # A value that is none of these types may not be hashable; no program has it.
+    return (name, *values, *shapes) if all(v[1] in (str, int, bool) for v in values) else None
 
 
 def fit(
