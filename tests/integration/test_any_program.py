@@ -83,6 +83,19 @@ def mean(tokens, valid):
     return jnp.where(valid, tokens, 0).sum() / valid.sum()
 
 
+def encode(text):
+    return {"latent": jnp.outer(text, text)}
+
+
+def denoise(latent, text):
+    latent = latent * 0.9 + 0.1 * text
+    return latent, latent.mean()
+
+
+def decode(latent):
+    return jnp.tanh(latent)
+
+
 def flat(x):
     return x.reshape(-1)
 
@@ -136,6 +149,24 @@ args = ["float32[{batch}, {length}]", "bool[{batch}, {length}]"]
 buckets = { batch = [2, 4], length = [4, 8] }
 pad = ["batch", "length"]
 mask = 1
+
+[[program]]
+name = "encode_text"
+function = "users_code:encode"
+args = ["float32[4]"]
+
+[[program]]
+name = "denoise"
+function = "users_code:denoise"
+args = ["float32[4, 4]", "float32[4]"]
+repeat = [1, 20]
+carry = [0]
+donate = [0]
+
+[[program]]
+name = "decode_image"
+function = "users_code:decode"
+args = ["float32[4, 4]"]
 
 [[program]]
 name = "exported"
@@ -345,6 +376,33 @@ def test_fewer_rows_are_padded_to_the_next_bucket_and_cut(
     found = pending.result()
     np.testing.assert_array_equal(found["double"], x * 2)
     np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: Any) -> None:
+    text = np.linspace(-1, 1, 4, dtype=np.float32)
+    encoded = bundle.call_on_device("encode_text", text)["latent"]
+    latent, means = bundle.call_on_device("denoise", encoded, text, repeat=20)
+    image = bundle.call("decode_image", latent)
+    expected, step = np.outer(text, text), bundle.bind("denoise", encoded, repeat=1)
+    for number in range(20):
+        expected, mean = users_code.denoise(expected, text)
+        np.testing.assert_allclose(np.asarray(means)[number], mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(step(text), [mean], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(image, np.tanh(expected), rtol=1e-5, atol=1e-6)
+    # Its memory was donated to no call.
+    np.testing.assert_array_equal(np.asarray(encoded), np.outer(text, text))
+
+
+def test_repeated_steps_are_those_of_one_call(bundle: Bundle) -> None:
+    text = np.linspace(-1, 1, 4, dtype=np.float32)
+    step = bundle.bind("denoise", np.eye(4, dtype=np.float32))
+    means = step(text, repeat=20)
+    assert means.shape == (20,)
+    last, again = bundle.call("denoise", np.eye(4, dtype=np.float32), text, repeat=20)
+    np.testing.assert_array_equal(last, step.read()[0])
+    np.testing.assert_array_equal(means, again)
+    with pytest.raises(UsageError, match="repeat: expected 1, found 7"):
+        step(text, repeat=7)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (2, 4), (3, 5), (1, 8), (4, 8)])

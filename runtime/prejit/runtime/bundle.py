@@ -483,6 +483,22 @@ class Bundle:
         self._programs.ask()
         return self._calls.call_async(name, args, kwargs)
 
+    def call_on_device(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program as `call` does, and leave its results on the device, for other programs.
+
+            noise = bundle.call_on_device("encode", text)
+            image = bundle.call("decode", noise)
+
+        Returns:
+            The results, nested as the function returned them, whose arrays are `OnDevice`: any method of this
+            bundle that runs programs takes them, and NumPy reads them.
+
+        Raises:
+            UsageError, RejectError: as `call`; or the arguments would be padded.
+        """
+        self._programs.ask()
+        return self._calls.call_on_device(name, args, kwargs)
+
     def call_by_path(
         self, name: str, given: Mapping[Path, Any], static: Mapping[str, Any] | None = None
     ) -> tuple[ChosenBucket, dict[Path, Any]]:

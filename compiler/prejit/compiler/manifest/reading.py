@@ -102,6 +102,8 @@ def _program(table: ProgramTable) -> Program:
         table.donate,
         table.pad,
         table.mask,
+        table.repeat,
+        table.carry,
         table.shardings,
     )
 
@@ -119,6 +121,8 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "donate": program.donate,
             "pad": program.pad,
             "mask": program.mask,
+            "repeat": program.repeat,
+            "carry": program.carry,
             "shardings": program.shardings,
         }
         if not isinstance(program.fn, str) and not callable(program.fn):

@@ -233,7 +233,7 @@ class Bound:
         return self._calls.choose(self._name, static, flatten)
 
     def _copy(self, array: Array, value: Any) -> DeviceArray:
-        return self._calls.device.copy(value, array.sharding)
+        return self._calls.placed(array, value, copy=True)
 
     def _put(self, state: Mapping[trees.Key, Any]) -> None:
         """Copy values of the state to the device."""
@@ -257,7 +257,7 @@ class Bound:
                     f"state of {self._name!r}: expected the sizes of its bucket, found {smaller}"
                 )
             held[key] = [
-                self._calls.device.copy(one, array.sharding)
+                self._copy(array, one)
                 for one, array in zip(values, branch.arrays, strict=True)
                 if not isinstance(one, Held)
             ]

@@ -15,6 +15,7 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
     DeviceArray,
+    OnDevice,
     aligned_zeros,
     is_jax_array,
     to_jax,
@@ -47,7 +48,7 @@ class Held:
 EVERYTHING: Final = object()
 """In place of a mask that the caller leaves out: true for all that the caller gave."""
 
-Value = np.ndarray[Any, Any] | Held
+Value = np.ndarray[Any, Any] | OnDevice | Held
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,23 @@ class Calls:
         results = self.run(chosen.program, self.put(chosen, copy=True))
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
+    def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program as `call` does, and leave its results on the device."""
+        chosen = self._chosen(name, args, kwargs)
+        results = self.run(chosen.program, self.put(chosen))
+        arrays = self.programs.results(chosen.program.name)
+        if chosen.sizes and any(array.variables for array in arrays):
+            raise UsageError(
+                f"{chosen.program.name}: expected the sizes of a bucket, found {dict(chosen.sizes)}",
+                hint="results on the device are not cut: use `call`, or pass arrays of a bucket's sizes",
+            )
+        kept = [
+            OnDevice(result, dtype_of(array.dtype), array.shape, array.sharding, self.device)
+            for array, result in zip(arrays, results, strict=True)
+        ]
+        self._finish()
+        return self._nested(self.programs.results_tree(chosen.program.name), kept)
+
     def call_by_path(
         self, name: str, given: Mapping[trees.Path, Any], static: Mapping[str, Any]
     ) -> tuple[ChosenBucket, dict[trees.Path, Any]]:
@@ -243,10 +261,20 @@ class Calls:
         """
         arrays = self.programs.arguments(chosen.program.name)
         return [
-            (self.device.copy if copy or array.donated else self.device.put)(value, array.sharding)
+            self.placed(array, value, copy=copy or array.donated)
             for array, value in zip(arrays, chosen.values, strict=True)
             if not isinstance(value, Held)
         ]
+
+    def placed(self, array: Array, value: Value, *, copy: bool) -> DeviceArray:
+        """Return an argument on the device. One that is donated must be copied."""
+        if isinstance(value, OnDevice):
+            stays = value.owner is self.device and value.sharding == array.sharding
+            if stays and not array.donated:
+                return value.array
+            value = to_numpy(value.array)
+        assert not isinstance(value, Held)  # the caller has the array
+        return (self.device.copy if copy else self.device.put)(value, array.sharding)
 
     def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
         """Run a program on arrays of its device. Donated ones are deleted."""
@@ -380,7 +408,7 @@ def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) ->
         return None
     shapes = []
     for leaf in leaves:
-        if type(leaf) is not np.ndarray and type(leaf) is not Held:
+        if type(leaf) not in (np.ndarray, Held, OnDevice):
             return None
         shapes += [leaf.shape, leaf.dtype]
     if not static:
@@ -405,7 +433,7 @@ def fit(
         if value is EVERYTHING:
             values.append(np.ones(array.shape, np.bool_))
             continue
-        found = value if isinstance(value, Held) else _as_numpy(array, leaf, value)
+        found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
         if found.dtype != dtype_of(array.dtype) or not _may_be_padded(array, found.shape, sizes):
             extents = ", ".join(
                 f"<={extent}" if name else str(extent)
@@ -454,6 +482,7 @@ def padded(array: Array, value: Value) -> Value:
     """Return a value with zeros up to the shape that a program takes."""
     if isinstance(value, Held) or value.shape == array.shape:
         return value
+    value = np.asarray(value)
     whole = aligned_zeros(array.shape, value.dtype)
     whole[tuple(map(slice, value.shape))] = value
     return whole

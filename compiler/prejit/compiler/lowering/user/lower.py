@@ -21,7 +21,9 @@ from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls
 from prejit.compiler.lowering.user.finding import UserFunction
 from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
+from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
+from prejit.compiler.manifest.manifest import REPEAT
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device._jaxlib import refine_shapes
 from prejit.runtime.errors import BuildError
@@ -68,13 +70,14 @@ def lower_function(
         name: shardings.of(("params", *name.split(".")), shape.shape)
         for name, shape in user.weights.items()
     }
+    call = _with_static(user, program, spec, section)
     returned: list[Any] = []
 
     def function(weights: Mapping[str, Any], *data: Any) -> Any:
         """Call the user's function; random keys go in and out as their data."""
         given = jax.tree.unflatten(structure, map(_as_given, data, leaves))
         args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
-        result = jax.tree.map(jnp.asarray, user.function(weights, *args, **kwargs, **spec.static))
+        result = jax.tree.map(jnp.asarray, call(weights, *args, **kwargs))
         returned[:] = [jax.tree.map(_shape_of, result)]  # the user's own nodes, of shapes
         return [_as_data(leaf) for leaf in jax.tree.leaves(result)]
 
@@ -123,6 +126,24 @@ def lower_function(
         arguments_tree=trees.to_text(taken.tree),
         results_tree=trees.to_text(given.tree),
     )
+
+
+def _with_static(
+    user: UserFunction, program: manifest.Program, spec: ProgramSpec, section: str
+) -> Callable[..., Any]:
+    """Return the user's function of weights and arguments, with its static arguments, repeated if wanted."""
+    static = dict(spec.static)
+    times = static.pop(REPEAT, None) if program.repeat else None
+
+    def call(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def once(*args: Any, **kwargs: Any) -> Any:
+            return user.function(weights, *args, **kwargs, **static)
+
+        if times is None:
+            return once(*args, **kwargs)
+        return repeated(once, program.carry, int(times), section)(*args, **kwargs)
+
+    return call
 
 
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
