@@ -268,7 +268,8 @@ MISTAKES = {
     ),
     "padded variable that does not exist": (
         ("args = {", 'pad = ["bach"]\nargs = {'),
-        'm.toml:16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?); defined: batch',
+        'm.toml:16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?);'
+        " defined: batch",
     ),
     "mask without pad": (
         ("args = {", 'mask = "x"\nargs = {'),
