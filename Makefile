@@ -101,7 +101,7 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
 	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py
 
-damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (30 minutes); writes its figures
+damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
 
 docs: $(READY) $(DOCS_READY) ## build the documentation site into site/ and check its links

@@ -75,6 +75,31 @@ def walk(position, velocity):
     return {"velocity": velocity * 0.5, "position": position + velocity}
 
 
+def rows(x):
+    return {"double": x * 2, "sum": x.sum(1)}
+
+
+def mean(tokens, valid):
+    return jnp.where(valid, tokens, 0).sum() / valid.sum()
+
+
+def encode(text):
+    return {"latent": jnp.outer(text, text)}
+
+
+def denoise(latent, text):
+    latent = latent * 0.9 + 0.1 * text
+    return latent, latent.mean()
+
+
+def decode(latent):
+    return jnp.tanh(latent)
+
+
+def flat(x):
+    return x.reshape(-1)
+
+
 mlp = equinox.nn.MLP(4, 2, 8, 1, key=jax.random.key(1))
 """
 MANIFEST = """
@@ -109,6 +134,39 @@ donate = [0]
 name = "equinox"
 function = "users_code:mlp"
 args = ["float32[4]"]
+
+[[program]]
+name = "rows"
+function = "users_code:rows"
+args = { x = "float32[{batch}, 3]" }
+buckets = { batch = [2, 8] }
+pad = ["batch"]
+
+[[program]]
+name = "mean"
+function = "users_code:mean"
+args = ["float32[{batch}, {length}]", "bool[{batch}, {length}]"]
+buckets = { batch = [2, 4], length = [4, 8] }
+pad = ["batch", "length"]
+mask = 1
+
+[[program]]
+name = "encode_text"
+function = "users_code:encode"
+args = ["float32[4]"]
+
+[[program]]
+name = "denoise"
+function = "users_code:denoise"
+args = ["float32[4, 4]", "float32[4]"]
+repeat = [1, 20]
+carry = [0]
+donate = [0]
+
+[[program]]
+name = "decode_image"
+function = "users_code:decode"
+args = ["float32[4, 4]"]
 
 [[program]]
 name = "exported"
@@ -307,10 +365,72 @@ def test_programs_that_were_exported_elsewhere_run(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "bucket", "padding"), [(1, 2, 0.5), (2, 2, 0), (3, 8, 0.625), (8, 8, 0)]
+)
+def test_fewer_rows_are_padded_to_the_next_bucket_and_cut(
+    size: int, bucket: int, padding: float, bundle: Bundle
+) -> None:
+    x = RANDOM.standard_normal((size, 3), np.float32)
+    pending = bundle.call_async("rows", x=x)
+    assert (pending.program, pending.padding) == (f"rows/batch{bucket}", padding)
+    found = pending.result()
+    np.testing.assert_array_equal(found["double"], x * 2)
+    np.testing.assert_allclose(found["sum"], x.sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_keeps_its_arrays_on_the_device(bundle: Bundle, users_code: Any) -> None:
+    text = np.linspace(-1, 1, 4, dtype=np.float32)
+    encoded = bundle.call_on_device("encode_text", text)["latent"]
+    latent, means = bundle.call_on_device("denoise", encoded, text, repeat=20)
+    image = bundle.call("decode_image", latent)
+    expected, step = np.outer(text, text), bundle.bind("denoise", encoded, repeat=1)
+    for number in range(20):
+        expected, mean = users_code.denoise(expected, text)
+        np.testing.assert_allclose(np.asarray(means)[number], mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(step(text), [mean], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(image, np.tanh(expected), rtol=1e-5, atol=1e-6)
+    # Its memory was donated to no call.
+    np.testing.assert_array_equal(np.asarray(encoded), np.outer(text, text))
+
+
+def test_repeated_steps_are_those_of_one_call(bundle: Bundle) -> None:
+    text = np.linspace(-1, 1, 4, dtype=np.float32)
+    step = bundle.bind("denoise", np.eye(4, dtype=np.float32))
+    means = step(text, repeat=20)
+    assert means.shape == (20,)
+    last, again = bundle.call("denoise", np.eye(4, dtype=np.float32), text, repeat=20)
+    np.testing.assert_array_equal(last, step.read()[0])
+    np.testing.assert_array_equal(means, again)
+    with pytest.raises(UsageError, match="repeat: expected 1, found 7"):
+        step(text, repeat=7)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 4), (3, 5), (1, 8), (4, 8)])
+def test_a_mask_says_what_is_padding(shape: tuple[int, ...], bundle: Bundle) -> None:
+    import jax
+
+    tokens = RANDOM.standard_normal(shape, np.float32)
+    assert bundle.call("mean", tokens) == pytest.approx(tokens.mean(), rel=1e-5, abs=1e-6)
+    valid = np.arange(tokens.size).reshape(shape) % 2 == 0
+    assert bundle.call("mean", tokens, valid) == pytest.approx(
+        tokens[valid].mean(), rel=1e-5, abs=1e-6
+    )
+    assert isinstance(bundle.call("mean", jax.numpy.asarray(tokens)), jax.Array)
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda b: b.call("train", x=X[0], y=Y[0], mode="relu"), "state.* is missing"),
         (lambda b: b.call("shape", np.zeros(3, np.float32), mode=1), "unexpected mode"),
+        (
+            lambda b: b.call("rows", x=np.ones((9, 3), np.float32)),
+            r"expected float32\[<=8, 3\], found",
+        ),
+        (
+            lambda b: b.call("mean", np.ones((1, 3), np.float32), np.ones((2, 3), bool)),
+            r"1: expected bool",
+        ),
         (lambda b: b.bind("train"), "expected an argument of 'train' to keep, found none"),
         (lambda b: b.bind("train", states=1), "'train' has no argument 'states'"),
         (
@@ -505,3 +625,14 @@ def test_a_sharding_that_does_not_fit_is_an_error(
     error = run("build", manifest, "-o", sharded / "wrong", status=2).stderr
     assert message in error
     assert "program 'mlp': shardings" in error
+
+
+def test_a_result_that_cannot_be_cut_is_refused(directory: Path, run: Run) -> None:
+    manifest = directory / "flat.toml"
+    manifest.write_text(
+        '[bundle]\nname = "flat"\n[[program]]\nname = "flat"\nfunction = "users_code:flat"\n'
+        'args = ["float32[{batch}, 3]"]\nbuckets = { batch = [2] }\npad = ["batch"]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    error = run("build", manifest, "-o", directory / "flat", status=2).stderr
+    assert "expected dimensions that are 'batch', and dimension 0 of result 0 is 6" in error

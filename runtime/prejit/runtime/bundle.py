@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
-    from prejit.runtime.programs.calls import Calls, Pending
+    from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
     from prejit.runtime.programs.on_jax import JaxPrograms
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
@@ -484,10 +484,30 @@ class Bundle:
         self._programs.ask()
         return self._calls.call_async(name, args, kwargs)
 
+    def call_on_device(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program as `call` does, and leave its results on the device, for other programs.
+
+            noise = bundle.call_on_device("encode", text)
+            image = bundle.call("decode", noise)
+
+        Returns:
+            The results, nested as the function returned them, whose arrays are `OnDevice`: any method of this
+            bundle that runs programs takes them, and NumPy reads them.
+
+        Raises:
+            UsageError, RejectError: as `call`; or the arguments would be padded.
+        """
+        self._programs.ask()
+        return self._calls.call_on_device(name, args, kwargs)
+
     def call_by_path(
         self, name: str, given: Mapping[Path, Any], static: Mapping[str, Any] | None = None
-    ) -> dict[Path, Any]:
-        """Run a program as `call` does, with each array by its path, and return its results by path."""
+    ) -> tuple[ChosenBucket, dict[Path, Any]]:
+        """Run a program as `call` does, with each array by its path.
+
+        Returns:
+            The bucket that ran, and its results by path.
+        """
         self._programs.ask()
         return self._calls.call_by_path(name, given, static or {})
 

@@ -26,7 +26,7 @@ from prejit.compiler.manifest.expected import (
     expected,
     no_such_path,
 )
-from prejit.compiler.manifest.manifest import names_object
+from prejit.compiler.manifest.manifest import REPEAT, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.runtime.format.arrays import MESH_AXES
@@ -90,6 +90,7 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     for index, program in enumerate(programs if isinstance(programs, list) else ()):
         sizes = [*_table(_table(program).get("buckets")).values()]
         sizes += _table(_table(program).get("static")).values()
+        sizes += [_table(program).get("repeat") or [1]]
         counts.append((("program", index), math.prod(map(_length, sizes))))
     total = 0
     for where, count in counts:
@@ -231,7 +232,23 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     elif args is not None:
         yield from _args_problems(args, program.get("buckets", {}))
     yield from _static_problems(program.get("static"), args)
-    yield from _donate_problems(program.get("donate"), args)
+    yield from _key_problems("donate", program.get("donate"), args)
+    yield from _key_problems("carry", program.get("carry"), args)
+    for where, problem in _size_problems(program.get("repeat") or None):
+        yield ("repeat", *where), problem
+    if program.get("repeat") and not program.get("carry"):
+        yield ("repeat",), "expected carry beside it, which names the arguments that come back"
+    if program.get("repeat") and REPEAT in (*_table(args), *_table(program.get("static"))):
+        yield ("repeat",), f"expected no other argument of the name {REPEAT!r} beside it"
+    buckets = _table(program.get("buckets"))
+    for index, variable in enumerate(pad if isinstance(pad := program.get("pad"), list) else ()):
+        if variable not in buckets:
+            yield ("pad", index), undefined(str(variable), buckets)
+    mask = program.get("mask")
+    if mask is not None and not program.get("pad"):
+        yield ("mask",), "expected pad beside it, which says what is padded"
+    if isinstance(args, dict) and isinstance(mask, str) and mask not in args:
+        yield ("mask",), f"expected an argument, one of {', '.join(args)}; found {shown(mask)}"
     for place, axes in _table(program.get("shardings")).items():
         if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
             continue  # pydantic reports it
@@ -252,15 +269,15 @@ def _static_problems(static: Any, args: Any) -> Problems:
             yield ("static", name), f"expected {STATIC}; found []"
 
 
-def _donate_problems(donate: Any, args: Any) -> Problems:
-    if not isinstance(donate, list) or not isinstance(args, dict | list):
+def _key_problems(key: str, given: Any, args: Any) -> Problems:
+    if not isinstance(given, list) or not isinstance(args, dict | list):
         return
     known = [*args] if isinstance(args, dict) else [*range(len(args))]
-    for index, key in enumerate(donate):
-        if key not in known or type(key) is bool:
+    for index, argument in enumerate(given):
+        if argument not in known or type(argument) is bool:
             names = ", ".join(map(shown, known)) or "none"
-            problem = f"expected an argument, one of {names}; found {shown(key)}"
-            yield ("donate", index), problem
+            problem = f"expected an argument, one of {names}; found {shown(argument)}"
+            yield (key, index), problem
 
 
 def _args_problems(args: Any, buckets: Any) -> Problems:

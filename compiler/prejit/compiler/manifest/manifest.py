@@ -6,7 +6,7 @@
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
-                                     shardings
+                                     pad, mask, repeat, carry, shardings
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
 `reading.read_manifest` makes it from TOML. Python code makes it with `Manifest(...)`, and
@@ -28,6 +28,8 @@ from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.machine.targets import Target
 
+REPEAT = "repeat"
+"""The static argument that says how many steps a call runs."""
 Static = str | int | bool
 """The value of a static argument."""
 
@@ -130,6 +132,13 @@ class Program:
         static: the values that each static argument takes: texts, integers, booleans. The function gets them
             by name, as Python values, and there is a program for each.
         donate: names or positions of arguments whose memory the results may reuse.
+        pad: variables of `buckets` that a call may have less of: arrays are padded with zeros, and results
+            are cut. What the function returns for a row must not depend on padding, or it must take a mask.
+        mask: name or position of a boolean argument that is true for what the caller gave and false for
+            padding. Callers may leave it out.
+        repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
+            `carry`; a static argument of the program, for each of which there is a program.
+        carry: names or positions of the arguments that a repeated function returns anew.
         shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
             by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays
             below that path are split so. All others are whole on every device.
@@ -142,6 +151,10 @@ class Program:
     params: Any = None
     static: Mapping[str, Sequence[Static]] = field(default_factory=dict)
     donate: Sequence[str | int] = ()
+    pad: Sequence[str] = ()
+    mask: str | int | None = None
+    repeat: Sequence[int] = ()
+    carry: Sequence[str | int] = ()
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
@@ -162,7 +175,8 @@ class Program:
                 dict(zip(of, values, strict=True)) for values in itertools.product(*of.values())
             ]
 
-        return tuple(itertools.product(combinations(self.buckets), combinations(self.static)))
+        static = {**self.static, REPEAT: self.repeat} if self.repeat else self.static
+        return tuple(itertools.product(combinations(self.buckets), combinations(static)))
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)

@@ -100,6 +100,10 @@ def _program(table: ProgramTable) -> Program:
         table.params,
         table.static,
         table.donate,
+        table.pad,
+        table.mask,
+        table.repeat,
+        table.carry,
         table.shardings,
     )
 
@@ -115,6 +119,10 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
             "buckets": program.buckets,
             "static": program.static,
             "donate": program.donate,
+            "pad": program.pad,
+            "mask": program.mask,
+            "repeat": program.repeat,
+            "carry": program.carry,
             "shardings": program.shardings,
         }
         if not isinstance(program.fn, str) and not callable(program.fn):

@@ -51,6 +51,7 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
             "examples": ["package.module:attribute", "model.mlir"],
         },
         "args": {"anyOf": [{"type": "string", "pattern": "^[^:]+:[^:]+$"}, *_TREE["anyOf"][1:]]},
+        "repeat": {"items": _SIZE, "uniqueItems": True},
         "shardings": {
             "additionalProperties": {
                 "type": "array",

@@ -25,6 +25,7 @@ class ProgramSpec:
         bucket: static sizes by name.
         section: name of the [[program]] that it comes from; empty for programs of the model.
         static: values of static arguments by name.
+        mask: name or position of the argument that masks padding; empty: there is none.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ProgramSpec:
     bucket: dict[str, int]
     section: str = ""
     static: dict[str, str | int | bool] = field(default_factory=dict)
+    mask: str = ""
 
 
 def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
@@ -46,7 +48,8 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
             sized = [f"{name}{size}" for name, size in bucket.items()]
             sized += [f"{name}={_spelled(program, name, static[name])}" for name in static]
             name = f"{program.name}/{'-'.join(sized)}" if sized else program.name
-            specs.append(ProgramSpec(name, "call", bucket, program.name, static))
+            mask = "" if program.mask is None else str(program.mask)
+            specs.append(ProgramSpec(name, "call", bucket, program.name, static, mask))
     return tuple(specs)
 
 

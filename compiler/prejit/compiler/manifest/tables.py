@@ -47,6 +47,12 @@ class ProgramTable:
         static: the values that each static argument takes, which the function gets by name; there is a
             program for each combination.
         donate: names or positions of arguments whose memory the results may reuse.
+        pad: variables of buckets that a call may have less of; arrays are padded with zeros, results are cut.
+        mask: name or position of a boolean argument that is true for what the caller gave and false for
+            padding; callers may leave it out.
+        repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
+            carry. Callers give one of them as `repeat`.
+        carry: names or positions of the arguments that a repeated function returns anew.
         shardings: for arrays that the mesh splits, the mesh axis of each dimension ("data", "tensor" or ""),
             by the dotted path of an argument, of params, or of result, or of a part of them.
     """
@@ -60,6 +66,10 @@ class ProgramTable:
     params: str | None = None
     static: dict[str, tuple[str | int | bool, ...]] = field(default_factory=dict)
     donate: tuple[str | int, ...] = ()
+    pad: tuple[str, ...] = ()
+    mask: str | int | None = None
+    repeat: tuple[int, ...] = ()
+    carry: tuple[str | int, ...] = ()
     shardings: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 

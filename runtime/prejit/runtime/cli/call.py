@@ -31,7 +31,7 @@ def call(options: Namespace) -> int:
     bundle = load_bundle(options)
     given = _by_path(files, _arguments_of(bundle, options.program), options.program)
     static = _read_static(options.static, bundle, options.program)
-    results = bundle.call_by_path(options.program, given, static)
+    chosen, results = bundle.call_by_path(options.program, given, static)
     directory = Path(options.output)
     written = {}
     try:
@@ -47,6 +47,8 @@ def call(options: Namespace) -> int:
         print_json(
             {
                 "results": written,
+                "program": chosen.program.name,
+                "padding": chosen.padding,
                 "programs": [asdict(report) for report in bundle.report()],
                 "start": asdict(bundle.start_report()),
             }

@@ -122,6 +122,11 @@ class _Aval:
     weak_type: bool = False
 
 
+@functools.lru_cache(maxsize=4096)
+def _aval(shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Aval:
+    return _Aval(shape, dtype)
+
+
 @functools.cache
 def _cpu_sharding() -> type[Any]:
     """Return a class of shardings on one device that needs no jax, unlike jaxlib's own before 0.12."""
@@ -148,9 +153,8 @@ def is_on_cpu(array: _Array) -> bool:
 
 def put_on_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Array:
     """Return an array on a CPU device; a C-contiguous one aligned to 64 bytes is not copied."""
-    return import_jaxlib()[1].batched_device_put(
-        _Aval(array.shape, array.dtype), sharding, [array], [device], enable_x64=True
-    )
+    put = import_jaxlib()[1].batched_device_put
+    return put(_aval(array.shape, array.dtype), sharding, [array], [device], enable_x64=True)
 
 
 def copy_to_cpu(array: np.ndarray[Any, Any], sharding: Any, device: Any) -> _Array:

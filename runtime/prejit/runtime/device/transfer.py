@@ -29,6 +29,28 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[An
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """A result that stays on the device, for another program of the same bundle. NumPy reads it too.
+
+    Attributes:
+        array: the array.
+        dtype: its dtype.
+        shape: the shape of the whole array.
+        sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
+        owner: the device that holds it.
+    """
+
+    array: DeviceArray
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    sharding: tuple[str, ...]
+    owner: object
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(to_numpy(self.array), dtype, copy=copy)
+
+
 @functools.lru_cache(maxsize=4)
 def shared_zeros(size: int) -> np.ndarray[Any, Any]:
     """Return zero bytes, read-only. Nobody writes to them, so they take one page of memory in all."""

@@ -30,6 +30,7 @@ class Array:
     The program table holds it as text: its path, then the notation of the manifest:
 
         ["cache",0,1] float32[1,12,128,64] donated @data,tensor,,
+        ["tokens"] int32[8,128] ~batch,length
 
     A table of hundreds of programs is read in milliseconds, because only the texts of programs that run are
     parsed.
@@ -40,6 +41,8 @@ class Array:
         shape: the shape, in elements.
         donated: whether the program reuses the argument's memory; the caller must not use it again.
         sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
+        variables: the bucket variable that each dimension is, `""` for none; a caller's array may have less
+            there, and is padded. Empty: every dimension is fixed.
     """
 
     path: tuple[str | int, ...]
@@ -47,12 +50,14 @@ class Array:
     shape: tuple[int, ...]
     donated: bool = False
     sharding: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         path = json.dumps(self.path, separators=(",", ":"), ensure_ascii=True)
         shape = ",".join(map(str, self.shape))
         split = f" @{','.join(self.sharding)}" if self.sharding else ""
-        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}{split}"
+        padded = f" ~{','.join(self.variables)}" if self.variables else ""
+        return f"{path} {self.dtype}[{shape}]{' donated' if self.donated else ''}{split}{padded}"
 
     @classmethod
     def parse(cls, text: str) -> Array:
@@ -65,14 +70,22 @@ class Array:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             path, end = json.JSONDecoder().raw_decode(text)
             match = re.fullmatch(
-                r" ([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?",
+                r" ([a-z0-9_]+)\[((?:\d{1,10}(?:,\d{1,10})*)?)\]( donated)?(?: @([a-z,]+))?"
+                r"(?: ~([A-Za-z0-9_,]+))?",
                 text[end:],
             )
             if match is not None and all(type(key) in (str, int) for key in path):
                 shape = tuple(map(int, match[2].split(","))) if match[2] else ()
                 split = parse_sharding(match[4] or "", len(shape))
-                if match[1] in DTYPES and max(shape, default=0) <= MAX_SIZE:
-                    array = cls(tuple(path), match[1], shape, match[3] is not None, split)
+                padded = tuple(match[5].split(",")) if match[5] else ()
+                if (
+                    match[1] in DTYPES
+                    and max(shape, default=0) <= MAX_SIZE
+                    and len(padded) in (0, len(shape))
+                    and (not padded or any(padded))
+                ):
+                    donated = match[3] is not None
+                    array = cls(tuple(path), match[1], shape, donated, split, padded)
         if array is None or str(array) != text:  # an array has only one spelling
             raise ValueError(f"expected '[path] dtype[shape]', found {text[:80]!r:.80}")
         return array

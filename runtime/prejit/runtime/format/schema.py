@@ -156,6 +156,8 @@ class ProgramEntry:
         arguments_tree, results_tree: how arguments and results are nested, as `trees.to_text` writes it;
             None: as dicts and tuples, by their paths.
         static: the values of static arguments by name, each as JSON; None: it has none.
+        mask: name or position of the argument that is true for what the caller gave and false for padding; a
+            caller may leave it out. None: there is none.
     """
 
     name: str
@@ -174,6 +176,7 @@ class ProgramEntry:
     arguments_tree: str | None = None
     results_tree: str | None = None
     static: dict[str, str] | None = None
+    mask: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
-from prejit.runtime.programs.calls import Calls, Held, Pending
+from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fit
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class _Branch:
     arrays: tuple[Array, ...]
     start: int
 
-    def of(self, values: list[DeviceArray]) -> list[DeviceArray]:
-        """Return the branch's own of all arguments or results."""
-        return values[self.start : self.start + len(self.arrays)]
+    def of(self, values: Sequence[_T]) -> list[_T]:
+        """Return the branch's part of a list with a value for each argument or result."""
+        return list(values[self.start : self.start + len(self.arrays)])
 
     def holds_what(self, other: _Branch) -> bool:
         """Return whether another branch has the same structure, shapes and dtypes."""
@@ -62,6 +64,8 @@ class Bound:
         self._calls = calls
         self._name = name
         self._lock = threading.Lock()
+        self._taken: dict[str, list[_Branch]] = {}
+        self._given: dict[str, list[_Branch]] = {}
         given: dict[trees.Key, Any] = dict(enumerate(args))
         given.update(kwargs)
         self._static = {str(key): given.pop(key) for key in calls.static_names(name) & given.keys()}
@@ -79,6 +83,10 @@ class Bound:
                     hint=f"its arguments are: {', '.join(map(str, taken)) or 'none'}",
                 )
         self._state = {key: taken[key] for key in given}
+        self._placeholders = {
+            key: [Held(dtype_of(array.dtype), array.shape) for array in branch.arrays]
+            for key, branch in self._state.items()
+        }
         self._slots = {p.name: self._slots_of(p) for p in calls.buckets(name)}
         self._held: dict[trees.Key, list[DeviceArray]] = {}
         self._put(given)
@@ -101,22 +109,30 @@ class Bound:
 
     def call_async(self, *args: Any, **kwargs: Any) -> Pending:
         """Run the program once without waiting for it. The next call may follow at once."""
-        names = self._calls.static_names(self._name)
-        static = {**self._static, **{key: kwargs.pop(key) for key in names & kwargs.keys()}}
+        static = self._static
+        if names := self._calls.static_names(self._name):
+            static = {**static, **{key: kwargs.pop(key) for key in names & kwargs.keys()}}
         with self._lock:
-
-            def flatten(tree: trees.Tree) -> list[Any]:
-                return self._flatten(tree, args, kwargs)
-
-            chosen = self._calls.choose(self._name, static, flatten)
-            inputs = self._calls.put(chosen, copy=True)
+            chosen = self._choose(static, args, kwargs)
+            inputs: list[DeviceArray] = []
+            arrays = self._calls.programs.arguments(chosen.program.name)
+            for branch in self._arguments(chosen.program):
+                if branch.key in self._state:
+                    inputs += self._alive(branch.key)
+                else:
+                    inputs += map(self._copy, branch.of(arrays), branch.of(chosen.values))
             results = self._calls.run(chosen.program, inputs)
             slots = self._slots[chosen.program.name]
             for key, slot in slots.items():
                 self._held[key] = slot.of(results)
-        starts = {slot.start for slot in slots.values()}
+        return self._pending(chosen, results, {slot.start for slot in slots.values()})
+
+    def _pending(
+        self, chosen: ChosenBucket, results: list[DeviceArray], kept: Collection[int]
+    ) -> Pending:
+        """Return those of the results that do not start at a place that is kept."""
         tree = self._calls.programs.results_tree(chosen.program.name)
-        rest = [branch for branch in self._results(chosen.program) if branch.start not in starts]
+        rest = [branch for branch in self._results(chosen.program) if branch.start not in kept]
 
         def value(branch: _Branch) -> Any:
             return self._calls.nested(branch.tree, branch.of(results), chosen.convert)
@@ -132,7 +148,7 @@ class Bound:
 
         # The next call deletes the state.
         arrays = [array for branch in rest for array in branch.of(results)]
-        return self._calls.pending(arrays, rebuild)
+        return self._calls.pending(chosen, arrays, rebuild)
 
     def read(self) -> dict[trees.Key, Any]:
         """Return a copy of the state on the host, by the name of the argument."""
@@ -190,30 +206,34 @@ class Bound:
                     for at, array in zip(_paths(branch), branch.arrays, strict=True)
                 ]
 
-    def _flatten(
-        self, tree: trees.Tree, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Any]:
-        """Return the leaves of all arguments: those of the state are on the device."""
-        assert isinstance(tree, trees.Node)
-        others = [key for key in tree.keys if key not in self._state]
-        given: dict[trees.Key, Any] = dict(zip(others, args, strict=False))
-        if tree.kind == "dict":
-            given = {key: value for key, value in kwargs.items()}
-        found: list[Any] = []
-        for key, child in zip(tree.keys, tree.children, strict=True):
-            if (branch := self._state.get(key)) is not None:
-                found += [
-                    Held(value, dtype_of(array.dtype), array.shape)
-                    for value, array in zip(self._alive(key), branch.arrays, strict=True)
-                ]
-            elif key in given:
-                found += pytree.flatten(child, given.pop(key), (key,))
-            else:
-                raise pytree.MisfitError(f"{pytree.spell((key,))} is missing")
-        more = args if tree.kind == "dict" else (*args[len(others) :], *kwargs)
-        for key in (*given, *range(len(more))):
-            raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
-        return found
+    def _choose(
+        self, static: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ChosenBucket:
+        """Return the bucket that takes these arguments beside the state, whose values are placeholders."""
+
+        def flatten(tree: trees.Tree) -> list[Any]:
+            assert isinstance(tree, trees.Node)
+            others = [key for key in tree.keys if key not in self._state]
+            given: dict[trees.Key, Any] = dict(zip(others, args, strict=False))
+            if tree.kind == "dict":
+                given = {key: value for key, value in kwargs.items()}
+            found: list[Any] = []
+            for key, child in zip(tree.keys, tree.children, strict=True):
+                if key in self._state:
+                    found += self._placeholders[key]
+                elif key in given:
+                    found += pytree.flatten(child, given.pop(key), (key,))
+                else:
+                    raise pytree.MisfitError(f"{pytree.spell((key,))} is missing")
+            more = args if tree.kind == "dict" else (*args[len(others) :], *kwargs)
+            for key in (*given, *range(len(more))):
+                raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
+            return found
+
+        return self._calls.choose(self._name, static, flatten)
+
+    def _copy(self, array: Array, value: Any) -> DeviceArray:
+        return self._calls.placed(array, value, copy=True)
 
     def _put(self, state: Mapping[trees.Key, Any]) -> None:
         """Copy values of the state to the device."""
@@ -228,11 +248,16 @@ class Bound:
                 leaves = pytree.flatten(branch.tree, value, (key,))
             except pytree.MisfitError as misfit:
                 raise UsageError(f"state of {self._name!r}: {misfit}") from None
-            values = self._calls.fitting(branch.arrays, trees.leaves(branch.tree), leaves)
-            if isinstance(values, str):
-                raise UsageError(f"state of {self._name!r}: {values}")
+            fitted = fit(branch.arrays, list(trees.leaves(branch.tree)), leaves)
+            if isinstance(fitted, str):
+                raise UsageError(f"state of {self._name!r}: {fitted}")
+            values, smaller = fitted
+            if smaller:
+                raise UsageError(
+                    f"state of {self._name!r}: expected the sizes of its bucket, found {smaller}"
+                )
             held[key] = [
-                self._calls.device.copy(one, array.sharding)
+                self._copy(array, one)
                 for one, array in zip(values, branch.arrays, strict=True)
                 if not isinstance(one, Held)
             ]
@@ -281,20 +306,25 @@ class Bound:
             results.remove(slots[key])
         return slots
 
-    def _arguments(self, program: ProgramEntry) -> Iterator[_Branch]:
-        """Yield the arguments of a program."""
+    def _arguments(self, program: ProgramEntry) -> list[_Branch]:
+        """Return the arguments of a program."""
         programs = self._calls.programs
-        return _branches(programs.arguments_tree(program.name), programs.arguments(program.name))
+        if (known := self._taken.get(program.name)) is None:
+            tree = programs.arguments_tree(program.name)
+            known = self._taken[program.name] = list(
+                _branches(tree, programs.arguments(program.name))
+            )
+        return known
 
-    def _results(self, program: ProgramEntry) -> Iterator[_Branch]:
-        """Yield the results of a program; all of them as one, if together they can be the state."""
+    def _results(self, program: ProgramEntry) -> list[_Branch]:
+        """Return the results of a program; all of them as one, if together they can be the state."""
         programs = self._calls.programs
-        tree, arrays = programs.results_tree(program.name), programs.results(program.name)
-        whole = _Branch("", tree, arrays, 0)
-        if isinstance(tree, trees.Leaf) or any(map(whole.holds_what, self._state.values())):
-            yield whole
-        else:
-            yield from _branches(tree, arrays)
+        if (known := self._given.get(program.name)) is None:
+            tree, arrays = programs.results_tree(program.name), programs.results(program.name)
+            whole = _Branch("", tree, arrays, 0)
+            alone = isinstance(tree, trees.Leaf) or any(map(whole.holds_what, self._state.values()))
+            known = self._given[program.name] = [whole] if alone else list(_branches(tree, arrays))
+        return known
 
 
 def _branches(tree: trees.Tree, arrays: tuple[Array, ...]) -> Iterator[_Branch]:

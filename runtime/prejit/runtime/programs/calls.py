@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import (
     DeviceArray,
+    OnDevice,
     aligned_zeros,
     is_jax_array,
     to_jax,
@@ -31,20 +34,21 @@ Flatten = Callable[[trees.Tree], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An argument that is on the device already.
+    """In place of an argument that is on the device already.
 
     Attributes:
-        array: the array.
         dtype: its dtype.
         shape: the shape of the whole array.
     """
 
-    array: DeviceArray
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
-Value = np.ndarray[Any, Any] | Held
+EVERYTHING: Final = object()
+"""In place of a mask that the caller leaves out: true for all that the caller gave."""
+
+Value = np.ndarray[Any, Any] | OnDevice | Held
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,44 @@ class ChosenBucket:
 
     Attributes:
         program: its row of the program table.
-        values: the given arguments in order.
+        values: the given arguments in order, padded if necessary.
         convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
+        sizes: the caller's size of each variable of the bucket that was padded; empty: none was.
     """
 
     program: ProgramEntry
     values: list[Value]
     convert: Callable[[DeviceArray], Any]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def padding(self) -> float:
+        """The share of the bucket that is padding, from 0 to 1."""
+        sizes = self.program.bucket
+        return 1 - math.prod(given / sizes[name] for name, given in self.sizes.items())
 
 
 @final
 class Pending:
-    """Results of a program that may still run."""
+    """Results of a program that may still run.
 
-    def __init__(self, arrays: Sequence[DeviceArray], rebuild: Callable[[], Any]) -> None:
+    Attributes:
+        program: the bucket that runs: `score/batch8`.
+        padding: the share of it that is padding, from 0 to 1.
+    """
+
+    def __init__(
+        self, chosen: ChosenBucket, arrays: Sequence[DeviceArray], rebuild: Callable[[], Any]
+    ) -> None:
         """Keep what the results are made of.
 
         Args:
+            chosen: the bucket that runs.
             arrays: the program's results on the device.
             rebuild: waits for them and returns what the caller gets.
         """
+        self.program = chosen.program.name
+        self.padding = chosen.padding
         self._arrays = arrays
         self._rebuild = rebuild
 
@@ -110,6 +132,11 @@ class Calls:
         for program in programs.table.values():
             if program.kind == "call":
                 self._buckets.setdefault(program.name.partition("/")[0], []).append(program)
+        self._static = {
+            name: frozenset(key for program in buckets for key in program.static or ())
+            for name, buckets in self._buckets.items()
+        }
+        self._exact: dict[Any, ProgramEntry] = {}  # the buckets of calls so far, by `_signature`
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -123,23 +150,41 @@ class Calls:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""
         chosen = self._chosen(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen, copy=True))
-        return self.pending(results, lambda: self.rebuild(chosen, results))
+        return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
+
+    def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program as `call` does, and leave its results on the device."""
+        chosen = self._chosen(name, args, kwargs)
+        results = self.run(chosen.program, self.put(chosen))
+        arrays = self.programs.results(chosen.program.name)
+        if chosen.sizes and any(array.variables for array in arrays):
+            raise UsageError(
+                f"{chosen.program.name}: expected the sizes of a bucket, found {dict(chosen.sizes)}",
+                hint="results on the device are not cut: use `call`, or pass arrays of a bucket's sizes",
+            )
+        kept = [
+            OnDevice(result, dtype_of(array.dtype), array.shape, array.sharding, self.device)
+            for array, result in zip(arrays, results, strict=True)
+        ]
+        self._finish()
+        return self._nested(self.programs.results_tree(chosen.program.name), kept)
 
     def call_by_path(
         self, name: str, given: Mapping[trees.Path, Any], static: Mapping[str, Any]
-    ) -> dict[trees.Path, Any]:
-        """Run a program on arrays by path, and return its results by path. Errors as `Bundle.call`."""
+    ) -> tuple[ChosenBucket, dict[trees.Path, Any]]:
+        """Run a program on arrays by path; return its bucket and its results by path. Errors as `call`."""
         if not isinstance(given, Mapping) or not all(isinstance(path, tuple) for path in given):
             arguments.refuse("given", "a mapping of paths to arrays", given)
         chosen = self.choose(name, static, lambda tree: pytree.by_path(tree, given))
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
+        convert = self._cutter(chosen)
         values = {
-            array.path: chosen.convert(result)
+            array.path: convert(array, result)
             for array, result in zip(arrays, results, strict=True)
         }
         self._finish()
-        return values
+        return chosen, values
 
     def buckets(self, name: str) -> list[ProgramEntry]:
         """Return the buckets of a program.
@@ -155,9 +200,10 @@ class Calls:
             )
         return buckets
 
-    def static_names(self, name: str) -> set[str]:
+    def static_names(self, name: str) -> frozenset[str]:
         """Return the names of the static arguments of a program."""
-        return {key for program in self.buckets(name) for key in program.static or ()}
+        self.buckets(name)
+        return self._static[name]
 
     def choose(self, name: str, static: Mapping[str, Any], flatten: Flatten) -> ChosenBucket:
         """Return the bucket of a program that takes what a caller gave.
@@ -170,24 +216,39 @@ class Calls:
         Raises:
             UsageError: there is no such program, or none of its buckets takes them.
         """
-        known: dict[str, list[Any] | str] = {}  # by the text of the tree
+        buckets = self.buckets(name)
+        first = self._leaves(buckets[0], flatten)
+        signature = _signature(name, static, first)
+        if signature is not None and (program := self._exact.get(signature)) is not None:
+            return ChosenBucket(program, [*first], to_numpy)
+        known = {buckets[0].arguments_tree or buckets[0].name: first}  # by the text of the tree
         complaints = []
-        for program in self.buckets(name):
+        larger: list[ChosenBucket] = []
+        for program in buckets:
             text = program.arguments_tree or program.name
             if text not in known:
                 known[text] = self._leaves(program, flatten)
             given = known[text]
-            values = given
-            if not isinstance(given, str):
-                values = self._static_misfit(program, static) or self.fitting(
-                    self.programs.arguments(program.name),
-                    trees.leaves(self.programs.arguments_tree(program.name)),
-                    given,
-                )
-            if isinstance(values, str):
-                complaints.append(f"{program.name}: {values}")
+            if isinstance(given, str) or (misfit := self._static_misfit(program, static)):
+                complaints.append(f"{program.name}: {given if isinstance(given, str) else misfit}")
                 continue
-            return ChosenBucket(program, values, converter(given))
+            arrays = self.programs.arguments(program.name)
+            leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+            fitted = fit(arrays, leaves, given)
+            if isinstance(fitted, str):
+                complaints.append(f"{program.name}: {fitted}")
+                continue
+            values, sizes = fitted
+            chosen = ChosenBucket(program, values, converter(given), sizes)
+            if not sizes:
+                if signature is not None and given is first and len(self._exact) < _MOST_SIGNATURES:
+                    self._exact[signature] = program
+                return chosen
+            larger.append(chosen)
+        if larger:
+            best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
+            arrays = self.programs.arguments(best.program.name)
+            return replace(best, values=list(map(padded, arrays, best.values)))
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
             hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
@@ -200,13 +261,20 @@ class Calls:
         """
         arrays = self.programs.arguments(chosen.program.name)
         return [
-            value.array
-            if isinstance(value, Held)
-            else (self.device.copy if copy or array.donated else self.device.put)(
-                value, array.sharding
-            )
+            self.placed(array, value, copy=copy or array.donated)
             for array, value in zip(arrays, chosen.values, strict=True)
+            if not isinstance(value, Held)
         ]
+
+    def placed(self, array: Array, value: Value, *, copy: bool) -> DeviceArray:
+        """Return an argument on the device. One that is donated must be copied."""
+        if isinstance(value, OnDevice):
+            stays = value.owner is self.device and value.sharding == array.sharding
+            if stays and not array.donated:
+                return value.array
+            value = to_numpy(value.array)
+        assert not isinstance(value, Held)  # the caller has the array
+        return (self.device.copy if copy else self.device.put)(value, array.sharding)
 
     def run(self, program: ProgramEntry, inputs: Sequence[DeviceArray]) -> list[DeviceArray]:
         """Run a program on arrays of its device. Donated ones are deleted."""
@@ -215,8 +283,27 @@ class Calls:
 
     def rebuild(self, chosen: ChosenBucket, results: Sequence[DeviceArray]) -> Any:
         """Return the results of a program, nested as the function returned them."""
+        arrays = self.programs.results(chosen.program.name)
         tree = self.programs.results_tree(chosen.program.name)
-        return self.nested(tree, results, chosen.convert)
+        values = list(map(self._cutter(chosen), arrays, results))
+        return self._nested(tree, values)
+
+    @staticmethod
+    def _cutter(chosen: ChosenBucket) -> Callable[[Array, DeviceArray], Any]:
+        """Return a function that converts a result and cuts what belongs to padding."""
+
+        def cut(array: Array, result: DeviceArray) -> Any:
+            if not (chosen.sizes and array.variables):
+                return chosen.convert(result)
+            within = tuple(slice(chosen.sizes.get(name)) for name in array.variables)
+            value = to_numpy(result)[within]
+            if chosen.convert is to_numpy:
+                return value
+            import jax
+
+            return jax.device_put(value)
+
+        return cut
 
     def nested(
         self,
@@ -225,13 +312,16 @@ class Calls:
         convert: Callable[[DeviceArray], Any],
     ) -> Any:
         """Return arrays of the device, nested as a tree says."""
-        values = [
-            _as_key(convert(array), leaf)
-            for leaf, array in zip(trees.leaves(tree), arrays, strict=True)
-        ]
-        return pytree.unflatten(tree, iter(values), self.types)
+        return self._nested(tree, list(map(convert, arrays)))
 
-    def pending(self, results: Sequence[DeviceArray], rebuild: Callable[[], Any]) -> Pending:
+    def _nested(self, tree: trees.Tree, values: Sequence[Any]) -> Any:
+        leaves = trees.leaves(tree)
+        keyed = (_as_key(value, leaf) for leaf, value in zip(leaves, values, strict=True))
+        return pytree.unflatten(tree, keyed, self.types)
+
+    def pending(
+        self, chosen: ChosenBucket, results: Sequence[DeviceArray], rebuild: Callable[[], Any]
+    ) -> Pending:
         """Return results that the caller waits for later; `rebuild` makes what the caller gets."""
 
         def wait() -> Any:
@@ -239,7 +329,7 @@ class Calls:
             self._finish()
             return result
 
-        return Pending(results, wait)
+        return Pending(chosen, results, wait)
 
     def runner_with_zeros(self, program: ProgramEntry) -> Callable[[], object]:
         """Return a function that runs a program on zeros and waits for its first result."""
@@ -264,9 +354,14 @@ class Calls:
         return run
 
     def _chosen(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenBucket:
-        names = self.static_names(name)
-        static = {key: value for key, value in kwargs.items() if key in names}
-        others = {key: value for key, value in kwargs.items() if key not in names}
+        mask = self.buckets(name)[0].mask
+        static, others = _NO_STATIC, {**kwargs}
+        if names := self._static[name]:
+            static = {key: others.pop(key) for key in names & others.keys()}
+        if mask is not None and mask.isdigit() and int(mask) == len(args):
+            args = (*args, EVERYTHING)
+        elif mask is not None and not mask.isdigit():
+            others.setdefault(mask, EVERYTHING)
 
         def flatten(tree: trees.Tree) -> list[Any]:
             by_name = isinstance(tree, trees.Node) and tree.kind == "dict"
@@ -301,21 +396,96 @@ class Calls:
                 return f"{name}: expected {value!r}, found {arguments.described(given[name])}"
         return ""
 
-    @staticmethod
-    def fitting(
-        arrays: Sequence[Array], leaves: Iterable[trees.Leaf], given: Sequence[Any]
-    ) -> list[Value] | str:
-        """Return values as a program takes them, or why they are not its arguments."""
-        values: list[Value] = []
-        for array, leaf, value in zip(arrays, leaves, given, strict=True):
-            found = value if isinstance(value, Held) else _as_numpy(array, leaf, value)
-            if found.shape != array.shape or found.dtype != dtype_of(array.dtype):
-                return (
-                    f"{pytree.spell(array.path)}: expected {array.dtype}{list(array.shape)}, "
-                    f"found {found.dtype}{list(found.shape)}"
-                )
-            values.append(found)
-        return values
+
+_MOST_SIGNATURES = 10_000
+"""Maximum number of signatures that are remembered; as many as a manifest may have programs."""
+_NO_STATIC: Mapping[str, Any] = {}
+
+
+def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) -> Any:
+    """Return what decides the bucket of a call, to be hashed; None if that takes more than a look."""
+    if isinstance(leaves, str):
+        return None
+    shapes = []
+    for leaf in leaves:
+        if type(leaf) not in (np.ndarray, Held, OnDevice):
+            return None
+        shapes += [leaf.shape, leaf.dtype]
+    if not static:
+        return name, *shapes
+    values = [(key, type(value), value) for key, value in static.items()]
+    # A value that is none of these types may not be hashable; no program has it.
+    return (name, *values, *shapes) if all(v[1] in (str, int, bool) for v in values) else None
+
+
+def fit(
+    arrays: Sequence[Array], leaves: Sequence[trees.Leaf], given: Sequence[Any]
+) -> tuple[list[Value], dict[str, int]] | str:
+    """Return values as a program takes them, or why they are not its arguments.
+
+    Where dimensions of the arrays are variables, the values may have less. Then the sizes of these variables
+    are returned too, and the values are still to be `padded`.
+    """
+    values: list[Value] = []
+    sizes: dict[str, int] = {}
+    masks = [place for place, value in enumerate(given) if value is EVERYTHING]
+    for array, leaf, value in zip(arrays, leaves, given, strict=True):
+        if value is EVERYTHING:
+            values.append(np.ones(array.shape, np.bool_))
+            continue
+        found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
+        if found.dtype != dtype_of(array.dtype) or not _may_be_padded(array, found.shape, sizes):
+            extents = ", ".join(
+                f"<={extent}" if name else str(extent)
+                for name, extent in itertools.zip_longest(array.variables, array.shape)
+            )
+            return (
+                f"{pytree.spell(array.path)}: expected {array.dtype}[{extents}], "
+                f"found {found.dtype}{list(found.shape)}"
+            )
+        values.append(found)
+    largest = {
+        name: extent
+        for array in arrays
+        for name, extent in zip(array.variables, array.shape, strict=False)
+        if name
+    }
+    if all(largest[name] == size for name, size in sizes.items()):
+        return values, {}
+    for place in masks:
+        array = arrays[place]
+        shape = [
+            sizes.get(name, extent)
+            for name, extent in zip(array.variables, array.shape, strict=True)
+        ]
+        values[place] = np.ones(shape, np.bool_)
+    return values, sizes
+
+
+def _may_be_padded(array: Array, shape: tuple[int, ...], sizes: dict[str, int]) -> bool:
+    """Return whether a value has the shape of an argument, or less of its variables; adds their sizes."""
+    if len(shape) != len(array.shape):
+        return False
+    for name, extent, size in zip(
+        array.variables or ("",) * len(shape), array.shape, shape, strict=True
+    ):
+        if (
+            size != extent
+            if not name
+            else not 0 < size <= extent or sizes.setdefault(name, size) != size
+        ):
+            return False
+    return True
+
+
+def padded(array: Array, value: Value) -> Value:
+    """Return a value with zeros up to the shape that a program takes."""
+    if isinstance(value, Held) or value.shape == array.shape:
+        return value
+    value = np.asarray(value)
+    whole = aligned_zeros(array.shape, value.dtype)
+    whole[tuple(map(slice, value.shape))] = value
+    return whole
 
 
 def converter(given: Iterable[Any]) -> Callable[[DeviceArray], Any]:

@@ -258,6 +258,28 @@ MISTAKES = {
         ("args = {", "static = { x = [1] }\nargs = {"),
         'm.toml:16: program[0].static.x: expected a name that args has not; found "x"',
     ),
+    "repeat without carry": (
+        ("args = {", "repeat = [5]\nargs = {"),
+        "m.toml:16: program[0].repeat: expected carry beside it, which names the arguments that come back",
+    ),
+    "carried argument that does not exist": (
+        ("args = {", 'repeat = [5]\ncarry = ["y"]\nargs = {'),
+        'm.toml:17: program[0].carry[0]: expected an argument, one of "x"; found "y"',
+    ),
+    "padded variable that does not exist": (
+        ("args = {", 'pad = ["bach"]\nargs = {'),
+        'm.toml:16: program[0].pad[0]: undefined bucket variable "bach" (did you mean "batch"?);'
+        " defined: batch",
+    ),
+    "mask without pad": (
+        ("args = {", 'mask = "x"\nargs = {'),
+        "m.toml:16: program[0].mask: expected pad beside it, which says what is padded",
+    ),
+    "sharding by an unknown axis": (
+        ("args = {", 'shardings = { x = ["rows"] }\nargs = {'),
+        'm.toml:16: program[0].shardings.x: expected a list with "data", "tensor" or "" for each dimension,'
+        ' each axis once; found ["rows"]',
+    ),
     "static value twice": (
         ("args = {", "static = { mode = [1, 2, 1] }\nargs = {"),
         "m.toml:16: program[0].static.mode: expected a list of different texts, integers or booleans such as"

@@ -254,12 +254,15 @@ def arrays(draw: st.DrawFn) -> Array:
     axes = [""] * len(shape)
     for axis in draw(st.sets(st.sampled_from(MESH_AXES), max_size=len(shape))):
         axes[draw(st.sampled_from([i for i, taken in enumerate(axes) if not taken]))] = axis
+    names = st.sampled_from(["", "batch", "n_2"])
+    variables = tuple(draw(st.lists(names, min_size=len(shape), max_size=len(shape))))
     return Array(
         tuple(draw(st.lists(keys, max_size=4))),
         draw(st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "int4", "bool"])),
         shape,
         draw(st.booleans()),
         tuple(axes) if any(axes) else (),
+        variables if any(variables) else (),
     )
 
 
@@ -276,6 +279,9 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
     text = '["cache",0,1] float32[2,4,128,64] donated @data,tensor,,'
     assert Array.parse(text).sharding == ("data", "tensor", "", "")
     assert str(Array.parse(text)) == text
+    text = '["x"] float32[8,128] @data, ~batch,'
+    assert Array.parse(text).variables == ("batch", "")
+    assert str(Array.parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -290,6 +296,10 @@ def test_the_notation_of_an_array_stays_as_documented() -> None:
         "[] float32[-1]",
         "[] float32[01]",
         "[] float32[1, 2]",
+        "[] float32[1,2] ~a",
+        "[] float32[1,2] ~,",
+        "[] float32[1] ~a @data",
+        "[] float32[1] ~a b",
         "[] float32[\u0661]",
         "[] Float32[1]",
         "[]  float32[1]",

@@ -20,12 +20,15 @@ from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.lowering.user.arrays import arrays_of, is_key, key_name
 from prejit.compiler.lowering.user.calls import CALLBACKS, PALLAS, find_calls
 from prejit.compiler.lowering.user.finding import UserFunction
+from prejit.compiler.lowering.user.padding import Shapes, Variables, variables_of
+from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
+from prejit.compiler.manifest.manifest import REPEAT
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.runtime.device._jaxlib import refine_shapes
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format import trees
-from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.machine.requirement import PLATFORMS
 
 if TYPE_CHECKING:
@@ -67,26 +70,35 @@ def lower_function(
         name: shardings.of(("params", *name.split(".")), shape.shape)
         for name, shape in user.weights.items()
     }
+    call = _with_static(user, program, spec, section)
     returned: list[Any] = []
 
     def function(weights: Mapping[str, Any], *data: Any) -> Any:
         """Call the user's function; random keys go in and out as their data."""
         given = jax.tree.unflatten(structure, map(_as_given, data, leaves))
         args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
-        result = jax.tree.map(jnp.asarray, user.function(weights, *args, **kwargs, **spec.static))
+        result = jax.tree.map(jnp.asarray, call(weights, *args, **kwargs))
         returned[:] = [jax.tree.map(_shape_of, result)]  # the user's own nodes, of shapes
         return [_as_data(leaf) for leaf in jax.tree.leaves(result)]
 
-    data = [jax.eval_shape(_as_data, leaf) if is_key(leaf) else leaf for leaf in leaves]
-    values = (user.weights, *data)
+    values = (user.weights, *_data_shapes(leaves))
     what = f"{at}: program {spec.name}: cannot lower {program.label}"
-    on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
-    with user.modules.tracing(what), on_mesh:
+    with user.modules.tracing(what), _on(mesh):
         jaxpr = jax.jit(function, keep_unused=True).trace(*values).jaxpr
     _refuse_callbacks(jaxpr, what)
     given = arrays_of(returned[0], f"{what}: result")
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
     shardings.check_all_used()
+
+    def shapes_at(bucket: Mapping[str, int]) -> tuple[Shapes, Shapes]:
+        data = _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
+        outputs = jax.eval_shape(function, user.weights, *data)
+        return [shape.shape for shape in data], [shape.shape for shape in outputs]
+
+    with user.modules.in_use(), _on(mesh):
+        variables = variables_of(shapes_at, spec.bucket, program.pad, section)
+    arguments = _with_variables(arguments, variables[0])
+    results = _with_variables(results, variables[1])
     options: dict[str, Any] = {
         "donate_argnums": tuple(1 + n for n, array in enumerate(arguments) if array.donated)
     }
@@ -98,8 +110,7 @@ def lower_function(
         )
         options["out_shardings"] = [place(array.sharding) for array in results]
     wanted = tuple(name for name in PLATFORMS if name in platforms)
-    on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
-    with user.modules.tracing(what), on_mesh:
+    with user.modules.tracing(what), _on(mesh):
         exported, refused = _export_where_possible(function, values, wanted, options)
     if exported is None:
         raise _cannot_lower(jaxpr, refused, what)
@@ -114,6 +125,40 @@ def lower_function(
         {name: axes for name, axes in weights.items() if axes},
         arguments_tree=trees.to_text(taken.tree),
         results_tree=trees.to_text(given.tree),
+    )
+
+
+def _with_static(
+    user: UserFunction, program: manifest.Program, spec: ProgramSpec, section: str
+) -> Callable[..., Any]:
+    """Return the user's function of weights and arguments, with its static arguments, repeated if wanted."""
+    static = dict(spec.static)
+    times = static.pop(REPEAT, None) if program.repeat else None
+
+    def call(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def once(*args: Any, **kwargs: Any) -> Any:
+            return user.function(weights, *args, **kwargs, **static)
+
+        if times is None:
+            return once(*args, **kwargs)
+        return repeated(once, program.carry, int(times), section)(*args, **kwargs)
+
+    return call
+
+
+def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which jax knows the axes of a mesh."""
+    return contextlib.nullcontext() if mesh is None else use_abstract_mesh(abstract_mesh(mesh))
+
+
+def _data_shapes(leaves: Sequence[Any]) -> list[Any]:
+    """Return the shapes of arguments as the program takes them: random keys as their data."""
+    return [jax.eval_shape(_as_data, leaf) if is_key(leaf) else leaf for leaf in leaves]
+
+
+def _with_variables(arrays: Sequence[Array], variables: Variables) -> tuple[Array, ...]:
+    return tuple(
+        replace(array, variables=names) for array, names in zip(arrays, variables, strict=True)
     )
 
 

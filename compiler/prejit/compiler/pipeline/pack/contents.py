@@ -145,6 +145,7 @@ def _program(
         arguments_tree=lowered.arguments_tree,
         results_tree=lowered.results_tree,
         static={name: json.dumps(value) for name, value in spec.static.items()} or None,
+        mask=spec.mask or None,
     )
 
 

@@ -224,8 +224,9 @@ def _check_programs(config: Config, path: str) -> None:
             raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
         if kind == "call":
             continue
-        if (program.arguments_tree, program.results_tree, program.static) != (None, None, None):
-            raise RejectError(path, f"{name}: expected trees and static values of 'call' alone")
+        user_only = (program.arguments_tree, program.results_tree, program.static, program.mask)
+        if any(value is not None for value in user_only):
+            raise RejectError(path, f"{name}: expected trees, static and mask of 'call' alone")
         model = "decoder" if kind in DECODER_KINDS else "encoder"
         if getattr(config, model) is None:
             raise RejectError(path, f"{name}: expected {model!r} in the config, found none")

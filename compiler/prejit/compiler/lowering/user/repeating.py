@@ -1,0 +1,100 @@
+"""Repeat a function inside one program, so that many steps cost one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from prejit.runtime.errors import ManifestError
+
+Key = str | int
+
+
+def repeated(
+    function: Callable[..., Any], carry: Sequence[Key], times: int, where: str
+) -> Callable[..., Any]:
+    """Return a function that runs another one several times, each time on what it returned before.
+
+    Args:
+        function: takes arguments by position or by name, and returns the next values of those in `carry`:
+            alone, or in a dict under their names, or in a tuple or list as the first part that has the same
+            structure, shapes and dtypes. What it returns beside them is stacked, the steps first.
+        carry: names or positions of the arguments.
+        times: number of steps, at least 1.
+        where: the program, for errors.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given: dict[Key, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        values = {key: given[key] for key in carry}
+
+        def step(values: dict[Key, Any], _: None) -> tuple[dict[Key, Any], Any]:
+            now = given | values
+            by_place = [now[place] for place in range(len(args))]
+            result = function(*by_place, **{name: now[name] for name in kwargs})
+            places = _places(result, values, where)
+            following = {key: result if at is None else result[at] for key, at in places.items()}
+            return following, _without(result, set(places.values()))
+
+        places = _places(jax.eval_shape(lambda: function(*args, **kwargs)), values, where)
+        last, stacked = lax.scan(step, values, length=times)
+        return _together(stacked, {at: last[key] for key, at in places.items()})
+
+    return run
+
+
+def _places(result: Any, values: dict[Key, Any], where: str) -> dict[Key, Any]:
+    """Return where the next value of each carried argument is in a result; None: it is the whole result."""
+    if len(values) == 1 and _alike(result, next(iter(values.values()))):
+        return dict.fromkeys(values)
+    parts: dict[Any, Any] = {}
+    if isinstance(result, dict):
+        parts = dict(result)
+    elif type(result) in (list, tuple):
+        parts = dict(enumerate(result))
+    found: dict[Key, Any] = {}
+    for key, value in values.items():
+        same = [
+            at for at, part in parts.items() if at not in found.values() and _alike(part, value)
+        ]
+        if not same:
+            raise ManifestError(
+                f"{where}: repeat: expected a result with the structure, shapes and dtypes of {key!r}, "
+                "found none",
+                hint="return the next value of each argument that is carried, in a tuple or a dict",
+            )
+        found[key] = key if key in same and isinstance(result, dict) else same[0]
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(
+        jax.numpy.shape(a) == jax.numpy.shape(b)
+        and jax.numpy.result_type(a) == jax.numpy.result_type(b)
+        for a, b in pairs
+    )
+
+
+def _without(result: Any, places: set[Any]) -> Any:
+    """Return a result with None at some places."""
+    if None in places:
+        return None
+    if isinstance(result, dict):
+        return {key: None if key in places else part for key, part in result.items()}
+    return type(result)(None if at in places else part for at, part in enumerate(result))
+
+
+def _together(stacked: Any, values: dict[Any, Any]) -> Any:
+    """Return a result with values at the places where it has None."""
+    if None in values:
+        return values[None]
+    if isinstance(stacked, dict):
+        return {**stacked, **values}
+    return type(stacked)(values.get(at, part) for at, part in enumerate(stacked))
