@@ -440,3 +440,21 @@ def test_a_jax_without_its_private_parts(
         same(scored(jnp.ones(9)), jax.jit(score)(jnp.ones(9)))
     z, a = jnp.arange(4.0), jnp.ones(4)
     same(jit(affine, bundle=bundle_path, on_miss="error")(z, a), jax.jit(affine)(z, a))
+
+
+def test_a_call_that_raised_raises_again(bundle_path: Path) -> None:
+    scored = jit(score, bundle=bundle_path, on_miss="error")
+    for _ in range(3):
+        with pytest.raises(UsageError, match="found float32"):
+            scored(jnp.ones(9))
+    same(scored(jnp.ones(8)), jax.jit(score)(jnp.ones(8)))
+
+
+def test_caches_of_jax_may_be_cleared(bundle_path: Path, events: list[str]) -> None:
+    scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.ones(8)
+    first = scored(x)
+    jax.clear_caches()
+    events.clear()
+    again = scored(x)
+    assert BACKEND_COMPILE not in events
+    same(again, first)
