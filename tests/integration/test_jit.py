@@ -208,10 +208,13 @@ def test_arguments_by_place_and_by_name(bundle_path: Path, call: Any, events: li
     z, a = jnp.arange(4.0), jnp.ones(4)
     jitted = jit(affine, bundle=bundle_path, on_miss="error")
     events.clear()
-    results = [call(jitted, z, a) for _ in range(2)]
+    results = [call(jitted, z, a) for _ in range(3)]
     assert events == []
     for result in results:
         same(result, jnp.asarray(np.arange(4, dtype="f") * 2 + 1))
+    with pytest.raises(UsageError, match=r"z: expected float32\[4\], found float32\[5\]"):
+        call(jitted, jnp.ones(5), a)
+    same(jax.vmap(jitted)(jnp.stack([z, z]), jnp.stack([a, a])), jnp.stack(results[:2]))
     with pytest.raises(TypeError, match="argument"):
         jitted(z, b=a)
 

@@ -90,6 +90,10 @@ class Parameters:
             else:  # one of *args
                 yield _item(each - len(self._names))
 
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments by name, of a call of which `bind` said that they are nameable."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JittedCall:
         """Return a call by its parameters.
 

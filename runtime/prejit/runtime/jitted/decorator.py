@@ -199,6 +199,9 @@ class _Jitted:
         self._jitted = jax.jit(function, **options)
         self._dispatch = _jaxlib.Dispatch.of(self._jitted)
         self._lock = threading.Lock()
+        self._by_name: set[tuple[int | str, ...]] = set()
+        """Forms of calls whose arrays come in another order than by name, in which the program takes them:
+        the number of arguments by position, and the names of the others."""
         self._constants: dict[str, Any] = {}
         self._loaded: dict[str, None] = {}
         self._traced: dict[str, None] = {}
@@ -218,6 +221,9 @@ class _Jitted:
 
     def miss(self, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
         """Run a call whose signature is new, and return its results and how to dispatch later calls."""
+        form: tuple[int | str, ...] = (len(args), *kwargs)
+        if form in self._by_name:
+            return self.function(**self._parameters.named(args, kwargs)), None, False
         if _jaxlib.is_tracing() or _has_tracer((args, kwargs)):
             return self._miss_of_jax(args, kwargs)
         try:
@@ -232,8 +238,11 @@ class _Jitted:
             if fit.order != call.order:
                 # jaxlib passes arrays in the call's order. The same call in the program's order is another
                 # signature.
-                by_place = fit.order == call.placed
-                args, kwargs = call.by_place() if by_place else call.by_name()
+                if fit.order == call.placed:
+                    args, kwargs = call.by_place()
+                else:
+                    args, kwargs = call.by_name()
+                    self._by_name.add(form)
                 return self.function(*args, **kwargs), None, False
             returned = self._returned(bundle, fit, args, kwargs)
         except MissError as miss:

@@ -65,6 +65,8 @@ def test_the_same_call_in_other_forms() -> None:
     bound = call(plain, 1, y=2, static=["z"], z=3)
     assert bound.by_place() == ((1, 2), {"z": 3})
     assert bound.by_name() == ((), {"x": 1, "y": 2, "z": 3})
+    parameters = Parameters(plain, static=["z"], donated=())
+    assert parameters.named([1], {"y": 2, "z": 3}) == bound.by_name()[1]
 
 
 def test_arguments_that_the_function_does_not_take() -> None:
