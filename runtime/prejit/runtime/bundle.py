@@ -100,6 +100,7 @@ class Bundle:
         serve_smaller: bool = False,
         kernels: Library | None = None,
         types: Mapping[str, type[Any]] | None = None,
+        compiles: bool = True,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -110,6 +111,7 @@ class Bundle:
         self.config = config
         self._layers = layers
         self._types = types
+        self._compiles = compiles
         self._verification = layers[PORTABLE_MEDIA_TYPE].verification
         self._text = BundleText(config.bundle, layers)
         self._device = Device(platform, config.mesh)
@@ -540,7 +542,7 @@ class Bundle:
     def _calls(self) -> Calls:
         from prejit.runtime.programs.calls import Calls
 
-        return Calls(self._programs, self._device, self._types)
+        return Calls(self._programs, self._device, self._types, compiles=self._compiles)
 
     # ------------------------------------------------------------------ all programs
 

@@ -167,4 +167,4 @@ class TruncationWarning(PrejitWarning):
 
 
 class FallbackWarning(PrejitWarning):
-    """This machine matches no target of the bundle, so its programs are compiled here."""
+    """Programs are compiled here: this machine matches no target, or no bucket has the sizes of a call."""

@@ -23,7 +23,8 @@ _lock = threading.Lock()
 def fallback_counts() -> dict[str, int]:
     """Return how many times each axis caused a fallback in this process, by name.
 
-    A load that falls back counts each axis on which the closest target does not match.
+    A load that falls back counts each axis on which the closest target does not match. A call with sizes that
+    no bucket has counts `bucket`, if it is compiled here.
     """
     with _lock:
         return dict(_counts)
@@ -37,10 +38,15 @@ def count_fallback(verdict: Verdict, on_fallback: Callable[[Axis], object] | Non
         on_fallback: called with each of these axes.
     """
     for axis in verdict.mismatches:
-        with _lock:
-            _counts[axis.name] += 1
+        count_axis(axis.name)
         if on_fallback is not None:
             on_fallback(axis)
+
+
+def count_axis(name: str) -> None:
+    """Count a fallback for one reason."""
+    with _lock:
+        _counts[name] += 1
 
 
 def expiry_notice(portable: Portable | None, jaxlib: str, today: date) -> str | None:
