@@ -83,6 +83,10 @@ def mean(tokens, valid):
     return jnp.where(valid, tokens, 0).sum() / valid.sum()
 
 
+def open_rows(x, scale):
+    return {"scaled": x * scale, "order": jnp.argsort(x, 0), "flat": jnp.cumsum(x.reshape(-1))}
+
+
 def encode(text):
     return {"latent": jnp.outer(text, text)}
 
@@ -149,6 +153,13 @@ args = ["float32[{batch}, {length}]", "bool[{batch}, {length}]"]
 buckets = { batch = [2, 4], length = [4, 8] }
 pad = ["batch", "length"]
 mask = 1
+
+[[program]]
+name = "open_rows"
+function = "users_code:open_rows"
+args = { x = "float32[{batch}, {width}]", scale = "float32[]" }
+buckets = { batch = [4], width = [3] }
+open_sizes = ["batch", "width"]
 
 [[program]]
 name = "encode_text"
@@ -636,3 +647,39 @@ def test_a_result_that_cannot_be_cut_is_refused(directory: Path, run: Run) -> No
     )
     error = run("build", manifest, "-o", directory / "flat", status=2).stderr
     assert "expected dimensions that are 'batch', and dimension 0 of result 0 is 6" in error
+
+
+OPEN = """
+import sys, warnings
+import numpy as np
+from prejit.runtime import fallback_counts, load
+
+bundle = load(sys.argv[1])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for batch, width in ((4, 3), (7, 2), (7, 2), (1, 1)):
+        x = np.random.default_rng(batch).standard_normal((batch, width), np.float32)
+        found = bundle.call("open_rows", x=x, scale=2.0)
+        np.testing.assert_array_equal(found["scaled"], x * 2)
+        np.testing.assert_array_equal(found["order"], np.argsort(x, 0))
+        np.testing.assert_allclose(found["flat"], np.cumsum(x), rtol=1e-5, atol=1e-5)
+said = [str(each.message) for each in caught if each.filename == "<string>"]
+assert len(said) == 2, said
+assert "no bucket has the sizes of open_rows/batch7-width2" in said[0]
+assert fallback_counts() == {"bucket": 2}
+assert "jax.numpy" not in sys.modules
+sources = {r.program: r.source for r in bundle.report() if r.program.startswith("open_rows")}
+print(sources)
+assert sources["open_rows/batch4-width3"] == "loaded"
+assert {sources[n] for n in sources if n != "open_rows/batch4-width3"} == {sys.argv[2]}
+"""
+
+
+def test_open_sizes_are_compiled_from_the_bundle_once(python: Run, path: Path) -> None:
+    python(OPEN, path, "compiled")
+    python(OPEN, path, "kept")
+
+
+def test_open_sizes_are_an_error_where_nothing_may_compile(bundle: Bundle) -> None:
+    with pytest.raises(UsageError, match=r"x: expected float32\[4, 3\], found float32\[7, 2\]"):
+        bundle.call("open_rows", x=np.ones((7, 2), np.float32), scale=1.0)

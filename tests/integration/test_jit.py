@@ -107,6 +107,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
     programs = [
         program(score, jnp.ones(8)),
         Program("bucketed", fn=score, args=["float32[{n}]"], buckets={"n": (2, 4)}),
+        Program("open", fn=score, args=["float32[{n}]"], buckets={"n": (2,)}, open_sizes=["n"]),
         Program("scaled", fn=scaled, args=[x], static={"mode": ("double", "triple")}),
         Program("affine", fn=affine, args={"z": "float32[4]", "a": "float32[4]"}),
         program(step, first_state(), x),
@@ -189,6 +190,16 @@ def test_what_does_not_fit_is_compiled_and_said_once(
     (why,) = scored.stats().compiled
     assert why in str(warned[0].message)
     same(results[-1], jax.jit(score)(jnp.asarray(x)))
+
+
+def test_programs_that_a_bundle_compiled_here_are_not_taken(bundle_path: Path) -> None:
+    bundle = load(bundle_path)
+    with pytest.warns(match="no bucket has the sizes of open/n3"):
+        bundle.call("open", np.ones(3, "f"))
+    opened = jit(score, bundle=bundle, name="open", on_miss="error")
+    same(opened(jnp.ones(2)), jax.jit(score)(jnp.ones(2)))
+    with pytest.raises(UsageError, match=r"x: expected float32\[2\], found float32\[3\]"):
+        opened(jnp.ones(3))
 
 
 def test_static_values_choose_the_program(bundle_path: Path, events: list[str]) -> None:

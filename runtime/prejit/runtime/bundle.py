@@ -101,6 +101,7 @@ class Bundle:
         serve_smaller: bool = False,
         kernels: Library | None = None,
         types: Mapping[str, type[Any]] | None = None,
+        compiles: bool = True,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -111,6 +112,7 @@ class Bundle:
         self.config = config
         self._layers = layers
         self._types = types
+        self._compiles = compiles
         self._verification = layers[PORTABLE_MEDIA_TYPE].verification
         self._text = BundleText(config.bundle, layers)
         self._device = Device(platform, config.mesh)
@@ -541,14 +543,14 @@ class Bundle:
     def _calls(self) -> Calls:
         from prejit.runtime.programs.calls import Calls
 
-        return Calls(self._programs, self._device, self._types)
+        return Calls(self._programs, self._device, self._types, compiles=self._compiles)
 
     @once
     def on_jax(self) -> JaxPrograms:
         """The programs of the user on jax's own client, for `prejit.runtime.jit`."""
         from prejit.runtime.programs.on_jax import JaxPrograms
 
-        return JaxPrograms(self._programs, self._device.platform)
+        return JaxPrograms(self._programs, self.config.programs, self._device.platform)
 
     # ------------------------------------------------------------------ all programs
 

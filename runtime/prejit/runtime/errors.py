@@ -167,4 +167,4 @@ class TruncationWarning(PrejitWarning):
 
 
 class FallbackWarning(PrejitWarning):
-    """A program is compiled here: the machine matches no target, or no program takes a call of `jit`."""
+    """Programs are compiled here: this machine matches no target, or no program takes a call."""

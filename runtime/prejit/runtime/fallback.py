@@ -23,9 +23,10 @@ _lock = threading.Lock()
 def fallback_counts() -> dict[str, int]:
     """Return how many times each axis caused a fallback in this process, by name.
 
-    A load that falls back counts each axis on which the closest target does not match. A function of `jit`
-    counts what differs between a call and the closest program: `program`, `structure`, `static`, `dtype`,
-    `shape`, `donation`, `device`, `weights`, `mesh`, `settings` or `results`.
+    A load that falls back counts each axis on which the closest target does not match. A call with sizes that
+    no bucket has counts `bucket`, if it is compiled here. A function of `jit` counts what differs between a
+    call and the closest program: `program`, `structure`, `static`, `dtype`, `shape`, `donation`, `device`,
+    `weights`, `mesh`, `settings` or `results`.
     """
     with _lock:
         return dict(_counts)
@@ -45,7 +46,7 @@ def count_fallback(verdict: Verdict, on_fallback: Callable[[Axis], object] | Non
 
 
 def count_axis(name: str) -> None:
-    """Count one axis that caused a fallback."""
+    """Count a fallback for one reason."""
     with _lock:
         _counts[name] += 1
 

@@ -74,7 +74,8 @@ def load(
     Args:
         path: the directory of the bundle.
         on_mismatch: what to do if this machine matches none of the bundle's targets. `jit`: compile the
-            portable programs, with a FallbackWarning. `error`: raise.
+            portable programs, with a FallbackWarning. `error`: raise. It decides in the same way about calls
+            with sizes that the manifest leaves open and that are no bucket.
         while_compiling: what a request does while its best programs compile. `wait`: it waits for them.
             `smaller`: it uses programs that are ready, for example a smaller prefill bucket in more chunks or
             a larger batch or context bucket, and the best ones compile in the background, the smallest
@@ -142,6 +143,7 @@ def load(
         serve_smaller=while_compiling == "smaller",
         kernels=choice.kernels,
         types=named,
+        compiles=not must_match,
     )
 
 

@@ -23,6 +23,7 @@ class LoweredProgram:
         weights: names of the tensors that come first among the arguments, in order.
         arguments: the other arguments, in order.
         results: the results, in order.
+        symbolic: the same program for any size of some variables; None: there is none.
         arguments_tree, results_tree: how they are nested, as `trees.to_text` writes it; None for a model's.
         weight_shardings: the mesh axis that splits each dimension, for each weight that is split.
         weight_sets: every set of tensors that may come first, by the set's name. Empty means `weights` only.
@@ -40,3 +41,4 @@ class LoweredProgram:
     estimated_microseconds: int = 0
     arguments_tree: str | None = None
     results_tree: str | None = None
+    symbolic: bytes | None = None

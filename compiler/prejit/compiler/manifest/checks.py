@@ -241,9 +241,11 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
     if program.get("repeat") and REPEAT in (*_table(args), *_table(program.get("static"))):
         yield ("repeat",), f"expected no other argument of the name {REPEAT!r} beside it"
     buckets = _table(program.get("buckets"))
-    for index, variable in enumerate(pad if isinstance(pad := program.get("pad"), list) else ()):
-        if variable not in buckets:
-            yield ("pad", index), undefined(str(variable), buckets)
+    for key in ("pad", "open_sizes"):
+        named = program.get(key)
+        for index, variable in enumerate(named if isinstance(named, list) else ()):
+            if variable not in buckets:
+                yield (key, index), undefined(str(variable), buckets)
     mask = program.get("mask")
     if mask is not None and not program.get("pad"):
         yield ("mask",), "expected pad beside it, which says what is padded"

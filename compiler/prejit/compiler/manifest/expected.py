@@ -58,6 +58,8 @@ _EXPECTED = {
     "program[].pad": "a list of variables of buckets",
     "program[].pad[]": "the name of a variable of buckets",
     "program[].mask": "the name or the position of an argument",
+    "program[].open_sizes": "a list of variables of buckets",
+    "program[].open_sizes[]": "the name of a variable of buckets",
     "program[].repeat": SIZES,
     "program[].repeat[]": SIZE,
     "program[].carry": "a list of names or positions of arguments",

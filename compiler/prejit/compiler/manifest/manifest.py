@@ -6,7 +6,8 @@
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
-                                     pad, mask, repeat, carry, shardings
+                                     pad, mask, open_sizes, repeat,
+                                     carry, shardings
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
 `reading.read_manifest` makes it from TOML. Python code makes it with `Manifest(...)`, and
@@ -136,6 +137,8 @@ class Program:
             are cut. What the function returns for a row must not depend on padding, or it must take a mask.
         mask: name or position of a boolean argument that is true for what the caller gave and false for
             padding. Callers may leave it out.
+        open_sizes: variables of `buckets` of which a machine compiles other sizes where they are wanted, from
+            a program in the bundle with symbolic sizes. Without them another size is an error.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             `carry`; a static argument of the program, for each of which there is a program.
         carry: names or positions of the arguments that a repeated function returns anew.
@@ -153,6 +156,7 @@ class Program:
     donate: Sequence[str | int] = ()
     pad: Sequence[str] = ()
     mask: str | int | None = None
+    open_sizes: Sequence[str] = ()
     repeat: Sequence[int] = ()
     carry: Sequence[str | int] = ()
     shardings: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -26,6 +26,8 @@ class ProgramSpec:
         section: name of the [[program]] that it comes from; empty for programs of the model.
         static: values of static arguments by name.
         mask: name or position of the argument that masks padding; empty: there is none.
+        pad: variables that a caller may have less of.
+        open_sizes: variables of which other sizes are compiled where they are wanted.
     """
 
     name: str
@@ -34,6 +36,8 @@ class ProgramSpec:
     section: str = ""
     static: dict[str, str | int | bool] = field(default_factory=dict)
     mask: str = ""
+    pad: tuple[str, ...] = ()
+    open_sizes: tuple[str, ...] = ()
 
 
 def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
@@ -49,7 +53,18 @@ def program_specs(manifest: Manifest) -> tuple[ProgramSpec, ...]:
             sized += [f"{name}={_spelled(program, name, static[name])}" for name in static]
             name = f"{program.name}/{'-'.join(sized)}" if sized else program.name
             mask = "" if program.mask is None else str(program.mask)
-            specs.append(ProgramSpec(name, "call", bucket, program.name, static, mask))
+            specs.append(
+                ProgramSpec(
+                    name,
+                    "call",
+                    bucket,
+                    program.name,
+                    static,
+                    mask,
+                    tuple(program.pad),
+                    tuple(program.open_sizes),
+                )
+            )
     return tuple(specs)
 
 

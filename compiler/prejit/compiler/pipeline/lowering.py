@@ -271,10 +271,8 @@ def _put(program: LoweredProgram, store: Store) -> Lowered:
             "expected a portable program that calls no kernels, found one that does",
             hint="no other machine could run it: report it to prejit's authors",
         )
-    frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(raw)
-    digest, raw_digest = store.put_blob(frame), store.put_blob(raw)
     return Lowered(
-        Segment(0, len(frame), digest, len(raw), raw_digest),
+        _put_frame(raw, store),
         program.platforms,
         _stablehlo_version(raw),
         program.weights,
@@ -283,7 +281,13 @@ def _put(program: LoweredProgram, store: Store) -> Lowered:
         weight_shardings={name: ",".join(axes) for name, axes in program.weight_shardings.items()},
         arguments_tree=program.arguments_tree,
         results_tree=program.results_tree,
+        symbolic=None if program.symbolic is None else _put_frame(program.symbolic, store),
     )
+
+
+def _put_frame(raw: bytes, store: Store) -> Segment:
+    frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compress(raw)
+    return Segment(0, len(frame), store.put_blob(frame), len(raw), store.put_blob(raw))
 
 
 def _stablehlo_version(portable: bytes) -> str:

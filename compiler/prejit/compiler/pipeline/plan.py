@@ -72,6 +72,7 @@ class Lowered:
         weight_sets: the sets of tensors that the program runs with in turn; empty: `weights` alone.
         estimated_microseconds: estimated time of a run, for machines that cannot measure it; 0: unknown.
         arguments_tree, results_tree: how arguments and results of a user's function are nested.
+        symbolic: the zstd frame of a user's function for any size of some variables; None: there is none.
     """
 
     portable: Segment
@@ -87,6 +88,7 @@ class Lowered:
     estimated_microseconds: int = 0
     arguments_tree: str | None = None
     results_tree: str | None = None
+    symbolic: Segment | None = None
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Lowered:

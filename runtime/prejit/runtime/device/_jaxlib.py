@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -463,33 +463,26 @@ def parse_stablehlo(portable: bytes) -> Any:
     return import_jaxlib()[1].mlir.deserialize_portable_artifact(portable)
 
 
-def refine_shapes(portable: bytes) -> bytes:
-    """Return a portable artifact with the sizes that follow from those of its arguments, which are static.
+def refined(module: Any, version: str) -> bytes:
+    """Return a module as a portable artifact, with the sizes that follow from those of its arguments.
 
-    Only a call of a function that was exported with symbolic sizes leaves others. jax refines them too, when
-    it compiles such a call (jax/_src/interpreters/mlir.py).
+    jax does this when it compiles a call of a function with symbolic sizes (`refine_polymorphic_shapes` in
+    jax/_src/interpreters/mlir.py). Raises whatever MLIR raises if sizes do not follow.
+
+    Args:
+        module: StableHLO whose main function has arguments of static sizes.
+        version: the version of StableHLO to write.
     """
-    import_jax()
-    from jax.extend.mlir.dialects import stablehlo
-    from jax.interpreters.mlir import make_ir_context
-
-    ir, core, hlo = import_mlir(), import_jaxlib()[1].mlir, cast(Any, stablehlo)
-    with make_ir_context():
-        module = core.deserialize_portable_artifact(portable)
-        if "tensor<?" not in module.operation.get_asm(large_elements_limit=16):
-            return portable
-        bytecode = io.BytesIO()
-        module.operation.write_bytecode(bytecode)
-        refined = core.refine_polymorphic_shapes(
-            mlir_module=bytecode.getvalue(),
-            enable_shape_assertions=True,
-            validate_static_shapes=True,
-            enable_shardy=True,
-        )
-        version = hlo.get_version_from_compatibility_requirement(
-            hlo.StablehloCompatibilityRequirement.WEEK_4
-        )
-        return bytes(core.serialize_portable_artifact(ir.Module.parse(refined), version, True))
+    core = import_jaxlib()[1].mlir
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    static = core.refine_polymorphic_shapes(
+        mlir_module=bytecode.getvalue(),
+        enable_shape_assertions=True,
+        validate_static_shapes=True,
+        enable_shardy=True,
+    )
+    return bytes(core.serialize_portable_artifact(static, version, True))
 
 
 def deserialize_topology(serialized: bytes) -> Any:

@@ -5,6 +5,7 @@ A start that finds executables for its machine does not import this module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -90,6 +91,82 @@ def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -
             _bind_platform(module, tuple(platforms).index(platform))
         _drop_other_platforms(module)
         return module
+
+
+def refine_shapes(portable: bytes) -> bytes:
+    """Return a portable artifact with the sizes that follow from those of its arguments, which are static.
+
+    Only a call of a function that was exported with symbolic sizes leaves others.
+    """
+    with _jaxlib.import_mlir().Context():
+        module = _jaxlib.parse_stablehlo(portable)
+        if "tensor<?" not in module.operation.get_asm(large_elements_limit=16):
+            return portable
+        return _jaxlib.refined(module, _version(portable))
+
+
+def specialize(
+    portable: bytes,
+    platforms: Sequence[str],
+    platform: str,
+    shapes: Sequence[tuple[int, ...]],
+) -> tuple[bytes, list[tuple[int, ...]]]:
+    """Give the arguments of a program with symbolic sizes the sizes of a call.
+
+    Args:
+        portable: StableHLO.
+        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
+        platform: the platform to run on.
+        shapes: the shape of each argument.
+
+    Returns:
+        The program for this platform and these shapes, and the shapes of its results.
+
+    Raises:
+        BuildError: it was not lowered for this platform, or does not work for these sizes.
+    """
+    ir = _jaxlib.import_mlir()
+    with ir.Context():
+        module = stablehlo_module(portable, platforms, platform)
+    with module.context, ir.Location.unknown():
+        main = _functions(module)["main"]
+        block = main.regions[0].blocks[0]
+        for argument, shape in zip(block.arguments, shapes, strict=True):
+            symbolic = argument.type
+            static = ir.RankedTensorType.get(shape, ir.RankedTensorType(symbolic).element_type)
+            if static == symbolic:
+                continue
+            argument.set_type(static)
+            with ir.InsertionPoint.at_block_begin(block):
+                converted = ir.Operation.create(
+                    "stablehlo.convert",
+                    operands=[argument],
+                    results=[symbolic],
+                    loc=ir.Location.unknown(),
+                )
+            argument.replace_all_uses_except(converted.result, converted)
+        kind = main.attributes["function_type"].value
+        inputs = [argument.type for argument in block.arguments]
+        main.attributes["function_type"] = ir.TypeAttr.get(
+            ir.FunctionType.get(inputs, kind.results)
+        )
+        try:
+            static_portable = _jaxlib.refined(module, _version(portable))
+        except Exception as error:  # errors of MLIR, and assertions of the function on its sizes
+            reason = str(error).strip().partition("\n")[0]
+            raise BuildError(f"this program does not work for these sizes: {reason}") from error
+    with ir.Context():
+        module = _jaxlib.parse_stablehlo(static_portable)
+        kind = _functions(module)["main"].attributes["function_type"].value
+        return static_portable, [tuple(ir.RankedTensorType(t).shape) for t in kind.results]
+
+
+def _version(portable: bytes) -> str:
+    """Return the version of StableHLO in the header of a portable artifact."""
+    found = re.search(rb"StableHLO_v(\d+\.\d+\.\d+)", portable[:256])
+    if found is None:
+        raise BuildError("expected a portable program with a version of StableHLO, found none")
+    return found[1].decode()
 
 
 def _bind_platform(module: Any, index: int) -> None:

@@ -100,10 +100,11 @@ def _check_programs(layout: Layout, content: Contents, unpacked: set[tuple[str, 
         pack, path = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
         for program in config.programs:
             executables = media_type == EXECUTABLES_MEDIA_TYPE
-            segment = program.executable if executables else program.portable
-            if (path, segment) not in unpacked:
-                unpack(pack[segment.offset : segment.offset + segment.size], segment, path)
-                unpacked.add((path, segment))
+            segments = [program.executable] if executables else [program.portable, program.symbolic]
+            for segment in filter(None, segments):
+                if (path, segment) not in unpacked:
+                    unpack(pack[segment.offset : segment.offset + segment.size], segment, path)
+                    unpacked.add((path, segment))
     for program in config.programs:
         where = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
         for texts, tree in (

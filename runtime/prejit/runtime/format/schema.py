@@ -156,6 +156,10 @@ class ProgramEntry:
         arguments_tree, results_tree: how arguments and results are nested, as `trees.to_text` writes it;
             None: as dicts and tuples, by their paths.
         static: the values of static arguments by name, each as JSON; None: it has none.
+        pad: variables of the bucket that a caller may have less of; None: there are none.
+        symbolic: frame in the portable pack of the program for any size of the variables in `open_sizes`;
+            None: there is none.
+        open_sizes: variables of the bucket of which other sizes are compiled where they are wanted.
         mask: name or position of the argument that is true for what the caller gave and false for padding; a
             caller may leave it out. None: there is none.
     """
@@ -177,6 +181,9 @@ class ProgramEntry:
     results_tree: str | None = None
     static: dict[str, str] | None = None
     mask: str | None = None
+    pad: tuple[str, ...] | None = None
+    symbolic: Segment | None = None
+    open_sizes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,12 @@ class Calls:
     """The user's programs of a bundle. Safe to use from many threads."""
 
     def __init__(
-        self, programs: Programs, device: Device, types: Mapping[str, type[Any]] | None = None
+        self,
+        programs: Programs,
+        device: Device,
+        types: Mapping[str, type[Any]] | None = None,
+        *,
+        compiles: bool = True,
     ) -> None:
         """Keep what calls need.
 
@@ -124,7 +129,9 @@ class Calls:
             programs: the programs of a bundle.
             device: where they run.
             types: classes of results, by `module:Name`.
+            compiles: whether other sizes than those of the buckets may be compiled here.
         """
+        self._compiles = compiles
         self.programs = programs
         self.device = device
         self.types = types or {}
@@ -234,7 +241,7 @@ class Calls:
                 continue
             arrays = self.programs.arguments(program.name)
             leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
-            fitted = fit(arrays, leaves, given)
+            fitted = fit(arrays, leaves, given, program.pad or ())
             if isinstance(fitted, str):
                 complaints.append(f"{program.name}: {fitted}")
                 continue
@@ -249,10 +256,35 @@ class Calls:
             best = min(larger, key=lambda chosen: math.prod(chosen.program.bucket.values()))
             arrays = self.programs.arguments(best.program.name)
             return replace(best, values=list(map(padded, arrays, best.values)))
+        if (specialized := self._specialized(name, static, known)) is not None:
+            return specialized
         raise UsageError(
             f"no bucket of {name!r} takes these arguments: {'; '.join(complaints)}",
             hint="pass arrays of these shapes and dtypes, or add a bucket to the manifest",
         )
+
+    def _specialized(
+        self, name: str, static: Mapping[str, Any], known: Mapping[str, list[Any] | str]
+    ) -> ChosenBucket | None:
+        """Return a bucket that is made for this call from a program with open sizes; None: there is none."""
+        if not self._compiles:
+            return None
+        for program in self.buckets(name):
+            given = known.get(program.arguments_tree or program.name, "")
+            if not program.open_sizes or isinstance(given, str):
+                continue
+            if self._static_misfit(program, static):
+                continue
+            arrays = self.programs.arguments(program.name)
+            leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+            fitted = fit(arrays, leaves, given, program.open_sizes, any_size=True)
+            if isinstance(fitted, str):
+                continue
+            values, sizes = fitted
+            entry = self.programs.specialize(program, sizes)
+            self._buckets[name] = [*self._buckets[name], entry]
+            return ChosenBucket(entry, values, converter(given))
+        return None
 
     def put(self, chosen: ChosenBucket, *, copy: bool = False) -> list[DeviceArray]:
         """Return the arguments on the device.
@@ -419,12 +451,17 @@ def _signature(name: str, static: Mapping[str, Any], leaves: list[Any] | str) ->
 
 
 def fit(
-    arrays: Sequence[Array], leaves: Sequence[trees.Leaf], given: Sequence[Any]
+    arrays: Sequence[Array],
+    leaves: Sequence[trees.Leaf],
+    given: Sequence[Any],
+    open_sizes: Sequence[str] = (),
+    *,
+    any_size: bool = False,
 ) -> tuple[list[Value], dict[str, int]] | str:
     """Return values as a program takes them, or why they are not its arguments.
 
-    Where dimensions of the arrays are variables, the values may have less. Then the sizes of these variables
-    are returned too, and the values are still to be `padded`.
+    Where dimensions are variables in `open_sizes`, the values may have less, or any size. Then the sizes of
+    these variables are returned too, and the values are still to be `padded`.
     """
     values: list[Value] = []
     sizes: dict[str, int] = {}
@@ -434,9 +471,11 @@ def fit(
             values.append(np.ones(array.shape, np.bool_))
             continue
         found = value if isinstance(value, Held | OnDevice) else _as_numpy(array, leaf, value)
-        if found.dtype != dtype_of(array.dtype) or not _may_be_padded(array, found.shape, sizes):
+        if found.dtype != dtype_of(array.dtype) or not _matches(
+            array, found.shape, sizes, open_sizes, any_size
+        ):
             extents = ", ".join(
-                f"<={extent}" if name else str(extent)
+                f"<={extent}" if name and name in open_sizes else str(extent)
                 for name, extent in itertools.zip_longest(array.variables, array.shape)
             )
             return (
@@ -448,7 +487,7 @@ def fit(
         name: extent
         for array in arrays
         for name, extent in zip(array.variables, array.shape, strict=False)
-        if name
+        if name in open_sizes
     }
     if all(largest[name] == size for name, size in sizes.items()):
         return values, {}
@@ -462,18 +501,21 @@ def fit(
     return values, sizes
 
 
-def _may_be_padded(array: Array, shape: tuple[int, ...], sizes: dict[str, int]) -> bool:
-    """Return whether a value has the shape of an argument, or less of its variables; adds their sizes."""
+def _matches(
+    array: Array,
+    shape: tuple[int, ...],
+    sizes: dict[str, int],
+    open_sizes: Sequence[str],
+    any_size: bool,
+) -> bool:
+    """Return whether a value has the shape of an argument, but for open sizes, which it adds to `sizes`."""
     if len(shape) != len(array.shape):
         return False
-    for name, extent, size in zip(
-        array.variables or ("",) * len(shape), array.shape, shape, strict=True
-    ):
-        if (
-            size != extent
-            if not name
-            else not 0 < size <= extent or sizes.setdefault(name, size) != size
-        ):
+    for name, extent, size in itertools.zip_longest(array.variables, array.shape, shape):
+        if not name or name not in open_sizes:
+            if size != extent:
+                return False
+        elif size < 1 or (size > extent and not any_size) or sizes.setdefault(name, size) != size:
             return False
     return True
 

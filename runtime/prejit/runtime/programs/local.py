@@ -10,7 +10,6 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.programs import compile_cache
@@ -23,16 +22,24 @@ CheckSignature = Callable[[ProgramEntry, Executable, str], None]
 class LocalCompiler:
     """Compiles the portable programs of a bundle for a device, or reads what an earlier start compiled."""
 
-    def __init__(self, device: Device, portable: Layer, check: CheckSignature) -> None:
+    def __init__(
+        self,
+        device: Device,
+        path: str,
+        portable_of: Callable[[ProgramEntry], bytes],
+        check: CheckSignature,
+    ) -> None:
         """Keep what every compilation needs.
 
         Args:
             device: what to compile for.
-            portable: StableHLO of the programs.
+            path: the file of the portable programs, for errors.
+            portable_of: returns the StableHLO of a program.
             check: called with every executable before it is returned.
         """
         self._device = device
-        self._portable = portable
+        self._path = path
+        self._portable_of = portable_of
         self._check = check
 
     def obtain(self, program: ProgramEntry, results: tuple[Array, ...]) -> tuple[Executable, str]:
@@ -64,11 +71,11 @@ class LocalCompiler:
             if now:
                 return compiled[0], "compiled"
             try:
-                executable = self._device.load(serialized, self._portable.path, results)
+                executable = self._device.load(serialized, self._path, results)
             except MismatchError:  # kept by another build of jaxlib, for example
                 refused = serialized
                 continue
-            self._check(program, executable, self._portable.path)
+            self._check(program, executable, self._path)
             return executable, "kept"
 
     def is_kept(self, program: ProgramEntry) -> bool:
@@ -76,9 +83,9 @@ class LocalCompiler:
         return compile_cache.is_kept(self._key(program), self._machine)
 
     def _compile(self, program: ProgramEntry, results: tuple[Array, ...]) -> Executable:
-        portable = self._portable.unpack(program.portable)
+        portable = self._portable_of(program)
         executable = self._device.compile(portable, program.platforms or (), results)
-        self._check(program, executable, self._portable.path)
+        self._check(program, executable, self._path)
         return executable
 
     def _key(self, program: ProgramEntry) -> compile_cache.PortableKey:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import final
 
 from prejit.runtime.base.once import once
@@ -20,14 +21,16 @@ class JaxPrograms:
         programs: the program table, and what its texts mean.
     """
 
-    def __init__(self, programs: Programs, platform: str) -> None:
+    def __init__(self, programs: Programs, table: Iterable[ProgramEntry], platform: str) -> None:
         """Keep what loading needs.
 
         Args:
             programs: the programs of a bundle.
+            table: those that are in the bundle; others may have been compiled here.
             platform: its platform: `cpu`, `cuda`, `tpu`.
         """
         self.programs = programs
+        self._table = [program for program in table if program.kind == "call"]
         self._platform = platform
         self._loaded: dict[str, Executable] = {}
         self._lock = threading.Lock()
@@ -39,11 +42,11 @@ class JaxPrograms:
 
     def buckets(self, name: str) -> list[ProgramEntry]:
         """Return the buckets of a program; none: there is no such program."""
-        return [p for p in self._all() if p.name.partition("/")[0] == name]
+        return [p for p in self._table if p.name.partition("/")[0] == name]
 
     def names(self) -> list[str]:
         """Return the names of the programs, sorted."""
-        return sorted({program.name.partition("/")[0] for program in self._all()})
+        return sorted({program.name.partition("/")[0] for program in self._table})
 
     def executable(self, name: str) -> Executable:
         """Return the executable of a bucket, loaded when it is first used.
@@ -56,6 +59,3 @@ class JaxPrograms:
             if name not in self._loaded:
                 self._loaded[name] = self.programs.load_on(name, self.device)
             return self._loaded[name]
-
-    def _all(self) -> list[ProgramEntry]:
-        return [program for program in self.programs.table.values() if program.kind == "call"]

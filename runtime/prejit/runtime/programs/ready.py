@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -99,6 +99,7 @@ class Programs:
         self._results: dict[str, tuple[Array, ...]] = {}
         self._trees: dict[tuple[str, str], Tree] = {}
         self._static: dict[str, dict[str, Constant]] = {}
+        self._specialized: dict[str, bytes] = {}  # portable programs for sizes that no bucket has
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {name: threading.Lock() for name in self.table}
         # Needed but not ready: being made, or in the queue of the background thread.
@@ -146,7 +147,7 @@ class Programs:
 
     def _obtain(self, program: ProgramEntry) -> tuple[Executable, str]:
         """Return the executable of a program and its source: loaded, compiled or kept."""
-        if self._executables is None:
+        if self._executables is None or program.name in self._specialized:
             return self._compiler.obtain(program, self.results(program.name))
         return self.load_on(program.name, self._device), "loaded"
 
@@ -172,7 +173,42 @@ class Programs:
     def _compiler(self) -> LocalCompiler:
         from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
 
-        return LocalCompiler(self._device, self._portable, self._check_signature)
+        return LocalCompiler(
+            self._device, self._portable.path, self._portable_of, self._check_signature
+        )
+
+    def _portable_of(self, program: ProgramEntry) -> bytes:
+        """Return the StableHLO of a program: of the bundle, or specialized here."""
+        own = self._specialized.get(program.name)
+        return self._portable.unpack(program.portable) if own is None else own
+
+    def specialize(self, program: ProgramEntry, sizes: Mapping[str, int]) -> ProgramEntry:
+        """Return a program of the user for sizes that no bucket has, and say that it is compiled here.
+
+        Args:
+            program: a bucket whose manifest leaves the sizes of these variables open.
+            sizes: the wanted size of each.
+
+        Raises:
+            RejectError: the program with symbolic sizes is damaged.
+            BuildError: it does not work for these sizes.
+        """
+        from prejit.runtime.programs.specialized import count_open_size, specialized  # few need it
+
+        assert program.symbolic is not None
+        symbolic = self._portable.unpack(program.symbolic)
+        takes, gives = self.arguments(program.name), self.results(program.name)
+        weights = self._weight_arguments(program.weights)
+        entry, portable = specialized(
+            program, symbolic, sizes, weights, takes, gives, self._device.platform
+        )
+        with self._lock:
+            if entry.name not in self.table:
+                self._specialized[entry.name] = portable
+                self._locks[entry.name] = threading.Lock()
+                self.table[entry.name] = entry
+                count_open_size(self.bundle, entry.name)
+        return entry
 
     def _check_signature(self, program: ProgramEntry, executable: Executable, path: str) -> None:
         """Compare the arguments and results of an executable with the program table, before it is run.

@@ -124,7 +124,7 @@ def find_function(
 
 def _refuse_settings(program: manifest.Program, where: str) -> None:
     """Refuse keys that a StableHLO file decides by itself."""
-    for key in ("args", "buckets", "params", "static", "donate", "pad", "repeat", "shardings"):
+    for key in ("args", "buckets", "params", "static", "donate", "pad", "open_sizes", "repeat"):
         if getattr(program, key) not in (None, {}, (), []):
             raise ManifestError(
                 f"{where}: expected no {key!r} for StableHLO, whose file has fixed shapes and no Python",

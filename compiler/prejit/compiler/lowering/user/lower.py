@@ -25,8 +25,8 @@ from prejit.compiler.lowering.user.repeating import repeated
 from prejit.compiler.lowering.user.shardings import Shardings, split_results
 from prejit.compiler.manifest.manifest import REPEAT
 from prejit.compiler.manifest.specs import ProgramSpec
-from prejit.runtime.device._jaxlib import refine_shapes
-from prejit.runtime.errors import BuildError
+from prejit.runtime.device.portable import refine_shapes
+from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.machine.requirement import PLATFORMS
@@ -96,7 +96,7 @@ def lower_function(
         return [shape.shape for shape in data], [shape.shape for shape in outputs]
 
     with user.modules.in_use(), _on(mesh):
-        variables = variables_of(shapes_at, spec.bucket, program.pad, section)
+        variables = variables_of(shapes_at, spec.bucket, program.pad, program.open_sizes, section)
     arguments = _with_variables(arguments, variables[0])
     results = _with_variables(results, variables[1])
     options: dict[str, Any] = {
@@ -116,6 +116,18 @@ def lower_function(
         raise _cannot_lower(jaxpr, refused, what)
     with user.modules.tracing(what):
         portable = refine_shapes(exported.mlir_module_serialized)
+    symbolic = None
+    if program.open_sizes:
+        if mesh is not None:
+            raise ManifestError(f"{section}: open_sizes: expected no [mesh] beside them")
+        sizes = jax.export.symbolic_shape(",".join(program.open_sizes))
+        bucket = {**spec.bucket, **dict(zip(program.open_sizes, sizes, strict=True))}
+        with user.modules.tracing(
+            f"{section}: open_sizes: cannot lower {program.label} for any size"
+        ):
+            data = _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
+            of_any = export_program(function, (user.weights, *data), exported.platforms, **options)
+        symbolic = of_any.mlir_module_serialized
     return LoweredProgram(
         portable,
         exported.platforms,
@@ -125,6 +137,7 @@ def lower_function(
         {name: axes for name, axes in weights.items() if axes},
         arguments_tree=trees.to_text(taken.tree),
         results_tree=trees.to_text(given.tree),
+        symbolic=symbolic,
     )
 
 

@@ -83,7 +83,13 @@ def pack_bundle(
         BuildError: no reader would take the bundle, or the store lost a blob.
     """
     lowered = {each.spec.name: each.lowered for each in targets[0].executables}
-    portable, segments = bundle_files.pack({n: p.portable for n, p in lowered.items()}, store)
+    frames = {name: program.portable for name, program in lowered.items()}
+    frames |= {
+        _symbolic(name): program.symbolic
+        for name, program in lowered.items()
+        if program.symbolic is not None
+    }
+    portable, segments = bundle_files.pack(frames, store)
     shared = (*layers, bundle_files.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"))
     packed = [
         _pack_target(plan, target, shared, segments, products, accuracy, costs, store)
@@ -121,6 +127,11 @@ def _pack_target(
     return PackedTarget(config, layers)
 
 
+def _symbolic(name: str) -> str:
+    """Return the name of the frame of a program for any size."""
+    return f"{name} for any size"
+
+
 def _program(
     executable: CompiledExecutable,
     executables: Mapping[str, Segment],
@@ -146,6 +157,9 @@ def _program(
         results_tree=lowered.results_tree,
         static={name: json.dumps(value) for name, value in spec.static.items()} or None,
         mask=spec.mask or None,
+        pad=spec.pad or None,
+        symbolic=portables.get(_symbolic(spec.name)),
+        open_sizes=spec.open_sizes or None,
     )
 
 

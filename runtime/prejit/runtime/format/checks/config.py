@@ -31,6 +31,11 @@ CHUNK_ALGORITHM = "blake3"
 """The hash function of chunks. On one core of a Zen 5 it takes 7.1 GB/s, SHA-256 with its instructions 1.9
 (benchmarks/results/2026-11-21-hashing.md)."""
 
+USER_FIELDS = (
+    *("arguments_tree", "results_tree", "static", "mask", "pad", "symbolic", "open_sizes"),
+)
+"""Fields of a program that only those of kind `call` may have."""
+
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -223,10 +228,11 @@ def _check_programs(config: Config, path: str) -> None:
         if (cost := program.cost_microseconds) is not None and cost < 0:
             raise RejectError(path, f"{name}: cost_microseconds: expected 0 or more, found {cost}")
         if kind == "call":
+            if (program.symbolic is None) != (program.open_sizes is None):
+                raise RejectError(path, f"{name}: expected 'symbolic' and 'open_sizes' together")
             continue
-        user_only = (program.arguments_tree, program.results_tree, program.static, program.mask)
-        if any(value is not None for value in user_only):
-            raise RejectError(path, f"{name}: expected trees, static and mask of 'call' alone")
+        if of_user := [field for field in USER_FIELDS if getattr(program, field) is not None]:
+            raise RejectError(path, f"{name}: expected {of_user[0]!r} of 'call' alone")
         model = "decoder" if kind in DECODER_KINDS else "encoder"
         if getattr(config, model) is None:
             raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
