@@ -115,6 +115,12 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> 
         program(weak, jnp.ones(4), 0.5),
         program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
         program(parts, jnp.ones(2), jnp.ones(3), jnp.ones(3)),
+        Program(
+            "trained",
+            fn=train,
+            args=lambda n: [first_trained(), jnp.ones((n, 4))],
+            buckets={"n": (1, 2)},
+        ),
         Program("weighted", fn=linear, args={"x": "float32[3,4]"}, params=np.ones((4, 2), "f")),
     ]
     output = tmp_path_factory.mktemp("jit")
@@ -275,6 +281,17 @@ def test_a_class_that_the_bundle_does_not_tell_is_traced(
         same(trained(other, x).params, jax.jit(train)(other, x).params)
 
 
+def test_constants_are_those_of_the_first_call_in_every_bucket(bundle_path: Path) -> None:
+    trained = jit(train, bundle=bundle_path, name="trained", on_miss="error")
+    state, x = first_trained(), jnp.ones((2, 4))
+    same(trained(state, x), jax.jit(train)(state, x))
+    same(trained(state, x[:1]), jax.jit(train)(state, x[:1]))
+    again = jit(train, bundle=bundle_path, name="trained", on_miss="error")
+    again(state, x)
+    with pytest.raises(UsageError, match="constant fields of its arguments are not those"):
+        again(state.replace(apply=lambda params, x: x @ params * 2), x[:1])
+
+
 def test_weak_types_are_those_of_jax(bundle_path: Path, events: list[str]) -> None:
     jitted, x = jit(weak, bundle=bundle_path), jnp.ones(4)
     expected = jax.jit(weak)(x, 0.25)
@@ -357,6 +374,8 @@ def test_arguments_elsewhere_do_not_fit(bundle_path: Path) -> None:
     split = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(UsageError, match=r"x: expected it on cpu:0, found NamedSharding"):
         scored(split)
+    with jax.set_mesh(mesh), pytest.raises(UsageError, match=r"jax.set_mesh has set a mesh"):
+        scored(jnp.ones(8))
 
 
 def test_settings_that_executables_cannot_obey(bundle_path: Path) -> None:

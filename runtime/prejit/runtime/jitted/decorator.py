@@ -203,6 +203,7 @@ class _Jitted:
         """Forms of calls whose arrays come in another order than by name, in which the program takes them:
         the number of arguments by position, and the names of the others."""
         self._constants: dict[str, Any] = {}
+        """Jax's structures of the arguments of first calls, by the text of the program's tree."""
         self._loaded: dict[str, None] = {}
         self._traced: dict[str, None] = {}
         self._compiled: dict[str, None] = {}
@@ -284,6 +285,10 @@ class _Jitted:
             raise MissError("fingerprint", f"this machine matches none of the targets: {reasons}")
         if bundle.config.mesh is not None:
             raise MissError("mesh", "its programs run on a mesh, which only Bundle.call uses")
+        if not jax.sharding.get_abstract_mesh().empty:
+            raise MissError(
+                "mesh", "jax.set_mesh has set a mesh, and its programs run on one device"
+            )
         for setting in ("jax_debug_nans", "jax_debug_infs"):
             if getattr(jax.config, setting):
                 raise MissError("settings", f"{setting} is on, which executables cannot obey")
@@ -297,7 +302,7 @@ class _Jitted:
         if fit.constants is None:
             return
         with self._lock:
-            first = self._constants.setdefault(fit.program.name, fit.constants)
+            first = self._constants.setdefault(fit.program.arguments_tree or "", fit.constants)
         if first != fit.constants:
             raise MissError(
                 "structure",
