@@ -246,10 +246,13 @@ class _Jitted:
                     self._by_name.add(form)
                 return self.function(*args, **kwargs), None, False
             returned = self._returned(bundle, fit, args, kwargs)
-        except MissError as miss:
-            self._report(bundle, miss)
-            return self._miss_of_jax(args, kwargs)
-        return self._run(bundle, fit, returned)
+        except MissError as error:
+            missed = error
+        else:
+            return self._run(bundle, fit, returned)
+        # Not in the except block, or errors of the function would look as if they came of this one.
+        self._report(bundle, missed)
+        return self._miss_of_jax(args, kwargs)
 
     @once
     def _bundle(self) -> Bundle:

@@ -89,6 +89,15 @@ def test_what_jax_jit_did_not_return_has_no_dispatch() -> None:
     assert _jaxlib.Dispatch.of(object()) is None
 
 
+def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    jitted = jax.jit(lambda x: x)
+    monkeypatch.setattr(_jaxlib, "_PATH_FIELDS", (*_jaxlib._PATH_FIELDS, "new"))
+    assert _jaxlib.Dispatch.of(jitted) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(_jaxlib, "_STATE_KEYS", {*_jaxlib._STATE_KEYS, "new"})
+    assert _jaxlib.Dispatch.of(jitted) is None
+
+
 def test_tracing_is_seen() -> None:
     seen = []
 
