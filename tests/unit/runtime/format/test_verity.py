@@ -22,6 +22,7 @@ import pytest
 
 from prejit.compiler.pipeline.pack.verity import VerityHash
 from prejit.runtime.base.verity import measure
+from prejit.runtime.cli.output import print_start
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.audit import audit
@@ -71,7 +72,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
 
 
 def test_a_file_that_the_kernel_verifies_is_not_hashed(
-    path: Path, content: bytes, digest: str, measured: Any, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    content: bytes,
+    digest: str,
+    measured: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     expected = load(path).call("score", x=X)
     measured(digest)
@@ -83,6 +89,8 @@ def test_a_file_that_the_kernel_verifies_is_not_hashed(
     assert report.verity_bytes == len(content)
     assert report.hashed_bytes == sum(file.stat().st_size for file in others)
     assert report.receipt_bytes == 0
+    print_start(report)
+    assert "; receipts for 0.0 MB; fs-verity for 3.1 MB\n" in capsys.readouterr().err
 
 
 def served_files(path: Path, target: str) -> list[Path]:
