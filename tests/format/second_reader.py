@@ -154,12 +154,23 @@ def check_chunks(config: dict[str, Any], layers: dict[str, bytes], written: int)
     for media_type, chunks in config.get("chunks", {}).items():
         assert media_type.startswith(TYPE)
         layer, size = layers[media_type.removeprefix(TYPE)], chunks["size"]
-        assert chunks.keys() == {"algorithm", "size", "digests"}
+        assert chunks.keys() - {"verity"} == {"algorithm", "size", "digests"}
         assert chunks["algorithm"] == "blake3"
         assert 64 << 10 <= size <= 64 << 20
         pieces = [layer[start : start + size] for start in range(0, len(layer), size)]
         assert layer
         assert chunks["digests"] == [blake3(piece).hexdigest() for piece in pieces]
+        assert chunks.get("verity") in (None, verity_of(layer))
+
+
+def verity_of(layer: bytes) -> str:
+    """By "fs-verity"."""
+    level = layer
+    while level is layer or len(level) > 32:
+        blocks = [level[start : start + 4096] for start in range(0, len(level), 4096)]
+        level = b"".join(hashlib.sha256(block.ljust(4096, b"\0")).digest() for block in blocks)
+    header = bytes([1, 1, 12, 0, 0, 0, 0, 0]) + len(layer).to_bytes(8, "little")
+    return digest_of((header + level).ljust(256, b"\0"))
 
 
 V3 = "64bit avx avx2 bmi bmi2 cmov crc32 cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3"

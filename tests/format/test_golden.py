@@ -270,6 +270,8 @@ def test_v5_damage_is_found_in_its_chunk(place: int, tmp_path: Path) -> None:
         ({"digests": []}, "expected digests of 64 hexadecimal digits, at least one"),
         ({"digests": ["A" * 64] * 3}, "expected digests of 64 hexadecimal digits, at least one"),
         ({"digests": ["a" * 64]}, "expected 3 for 153856 bytes in chunks of 65536, found 1"),
+        ({"verity": "a" * 64}, "expected verity of sha256: and 64 hexadecimal digits, found 'a"),
+        ({"verity": "sha256:" + "A" * 64}, "expected verity of sha256: and 64 hexadecimal digits"),
     ],
 )
 def test_v5_two_readers_refuse_the_same_chunks(change: dict[str, Any], complaint: str) -> None:

@@ -473,6 +473,19 @@ def test_a_static_value_that_was_not_built_is_named(bundle: Bundle, users_code: 
         bundle.call("train", state=state, x=X[0], y=Y[0])
 
 
+def test_inspect_shows_how_to_call(run: Run, path: Path) -> None:
+    shown = run("inspect", path).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    at = lines.index(next(line for line in lines if line.startswith("train state State(params=")))
+    assert lines[at + 1 : at + 3] == ["x float32[2, 8]", "y float32[2, 4]"]
+    assert lines[at + 3] == 'mode "tanh" or "linear"'
+    assert lines[at + 4].startswith(
+        "-> (State(params={'b': float32[4], 'w': float32[8, 4]}, optimizer=("
+    )
+    assert "rows x float32[batch, 3]" in lines
+    assert "normal 0 random key" in lines
+
+
 def test_the_command_line_takes_static_values(run: Run, path: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "key.npy", np.array([0, 7], np.uint32))
     done = run(

@@ -65,6 +65,7 @@ class LoadTimes(NamedTuple):
         reads: when it read the index, manifests, configs and kernels.
         hashed_bytes: size of the files to be verified.
         receipt_bytes: size of the files with a receipt.
+        verity_bytes: size of the files that the kernel verifies by fs-verity.
     """
 
     started: float
@@ -72,6 +73,7 @@ class LoadTimes(NamedTuple):
     reads: tuple[Span, ...]
     hashed_bytes: int
     receipt_bytes: int
+    verity_bytes: int
 
 
 @final
@@ -586,6 +588,7 @@ class Bundle:
             read_share=verification.read_share,
             hashed_bytes=self._times.hashed_bytes,
             receipt_bytes=self._times.receipt_bytes,
+            verity_bytes=self._times.verity_bytes,
         )
         blob = self._layers[PORTABLE_MEDIA_TYPE].path
         return replace(report, hints=hints(report, blob, programs.report()))

@@ -131,6 +131,7 @@ def load(
         (reading, *opened.blobs.reads),
         opened.blobs.hashed_bytes,
         opened.blobs.receipt_bytes,
+        opened.blobs.verity_bytes,
     )
     return Bundle(
         opened.digest,

@@ -6,7 +6,8 @@
     weights   the weights layer                        files of the checkpoint, dtype, our code
     accuracy  what the dtypes cost                     files of the checkpoint, dtypes, the text
     tokenizer a check that passed                      tokenizer.json, config.json
-    chunks    digests of a layer's chunks              digest of the layer, hash function, size
+    chunks    digests of a layer's chunks and of its   digest of the layer, hash function, size, size of
+              fs-verity tree                           the tree's blocks
     cost      microseconds of an encoder's program     as compile, and the machine
 
 A user's function has no key of its own lowering: it can read anything, so the build traces it each time. The
@@ -158,15 +159,17 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
     return Key("tokenizer", manifest.bundle.name, ingredients)
 
 
-def chunks_key(layer: str, algorithm: str, size: int) -> Key:
-    """Return the key of the digests of a layer's chunks.
+def chunks_key(layer: str, algorithm: str, size: int, verity_block: int) -> Key:
+    """Return the key of the digests of a layer's chunks, and of its fs-verity digest.
 
     Args:
         layer: digest of the layer.
         algorithm: name of the hash function.
         size: bytes of a chunk.
+        verity_block: bytes of a block of the fs-verity tree.
     """
-    return Key("chunks", layer, (("layer", layer), ("hash", algorithm), ("size", str(size))))
+    sizes = (("size", str(size)), ("verity block", str(verity_block)))
+    return Key("chunks", layer, (("layer", layer), ("hash", algorithm), *sizes))
 
 
 def cost_key(compiled: Key) -> Key:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.cli.calls import calls_table
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.cli.tables import accuracy_table, forms_table
 from prejit.runtime.format.audit import audit
@@ -55,6 +56,8 @@ def inspect(options: Namespace) -> int:
     layers = {layer.digest: layer for c in contents for layer in c.manifest.layers}
     sizes = [(_layer_name(x.mediaType), size(x.size)) for x in layers.values()]
     print_text(table(["layer", "size"], sizes))
+    if calls := calls_table(contents[0].config):
+        print_text(f"\n{calls}")
     for target, content in zip(targets, contents, strict=True):
         _print_target(target, content)
     return 0

@@ -42,9 +42,11 @@ def print_start(start: StartReport) -> None:
         "other": start.other_seconds,
     }
     shown = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in parts.items())
+    verity = f"; fs-verity for {start.verity_bytes / 1e6:.1f} MB" if start.verity_bytes else ""
     print_text(
         f"start {start.total_seconds * 1e3:.0f} ms: {shown}\n"
-        f"verified {start.hashed_bytes / 1e6:.1f} MB; receipts for {start.receipt_bytes / 1e6:.1f} MB",
+        f"verified {start.hashed_bytes / 1e6:.1f} MB; receipts for {start.receipt_bytes / 1e6:.1f} MB"
+        f"{verity}",
         file=sys.stderr,
     )
     for hint in start.hints:

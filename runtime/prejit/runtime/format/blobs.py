@@ -1,6 +1,7 @@
 """Read the blobs of a bundle: every byte is verified before it is used.
 
-Small blobs are verified whole. Large ones are verified in chunks, whose digests the config has.
+Small blobs are verified whole. Large ones are verified in chunks, whose digests the config has, unless the
+kernel verifies them by fs-verity.
 `Blobs.begin` starts the verification, and `Layer.wait` waits for it.
 """
 
@@ -19,6 +20,7 @@ from typing import NamedTuple, TypeVar, final
 
 from prejit.runtime.base.files import Content, Identity, map_file, timed_digest_file
 from prejit.runtime.base.process import Span, span
+from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
@@ -59,6 +61,7 @@ class Blobs:
     Attributes:
         hashed_bytes: the number of bytes that are hashed.
         receipt_bytes: the number of bytes that `begin` found receipts for.
+        verity_bytes: the number of bytes that `begin` leaves to the kernel, which verifies them by fs-verity.
         reads: when `read` was called.
         verification: verifies these blobs; `verify` or `begin` makes it.
     """
@@ -86,7 +89,7 @@ class Blobs:
             path = layout.blob_path(digest)
             content = map_file(descriptor, size, path)
             self._files[digest] = _File(path, descriptor, identity, content)
-        self.hashed_bytes = self.receipt_bytes = 0
+        self.hashed_bytes = self.receipt_bytes = self.verity_bytes = 0
         self.reads: list[Span] = []
         self.verification = VERIFIED
 
@@ -113,7 +116,8 @@ class Blobs:
         """Verify every blob that has no valid receipt now, whole: check 8.
 
         Args:
-            chunks: chunks of blobs, by digest, that are compared as well.
+            chunks: chunks of blobs, by digest, that are compared as well, with the fs-verity digests of files
+                that have one.
 
         Raises:
             RejectError: a blob is cut off, or has another digest.
@@ -126,6 +130,8 @@ class Blobs:
         jobs, names = list[Job](), list[tuple[str, Identity]]()
         for digest, table in parts:
             file = self._files[digest]
+            if table is not None:
+                _is_measured(file, table)
             if not self._holds(file, digest):
                 run = partial(_check_whole, file, digest, table)
                 jobs.append(Job(digest, 0, file.identity.size, run))
@@ -138,12 +144,15 @@ class Blobs:
     ) -> None:
         """Begin to verify the blobs of a target that have no valid receipt, in threads.
 
-        `verification` waits for them.
+        `verification` waits for them. Large layers that the kernel verifies are left to it.
 
         Args:
             manifest: the target. Nobody may use the blobs of others.
             chunks: the chunks of large layers, by media type; other blobs are hashed whole.
             first: media types of layers in the order in which they are needed; all others come after them.
+
+        Raises:
+            RejectError: a file has another fs-verity digest than its chunks.
         """
         layers = {at.mediaType: at.digest for at in manifest.layers}
         needed_first = [layers[name] for name in first if name in layers]
@@ -152,6 +161,9 @@ class Blobs:
         for digest in dict.fromkeys((*needed_first, *layers.values(), manifest.config.digest)):
             file, table = self._files[digest], tables.get(digest)
             size = file.identity.size
+            if table is not None and _is_measured(file, table):
+                self.verity_bytes += size
+                continue
             if self._holds(file, digest) or (table is not None and self._holds(file, table.name)):
                 self.receipt_bytes += size
                 continue
@@ -188,6 +200,24 @@ class Blobs:
             for name, identity in names:
                 self._receipts.add(name, identity, hashed_at=began)
             self._receipts.save()
+
+
+def _is_measured(file: _File, chunks: Chunks) -> bool:
+    """Return whether the kernel compares each page of a file, when it reads it, with the right digest.
+
+    Raises:
+        RejectError: it compares them with another digest.
+    """
+    if chunks.verity is None or (found := measure(file.descriptor)) is None:
+        return False
+    if found != chunks.verity:
+        raise RejectError(
+            file.path,
+            f"expected the fs-verity digest {chunks.verity}, found {found}",
+            hint="copy the file again and run `fsverity enable` on it without options: it has other bytes, "
+            "or a salt, or blocks of another size than 4096 bytes",
+        )
+    return True
 
 
 _buffers = threading.local()

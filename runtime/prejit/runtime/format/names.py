@@ -15,7 +15,7 @@ FORMAT_VERSION = 5
     reads 1 to 3 as they are: every new key may be missing.
 5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
     in threads, beside other work. A reader of 5 reads 1 to 4 as they are: every new key may be missing. It
-    verifies them whole, before anything else.
+    verifies them whole, before anything else. With fs-verity digests of the same layers.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""

@@ -194,11 +194,13 @@ class Chunks:
         algorithm: the hash function of the digests: `blake3`.
         size: the number of bytes of each chunk; the last one may have fewer.
         digests: the digest of each chunk, as 64 hexadecimal digits, in order.
+        verity: the fs-verity digest of the whole layer, as `sha256:<hex>`; None: not computed.
     """
 
     algorithm: str
     size: int
     digests: tuple[str, ...]
+    verity: str | None = None
 
     @property
     def name(self) -> str:

@@ -132,7 +132,7 @@ def _files(slow: dict[str, str], report: StartReport, blob: str, root: str) -> I
     """Yield why reading the bundle was slow. Programs read files with a receipt when they first run."""
     took = slow.get("reading") or slow.get("first run")
     from_disk = _read_bytes(root)
-    is_cold = from_disk > (report.hashed_bytes + report.receipt_bytes) / 4
+    is_cold = from_disk > (report.hashed_bytes + report.receipt_bytes + report.verity_bytes) / 4
     directory = os.path.dirname(os.path.dirname(os.path.dirname(blob)))
     if took is None or not (is_cold or "reading" in slow):
         return

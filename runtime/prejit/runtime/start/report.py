@@ -36,12 +36,13 @@ class StartReport:
             threads was. Verification that nobody waits for costs nothing here.
         loading_seconds: the rest of `load`; making programs ready; placing weights; the tokenizer.
         first_run_seconds: from the beginning of the first request to its first token or result, without the
-            parts above. If files with receipts are not in memory, programs read them from the disk here.
+            parts above. If files with receipts or fs-verity are not in memory, programs read them here.
             It is 0 before the first result.
         other_seconds: what the program did itself before `load` and between `load` and the first request.
         total_seconds: from the start of the process to the first result.
         hashed_bytes: size of the files that this start verified, or still verifies.
         receipt_bytes: size of the files whose receipt made that unnecessary.
+        verity_bytes: size of the files that the kernel verifies by fs-verity, when programs read them.
         hints: why a part was slow, for reasons that can be changed, and what to do.
     """
 
@@ -55,6 +56,7 @@ class StartReport:
     total_seconds: float
     hashed_bytes: int
     receipt_bytes: int
+    verity_bytes: int
     hints: tuple[str, ...] = ()
 
 
@@ -68,6 +70,7 @@ def split(
     read_share: float,
     hashed_bytes: int,
     receipt_bytes: int,
+    verity_bytes: int,
 ) -> StartReport:
     """Return the parts of a start, without hints.
 
@@ -80,6 +83,7 @@ def split(
         read_share: the part of verification that was reading, 0 to 1.
         hashed_bytes: size of the files that were verified.
         receipt_bytes: size of the files with a receipt.
+        verity_bytes: size of the files that the kernel verifies.
     """
     began, spans = loaded.start, [loaded, *spans, *process.imports]
     threads, ended = {loaded.thread}, loaded.end
@@ -110,6 +114,7 @@ def split(
         total_seconds=ended - began,
         hashed_bytes=hashed_bytes,
         receipt_bytes=receipt_bytes,
+        verity_bytes=verity_bytes,
     )
 
 

@@ -45,6 +45,7 @@ def parts_of(*spans: Span, **options: Any) -> dict[str, float]:
         "read_share": 0.25,
         "hashed_bytes": 1,
         "receipt_bytes": 2,
+        "verity_bytes": 3,
     }
     found = split(spans=spans, **{**given, **options})
     assert sum(parts(found).values()) == pytest.approx(found.total_seconds)

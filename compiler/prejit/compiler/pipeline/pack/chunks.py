@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from prejit.compiler.pipeline.keys import chunks_key
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.verity import BLOCK_BYTES, VerityHash
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import StoreError
 from prejit.runtime.format.checks.config import CHUNK_ALGORITHM
@@ -39,12 +40,16 @@ def chunks_of(layers: Iterable[PackedLayer], store: Store) -> dict[str, Chunks] 
 
 
 def _chunks(layer: PackedLayer, store: Store) -> Chunks:
-    key = chunks_key(layer.digest, CHUNK_ALGORITHM, CHUNK_BYTES)
+    key = chunks_key(layer.digest, CHUNK_ALGORITHM, CHUNK_BYTES, BLOCK_BYTES)
     result = store.get(key)
     if result is None:
-        result = {"digests": [blake3(chunk).hexdigest() for chunk in _pieces(layer.content)]}
+        digests, verity = list[str](), VerityHash()
+        for chunk in _pieces(layer.content):
+            digests.append(blake3(chunk).hexdigest())
+            verity.update(chunk)
+        result = {"digests": digests, "verity": verity.digest()}
         store.put(key, result)
-    return Chunks(CHUNK_ALGORITHM, CHUNK_BYTES, tuple(result["digests"]))
+    return Chunks(CHUNK_ALGORITHM, CHUNK_BYTES, tuple(result["digests"]), result["verity"])
 
 
 def _pieces(content: bytes | Path) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTensor
+from prejit.compiler.pipeline.pack.chunks import chunks_of
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
@@ -93,11 +94,13 @@ def pack_weights(
                 result = {"digest": blob.digest, "size": blob.size}
                 store.put(key, result, blobs=[blob.digest])
         path = store.blob_path(result["digest"])
-    if path is None:
-        raise BuildError("the weights are gone from the build cache", hint="build again")
-    return PackedLayer(
-        WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"
-    )
+        if path is None:
+            raise BuildError("the weights are gone from the build cache", hint="build again")
+        layer = PackedLayer(
+            WEIGHTS_MEDIA_TYPE, result["digest"], result["size"], path, "weights.safetensors"
+        )
+        chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
+    return layer
 
 
 def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) -> list[PackedTensor]:

@@ -10,10 +10,11 @@ trusts only what checks with a smaller number in the column "order" have verifie
     4      5, 6, 4   digest and content of each manifest         oci.check_digest, check_manifest
     5      5, 7      digest and content of a target's config     config.check_config, check_kernels_layer,
                                                                  check_chunks_layers
-    6      8         digests of layers and configs, whole or     format.blobs: `Blobs`
-                     by chunks; since format 5 those of the
-                     target that is served, each part before
-                     it is used; else all, before order 5
+    6      8         digests of layers and configs, whole,      format.blobs: `Blobs`
+                     by chunks or by fs-verity; since
+                     format 5 those of the target that is
+                     served, each part before it is used;
+                     else all, before order 5
     7      9         the library of native kernels               layers.check_kernels
     8      10        weights                                     safetensors.check_weights,
                                                                  config.check_weight_sets

@@ -188,6 +188,12 @@ def _check_chunks(config: Config, path: str) -> None:
             raise RejectError(
                 path, f"{where}: expected digests of 64 hexadecimal digits, at least one"
             )
+        if chunks.verity is not None and not is_digest(chunks.verity):
+            raise RejectError(
+                path,
+                f"{where}: expected verity of sha256: and 64 hexadecimal digits, "
+                f"found {chunks.verity!r:.80}",
+            )
 
 
 def _is_date(text: str) -> bool:

@@ -1,0 +1,283 @@
+"""fs-verity: where the kernel verifies a file, its digest is compared; everywhere else the file is hashed.
+
+The last tests need a kernel with fs-verity and root: they mount a file system of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prejit.compiler.pipeline.pack.verity import VerityHash
+from prejit.runtime.base.verity import measure
+from prejit.runtime.cli.output import print_start
+from prejit.runtime.errors import RejectError, StoreError
+from prejit.runtime.format import blobs
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+from prejit.runtime.loader import load
+
+from .test_chunks import chunked, flip, weights_of, weights_with_filler, with_chunks
+
+X = np.ones((2, 16), np.float32)
+OTHER = f"sha256:{'0' * 64}"
+
+
+@pytest.fixture(scope="module")
+def content(recipe: Any) -> bytes:
+    return weights_with_filler(recipe.content(WEIGHTS_MEDIA_TYPE))
+
+
+@pytest.fixture(scope="module")
+def digest(content: bytes) -> str:
+    hasher = VerityHash()
+    hasher.update(content)
+    return hasher.digest()
+
+
+@pytest.fixture(scope="module")
+def verity_recipe(recipe: Any, content: bytes, digest: str) -> Any:
+    """The recipe of most tests with 3 MB of weights that have an fs-verity digest."""
+    chunks = {WEIGHTS_MEDIA_TYPE: dataclasses.replace(chunked(content), verity=digest)}
+    return recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
+        lambda config: dataclasses.replace(config, chunks=chunks)
+    )
+
+
+@pytest.fixture
+def path(verity_recipe: Any, tmp_path: Path) -> Path:
+    return verity_recipe.write(tmp_path / "verity")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets what the kernel answers: most machines have no fs-verity."""
+
+    def answer(digest: str | None) -> None:
+        monkeypatch.setattr(blobs, "measure", lambda _: digest)
+
+    return answer
+
+
+def test_a_file_that_the_kernel_verifies_is_not_hashed(
+    path: Path,
+    content: bytes,
+    digest: str,
+    measured: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = load(path).call("score", x=X)
+    measured(digest)
+    monkeypatch.setattr(blobs, "_check_chunk", None)
+    bundle = load(path)
+    np.testing.assert_array_equal(bundle.call("score", x=X), expected)
+    report = bundle.start_report()
+    others = [file for file in served_files(path, bundle.target) if file != weights_of(path)]
+    assert report.verity_bytes == len(content)
+    assert report.hashed_bytes == sum(file.stat().st_size for file in others)
+    assert report.receipt_bytes == 0
+    print_start(report)
+    assert "; receipts for 0.0 MB; fs-verity for 3.1 MB\n" in capsys.readouterr().err
+
+
+def served_files(path: Path, target: str) -> list[Path]:
+    """The layers and the config of a target."""
+    files = path / "blobs" / "sha256"
+    for at in json.loads((path / "index.json").read_bytes())["manifests"]:
+        manifest = json.loads((files / at["digest"].removeprefix("sha256:")).read_bytes())
+        named = [manifest["config"], *manifest["layers"]]
+        found = [files / each["digest"].removeprefix("sha256:") for each in named]
+        if json.loads(found[0].read_bytes())["target"] == target:
+            return found
+    raise AssertionError(f"no target {target}")
+
+
+@pytest.mark.parametrize("read", [load, lambda path: audit(path, lambda *_: None)])
+def test_8_a_file_with_another_digest_is_rejected(
+    read: Callable[[Path], object], path: Path, digest: str, measured: Any
+) -> None:
+    """Its bytes may be right: `prejit verify` refuses it too, so that what it accepts can be served."""
+    measured(OTHER)
+    with pytest.raises(RejectError) as caught:
+        read(path)
+    assert caught.value.path == str(weights_of(path))
+    assert f"expected the fs-verity digest {digest}, found {OTHER}" in str(caught.value)
+
+
+def test_a_file_that_the_kernel_does_not_verify_is_hashed(path: Path, content: bytes) -> None:
+    """The file system of the temporary directory is asked."""
+    report = load(path).start_report()
+    assert report.verity_bytes == 0
+    assert report.hashed_bytes > len(content)
+    flip(weights_of(path), len(content) - 1)
+    with pytest.raises(RejectError, match="expected blake3"):
+        load(path).call("score", x=X)
+
+
+def test_a_bundle_without_such_digests_does_not_ask_the_kernel(
+    recipe: Any, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blobs, "measure", None)
+    chunks = {WEIGHTS_MEDIA_TYPE: chunked(content)}
+    plain = recipe.with_content(WEIGHTS_MEDIA_TYPE, content).configured(
+        lambda config: dataclasses.replace(config, chunks=chunks)
+    )
+    assert load(plain.write(tmp_path / "plain")).start_report().verity_bytes == 0
+
+
+def test_verify_hashes_a_file_that_the_kernel_verifies(
+    path: Path, content: bytes, digest: str, measured: Any
+) -> None:
+    measured(digest)
+    assert audit(path, lambda *_: None).hashed_bytes > len(content)
+    flip(weights_of(path), len(content) - 1)
+    with pytest.raises(RejectError, match="expected blake3"):
+        audit(path, lambda *_: None)
+
+
+def test_a_receipt_does_not_hide_another_digest(
+    path: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.store.receipts.SETTLED_SECONDS", -1.0)
+    load(path).call("score", x=X)
+    assert load(path).start_report().receipt_bytes
+    measured(OTHER)
+    with pytest.raises(RejectError, match="fs-verity"):
+        load(path)
+
+
+@pytest.mark.parametrize("verity", ["", "0" * 64, f"sha512:{'0' * 128}", f"sha256:{'A' * 64}"])
+def test_7_a_digest_of_another_form_is_rejected(
+    verity: str, verity_recipe: Any, tmp_path: Path
+) -> None:
+    forged = with_chunks(verity_recipe, lambda c: dataclasses.replace(c, verity=verity))
+    with pytest.raises(RejectError, match="expected verity of sha256: and 64 hexadecimal digits"):
+        load(forged.write(tmp_path / "forged"))
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOTTY, errno.EOPNOTSUPP, errno.ENODATA, errno.EOVERFLOW, errno.EPERM]
+)
+def test_any_error_of_the_kernel_means_no_digest(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, "")
+
+    monkeypatch.setattr(fcntl, "ioctl", fail)
+    assert measure(0) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "expected"), [(1, 32, f"sha256:{'ab' * 32}"), (2, 64, None)]
+)
+def test_only_digests_by_sha256_are_compared(
+    algorithm: int, size: int, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel writes them: struct fsverity_digest of linux/fsverity.h."""
+
+    def answer(_: int, request: int, buffer: bytearray) -> int:
+        assert request == (3 << 30 | 4 << 16 | ord("f") << 8 | 134)
+        assert struct.unpack_from("=HH", buffer) == (0, 64)
+        buffer[: 4 + size] = struct.pack("=HH", algorithm, size) + b"\xab" * size
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    assert measure(0) == expected
+
+
+class Disk:
+    """An ext4 file system with fs-verity in a file."""
+
+    def __init__(self, image: Path, mounted: Path) -> None:
+        self.image, self.mounted = image, mounted
+
+    def mount(self) -> None:
+        run("mount", "-o", "loop", self.image, self.mounted)
+
+    def unmount(self) -> None:
+        run("umount", self.mounted)
+
+    def damage(self, content: bytes) -> None:
+        """Flip a bit of these bytes below the file system, as a disk that decays does."""
+        self.unmount()
+        flip(self.image, self.image.read_bytes().index(content))
+        self.mount()
+
+
+def run(*command: object) -> None:
+    """Run a command that needs root, or skip the test with its reason."""
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"the command {command[0]} is not installed")
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(map(str, command[:2]))}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "image", tmp_path / "mounted")
+    made.mounted.mkdir()
+    with made.image.open("wb") as file:
+        file.truncate(64 << 20)
+    run("mkfs.ext4", "-q", "-b", "4096", "-O", "verity", made.image)  # as large as a page
+    made.mount()
+    try:
+        yield made
+    finally:
+        subprocess.run(["umount", "--lazy", made.mounted], capture_output=True, check=False)
+
+
+def test_the_kernel_measures_the_digest_that_the_build_computed(
+    verity_recipe: Any, content: bytes, digest: str, disk: Disk
+) -> None:
+    path = verity_recipe.write(disk.mounted / "bundle")
+    with weights_of(path).open("rb") as file:
+        assert measure(file.fileno()) is None
+    run("fsverity", "enable", weights_of(path))
+    with weights_of(path).open("rb") as file:
+        assert measure(file.fileno()) == digest
+    bundle = load(path)
+    bundle.call("score", x=X)
+    assert bundle.start_report().verity_bytes == len(content)
+    audit(path, lambda *_: None)
+
+
+def test_a_digest_with_a_salt_is_rejected(verity_recipe: Any, digest: str, disk: Disk) -> None:
+    path = verity_recipe.write(disk.mounted / "bundle")
+    run("fsverity", "enable", "--salt=ab", weights_of(path))
+    with pytest.raises(RejectError, match=f"expected the fs-verity digest {digest}, found sha256:"):
+        load(path)
+
+
+def test_damage_below_the_file_system_ends_the_process(
+    verity_recipe: Any, content: bytes, disk: Disk, run_python: Any
+) -> None:
+    """By SIGBUS, when something needs the page: the kernel gives out no byte of it."""
+    code = (
+        "import sys\n"
+        "import numpy as np\n"
+        "from prejit.runtime import load\n"
+        "print(load(sys.argv[1]).call('score', x=np.ones((2, 16), np.float32)))"
+    )
+    path = verity_recipe.write(disk.mounted / "bundle")
+    run("fsverity", "enable", weights_of(path))
+    size = int.from_bytes(content[:8], "little")
+    disk.damage(content[8 + size : 8 + size + 256])  # a tensor of `score`
+    done = run_python(code, path, status=None)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, ""), done.stderr
+    with pytest.raises(StoreError, match="cannot read: Input/output error"):
+        audit(path, lambda *_: None)
