@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -312,17 +312,17 @@ class Dispatch:
 
     jax_miss: Callable[..., Missed]
     _state: Mapping[str, Any]
-    _path: Any
 
     @classmethod
     def of(cls, jitted: Any) -> Dispatch | None:
         """Return the dispatch of what jax.jit returned; None: this version of jax has other parts."""
         try:
-            from jax._src.interpreters.pxla import MeshExecutableFastpathData as Path
+            from jax._src.interpreters.pxla import MeshExecutableFastpathData
 
             state = jitted.__getstate__()
-            known = Path._fields == _PATH_FIELDS and state.keys() >= _STATE_KEYS
-            return cls(state["cache_miss"], state, Path) if known else None
+            known = MeshExecutableFastpathData._fields == _PATH_FIELDS
+            known = known and state.keys() >= _STATE_KEYS
+            return cls(state["cache_miss"], state) if known else None
         except (AttributeError, ImportError, TypeError):
             return None
 
@@ -366,7 +366,7 @@ class Dispatch:
         """
         arrays, structure = self._state["pytree_registry"].flatten(result, None)
         sharding = single_sharding(device)
-        return self._path(
+        return _Path(
             xla_executable=loaded,
             out_pytree_def=structure,
             in_shardings=[sharding] * argument_count,
@@ -379,12 +379,129 @@ class Dispatch:
         )
 
 
+class _Results:
+    """The results of a program on their way out of jaxlib's dispatch, and a function that nests them."""
+
+    def __init__(self, arrays: list[Any], nest: Callable[[list[Any]], Any]) -> None:
+        self.arrays = arrays
+        self.nest = nest
+
+
+@functools.cache
+def _registry() -> Any:
+    """Return a registry of pytrees that has Python's containers and `_Results`."""
+    registry = import_jaxlib()[1].pytree.PyTreeRegistry()
+    registry.register_node(
+        _Results,
+        lambda results: (results.arrays, results.nest),
+        lambda nest, arrays: nest(list(arrays)),
+    )
+    return registry
+
+
+@functools.cache
+def _has_jit_state() -> bool:
+    """Return whether jaxlib's dispatch works, and give it the settings that it lacks before `import jax`.
+
+    `import jax` replaces them by jax's own.
+    """
+    _, _jax = import_jaxlib()
+    probe = _jax.pjit(
+        *("probe", _has_jit_state, lambda: (None, None, False), [], [], "probe", _registry()),
+        *(_has_jit_state, _jax.PjitFunctionCache(capacity=1)),
+    )
+    try:
+        probe()
+    except ValueError:  # they are not set
+        make, state = _jax.config.Config, _jax.jax_jit
+        state.set_disable_jit_state(make("prejit_disable_jit", False))
+        state.set_enable_x64_state(make("prejit_enable_x64", False))
+        state.set_post_hook_state(make("prejit_post_hook", None))
+        probe()
+    return True
+
+
+def cpu_function(
+    call: Callable[..., Any], miss: Callable[..., Missed], put: Callable[[Any], _Array]
+) -> Any | None:
+    """Return a function of NumPy arrays that jaxlib dispatches, without jax; None: this jaxlib cannot.
+
+    Args:
+        call: what it does while jax.disable_jit holds.
+        miss: what it does for a new signature; returns `cpu_path` if jaxlib may dispatch later calls.
+        put: puts one array on the device.
+    """
+    _, _jax = import_jaxlib()
+    try:
+        cache = _jax.PjitFunctionCache(capacity=_SIGNATURES)
+        if not _has_jit_state():
+            return None
+        return _jax.pjit(
+            *("call", call, miss, [], [], "prejit", _registry()),
+            *(lambda array, *_: put(array), cache),
+        )
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def cpu_path(
+    loaded: Any,
+    constants: Sequence[_Array],
+    argument_count: int,
+    results: Avals,
+    sharding: Any,
+    nest: Callable[[list[_Array]], Any],
+) -> Any:
+    """Return how jaxlib dispatches later calls to an executable on one CPU device.
+
+    Args:
+        loaded: jaxlib's executable.
+        constants: its first arguments, the weights.
+        argument_count: how many others there are.
+        results: shape and dtype of each.
+        sharding: as `cpu_sharding`.
+        nest: makes what the caller gets of the arrays.
+    """
+    _, structure = _registry().flatten(_Results([0] * len(results), nest), None)
+    count = len(constants) + argument_count
+    return _Path(
+        xla_executable=loaded,
+        out_pytree_def=structure,
+        in_shardings=[sharding] * count,
+        out_shardings=[sharding] * len(results),
+        out_avals=[_Aval(shape, dtype) for shape, dtype in results],
+        out_committed=[True] * len(results),
+        kept_var_bitvec=[True] * count,
+        in_device_local_layouts=[None] * count,
+        const_args=list(constants),
+    )
+
+
+def leaves_for_dispatch(values: Any) -> list[Any]:
+    """Return the leaves of a call's arguments in the order in which `cpu_function` passes them."""
+    leaves: list[Any] = _registry().flatten(values, None)[0]
+    return leaves
+
+
 _SIGNATURES = 4096
 """Maximum number of signatures that the dispatch of one function keeps."""
-_PATH_FIELDS = (
-    *("xla_executable", "out_pytree_def", "in_shardings", "out_shardings", "out_avals"),
-    *("out_committed", "kept_var_bitvec", "in_device_local_layouts", "const_args"),
-)
+
+
+class _Path(NamedTuple):
+    """How jaxlib dispatches calls of a signature: the fields of jax's MeshExecutableFastpathData."""
+
+    xla_executable: Any
+    out_pytree_def: Any
+    in_shardings: Sequence[Any]
+    out_shardings: Sequence[Any]
+    out_avals: Sequence[Any]
+    out_committed: Sequence[bool]
+    kept_var_bitvec: Sequence[bool]
+    in_device_local_layouts: Sequence[Any]
+    const_args: Sequence[Any]
+
+
+_PATH_FIELDS = _Path._fields
 _STATE_KEYS = {
     *("function_name", "fun", "cache_miss", "static_argnums", "static_argnames"),
     *("global_cache_key", "pytree_registry", "shard_arg_fallback"),

@@ -83,6 +83,11 @@ class Device:
         self._lock = threading.Lock()
 
     @property
+    def cpu_sharding(self) -> Any:
+        """The sharding of arrays that are made without jax's Python; None: the device needs jax."""
+        return self._cpu_sharding
+
+    @property
     def first(self) -> Any:
         """The device of the client, the first one of a mesh; a jax.Device if the client is jax's."""
         return self._local[0]
