@@ -401,9 +401,10 @@ def _registry() -> Any:
 
 @functools.cache
 def _has_jit_state() -> bool:
-    """Return whether jaxlib's dispatch works, and give it the settings that it lacks before `import jax`.
+    """Give jaxlib's dispatch the settings that it lacks before `import jax`, which replaces them by its own.
 
-    `import jax` replaces them by jax's own.
+    Raises:
+        ValueError, TypeError, AttributeError: this jaxlib needs others.
     """
     _, _jax = import_jaxlib()
     probe = _jax.pjit(
@@ -415,7 +416,7 @@ def _has_jit_state() -> bool:
     except ValueError:  # they are not set
         make, state = _jax.config.Config, _jax.jax_jit
         state.set_disable_jit_state(make("prejit_disable_jit", False))
-        state.set_enable_x64_state(make("prejit_enable_x64", False))
+        state.set_enable_x64_state(make("prejit_enable_x64", True))
         state.set_post_hook_state(make("prejit_post_hook", None))
         probe()
     return True
@@ -423,8 +424,11 @@ def _has_jit_state() -> bool:
 
 def cpu_function(
     call: Callable[..., Any], miss: Callable[..., Missed], put: Callable[[Any], _Array]
-) -> Any | None:
-    """Return a function of NumPy arrays that jaxlib dispatches, without jax; None: this jaxlib cannot.
+) -> Callable[..., Any] | None:
+    """Return a function that jaxlib dispatches, without jax; None: this jaxlib cannot.
+
+    Its arguments must be NumPy arrays in the machine's byte order, which jaxlib does not look at, and of at
+    most 32 bits, because jaxlib takes float64 for float32 where jax_enable_x64 is off.
 
     Args:
         call: what it does while jax.disable_jit holds.
@@ -433,13 +437,13 @@ def cpu_function(
     """
     _, _jax = import_jaxlib()
     try:
+        _has_jit_state()
         cache = _jax.PjitFunctionCache(capacity=_SIGNATURES)
-        if not _has_jit_state():
-            return None
-        return _jax.pjit(
+        function: Callable[..., Any] = _jax.pjit(
             *("call", call, miss, [], [], "prejit", _registry()),
             *(lambda array, *_: put(array), cache),
         )
+        return function
     except (AttributeError, TypeError, ValueError):
         return None
 

@@ -14,11 +14,16 @@ from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.format import trees
 from prejit.runtime.programs.calls import Calls, ChosenBucket
 
-_DTYPES = {
-    *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"),
-    *("float16", "bfloat16", "float32", "complex64"),
-}
-"""Dtypes that jaxlib passes as they are, whatever jax_enable_x64 says."""
+_DTYPES = frozenset(
+    dtype_of(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"),
+        *("float16", "bfloat16", "float32", "complex64"),
+    )
+)
+"""Dtypes of arguments that jaxlib's dispatch passes as they are."""
+_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes of less than a byte, which a device holds in another way than NumPy."""
 
 
 @final
@@ -37,7 +42,7 @@ class DispatchedCalls:
             calls: how to call a program.
         """
         self._calls = calls
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Callable[..., Any] | None] = {}
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
@@ -46,37 +51,42 @@ class DispatchedCalls:
         except (KeyError, TypeError):
             self._calls.buckets(name)  # raises if there is none
             function = self._functions.setdefault(name, self._function(name))
-        return function(*args, **kwargs)
+        if function is not None:
+            for value in _jaxlib.leaves_for_dispatch((args, kwargs)):
+                if type(value) is not np.ndarray or value.dtype not in _DTYPES:
+                    break
+            else:
+                return function(*args, **kwargs)
+        return self._calls.call(name, args, kwargs)
 
-    def _function(self, name: str) -> Callable[..., Any]:
-        """Return what calls a program, dispatched by jaxlib if that is possible."""
+    def _function(self, name: str) -> Callable[..., Any] | None:
+        """Return what jaxlib dispatches; None: the program cannot be dispatched."""
         calls, device = self._calls, self._calls.device
+        if device.cpu_sharding is None or calls.static_names(name):
+            return None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return calls.call(name, args, kwargs)
 
-        if device.cpu_sharding is None or calls.static_names(name):
-            return call
-        return _jaxlib.cpu_function(call, partial(self._miss, name), device.put) or call
+        return _jaxlib.cpu_function(call, partial(self._miss, name), device.put)
 
     def _miss(self, name: str, /, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
         """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
         chosen, result = self._calls.call_in_bucket(name, args, kwargs)
-        path = self._path(chosen) if self._is_plain(chosen, args, kwargs) else None
-        return result, path, False
-
-    def _is_plain(
-        self, chosen: ChosenBucket, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> bool:
-        """Return whether a program takes the arrays of a call as they are, in jaxlib's order."""
-        arrays = self._calls.programs.arguments(chosen.program.name)
         given = _jaxlib.leaves_for_dispatch((args, kwargs))
+        return result, self._path(chosen) if self._is_plain(chosen, given) else None, False
+
+    def _is_plain(self, chosen: ChosenBucket, given: Sequence[Any]) -> bool:
+        """Return whether a program takes the arrays of a call as they are, in jaxlib's order."""
+        programs = self._calls.programs
+        arrays = programs.arguments(chosen.program.name)
+        results = programs.results(chosen.program.name)
         return (
             not chosen.sizes
-            and len(given) == len(arrays) == len(chosen.values)
+            and len(given) == len(chosen.values)
             and all(map(_is, given, chosen.values))
-            and all(type(value) is np.ndarray for value in given)
-            and all(array.dtype in _DTYPES and not array.donated for array in arrays)
+            and not any(array.donated for array in arrays)
+            and not any(array.dtype in _PACKED for array in (*arrays, *results))
         )
 
     def _path(self, chosen: ChosenBucket) -> Any:

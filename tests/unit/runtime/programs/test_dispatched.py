@@ -129,7 +129,8 @@ def test_what_python_must_see_is_called_in_python(bundle: Bundle, entered: list[
 def test_mistakes_are_found_after_calls_that_fit(bundle: Bundle) -> None:
     x = np.ones((2, 8), np.float32)
     bundle.call("weighted", x)
-    for wrong in ((x[:1],), (x, x), (x.astype(int),), ("text",), ()):
+    doubles, ints, swapped = x.astype("f8"), x.astype("i8"), x.astype(">f4")
+    for wrong in ((x[:1],), (x, x), (doubles,), (ints,), (swapped,), ("text",), ()):
         for _ in range(2):
             with pytest.raises(UsageError, match="no bucket of 'weighted' takes these arguments"):
                 bundle.call("weighted", *wrong)
@@ -169,15 +170,21 @@ def test_many_threads_call_one_program(bundle: Bundle) -> None:
 def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) -> None:
     run_python(
         "import sys, numpy as np\n"
-        "from prejit.runtime import load\n"
+        "from prejit.runtime import UsageError, load\n"
         "bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones((2, 8), 'f')\n"
-        "for _ in range(3): assert (bundle.call('weighted', x) == 3).all()\n"
+        "def check():\n"
+        "    for _ in range(3): assert (bundle.call('weighted', x) == 3).all()\n"
+        "    try: bundle.call('weighted', x.astype('f8'))\n"
+        "    except UsageError: return\n"
+        "    assert False\n"
+        "check()\n"
         "assert 'jax' not in sys.modules\n"
         "import jax, jax.numpy as jnp\n"
         "assert jnp.asarray(np.ones(3)).dtype == 'float32'\n"
         "assert jax.jit(lambda x: x + 1)(1.0) == 2\n"
         "with jax.enable_x64(True): assert jax.jit(lambda x: x + 1)(np.ones(3)).dtype == 'float64'\n"
-        "for _ in range(3): assert (bundle.call('weighted', x) == 3).all()\n",
+        "check()\n"
+        "assert not jax.config.jax_enable_x64\n",
         path,
     )
 
