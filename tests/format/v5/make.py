@@ -6,8 +6,8 @@
 The executable is of a jaxlib that never was, so that every machine falls back to the portable program (and
 the files stay small). `expected.json` holds the digests and what the program answers.
 
-Format 5 is not released yet: a change of the format before its release may make these bundles again. After the
-release they are never made again. From the root of the repository:
+Format 5 is not released yet: a change of the format before its release may make these bundles again.
+After the release they are never made again. From the root of the repository:
 
     .venv/bin/python -m tests.format.v5.make
 """
