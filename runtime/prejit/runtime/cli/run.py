@@ -49,7 +49,8 @@ def run(options: Namespace) -> int:
             _say(note)
     if options.output is not None:
         write_text(options.output, json.dumps(report.described(), indent=1) + "\n")
-    return MISMATCH if options.require_aot and report.misses else status
+    compiled = report.misses or report.unwatched
+    return MISMATCH if options.require_aot and compiled else status
 
 
 def _check_match(bundle: RecordedBundle, options: Namespace) -> None:

@@ -57,11 +57,13 @@ class WatchedProcess:
         versions: of `jax`, `jaxlib` and `python`.
         found_directory: the cache that the program set for itself and did not get; None: it set none.
         requests: what it asked of jax, in order.
+        failure: why the hook could not watch all of them; None: it did.
     """
 
     versions: dict[str, str]
     found_directory: str | None
     requests: tuple[JaxRequest, ...]
+    failure: str | None = None
 
 
 def read_events(directory: Path) -> tuple[WatchedProcess, ...]:
@@ -72,15 +74,19 @@ def read_events(directory: Path) -> tuple[WatchedProcess, ...]:
 
 def _read(path: Path) -> WatchedProcess | None:
     versions: dict[str, str] | None = None
-    directory, requests = None, []
+    directory, failure, requests = None, None, []
     for line in _lines(path):
         if "process" in line:
             versions = line["versions"]
         elif "found_directory" in line:
             directory = line["found_directory"]
+        elif "failure" in line:
+            failure = line["failure"]
         else:
             requests.append(_request(line))
-    return None if versions is None else WatchedProcess(versions, directory, tuple(requests))
+    if versions is None:
+        return None
+    return WatchedProcess(versions, directory, tuple(requests), failure)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -67,6 +67,7 @@ class RunReport:
         processes: number of processes that used jax.
         programs: what became of the programs, by name.
         misses: the programs that were compiled.
+        unwatched: number of processes in which the hook failed: they may have compiled more.
         notes: what else keeps jax from the bundle.
     """
 
@@ -77,6 +78,7 @@ class RunReport:
     processes: int
     programs: tuple[Used, ...]
     misses: tuple[Miss, ...]
+    unwatched: int
     notes: tuple[str, ...]
 
     @property
@@ -126,6 +128,7 @@ def report_of(
         len(processes),
         _used(processes),
         misses,
+        sum(process.failure is not None for process in processes),
         tuple(_notes(bundle, processes, machine)),
     )
 
@@ -160,6 +163,9 @@ def _notes(
             "no process reported: the command used no jax, or started Python with -I, -E or -S, or with "
             "another environment"
         )
+    for failure in dict.fromkeys(each.failure for each in processes):
+        if failure is not None:
+            notes.append(f"a process could not be watched: {failure}")
     jaxlibs = sorted({process.versions["jaxlib"] for process in processes} - {machine.jaxlib})
     if jaxlibs:
         notes.append(

@@ -7,6 +7,7 @@ first one is printed, and the program goes on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -77,6 +78,13 @@ class _Compile:
     refused: bool = False
     said: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def outcome(self) -> str:
+        """Return what became of it, as `events.JaxRequest` has it."""
+        if self.hit or self.refused:
+            return "hit" if self.hit else "refused"
+        return "miss" if self.asked else "uncached"
+
 
 class _Reader(logging.Filter):
     """Reads the messages of one logger of jax. They go no further than they did before."""
@@ -98,8 +106,7 @@ class _Watch:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._thread = threading.local()
-        self._file: tuple[int, str] | None = None
-        self._lock = threading.Lock()
+        self._name = os.urandom(4).hex()
         self._failed = False
         self._found_directory: str | None = None
 
@@ -150,7 +157,8 @@ class _Watch:
         try:
             if text == jax_texts.SHAPES:
                 spelled = [_spelled(each) for each in arguments[1]]
-                self._lowered().setdefault(str(arguments[0]), []).append(spelled)
+                before = self._lowered().get(str(arguments[0]), [])
+                self._lowered()[str(arguments[0])] = [*before[:1], spelled]  # more say no more
             elif now is None:
                 return
             elif text == jax_texts.INGREDIENT:
@@ -163,8 +171,8 @@ class _Watch:
                 now.said["not_kept"] = record.getMessage()
         except Exception as error:
             self._fail(error)
-        if text == jax_texts.MISS and now is not None:
-            self._refuse(now)
+        if text == jax_texts.MISS:  # also where the program removed the listeners
+            self._refuse(now or _Compile(str(arguments[0])))
 
     def _lowered(self) -> dict[str, list[list[str]]]:
         """Return the arguments of what this thread has lowered and not compiled yet, by jax's name of it."""
@@ -204,13 +212,7 @@ class _Watch:
     def _line(self, now: _Compile, seconds: float) -> dict[str, Any]:
         line = {
             "function": now.function,
-            "outcome": "hit"
-            if now.hit
-            else "refused"
-            if now.refused
-            else "miss"
-            if now.asked
-            else "uncached",
+            "outcome": now.outcome,
             "seconds": seconds,
             "conditions": _conditions(now.said.pop("flags", [])),
             **now.said,
@@ -221,28 +223,31 @@ class _Watch:
         return line
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Append a line to the file of this process. A process that is killed has written all before."""
+        """Append a line to the file of this process, whose first writer adds what the process is.
+
+        A process that is killed has written all before. No lock: a fork would inherit it as it is.
+        """
         if self._orders.events is None:
             return
-        with self._lock:
-            lines = [line]
-            if self._file is None or self._file[0] != os.getpid():  # a fork has a file of its own
-                name = f"{os.getpid()}-{os.urandom(4).hex()}.jsonl"
-                self._file = os.getpid(), os.path.join(self._orders.events, name)
-                lines.insert(0, _process())
-            if self._found_directory is not None:
-                lines.append({"found_directory": self._found_directory})
-                self._found_directory = None
-            with open(self._file[1], "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(each) + "\n" for each in lines))
+        lines = [line]
+        if self._found_directory is not None:
+            lines.append({"found_directory": self._found_directory})
+            self._found_directory = None
+        path = os.path.join(self._orders.events, f"{os.getpid()}-{self._name}.jsonl")
+        if not os.path.exists(path):
+            lines.insert(0, _process())
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(each) + "\n" for each in lines))
 
     def _fail(self, error: Exception) -> None:
-        if not self._failed:
-            self._failed = True
-            print(
-                f"prejit: cannot watch jax any more: {type(error).__name__}: {error}",
-                file=sys.stderr,
-            )
+        """Print and report the first failure."""
+        if self._failed:
+            return
+        self._failed = True
+        text = f"{type(error).__name__}: {error}"
+        print(f"prejit: cannot watch jax any more: {text}", file=sys.stderr)
+        with contextlib.suppress(Exception):  # the same failure, perhaps
+            self._write({"failure": text})
 
 
 def _process() -> dict[str, Any]:
@@ -281,7 +286,7 @@ def _frames() -> list[Any]:
     import jax
 
     ours = tuple(
-        os.path.dirname(os.path.abspath(file))
+        os.path.join(os.path.dirname(os.path.abspath(file)), "")
         for file in (__file__, jax.__file__, logging.__file__)
     )
     frame: Any = sys._getframe(1)
