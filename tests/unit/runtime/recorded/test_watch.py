@@ -15,14 +15,14 @@ from prejit.runtime.recorded.hook.watch import Orders
 
 
 def watched(
-    tmp_path: Path, code: str, orders: Orders, status: int = 0
+    tmp_path: Path, code: str, orders: Orders, status: int = 0, **env: str
 ) -> tuple[subprocess.CompletedProcess[str], tuple[WatchedProcess, ...]]:
     """A program after `import jax, jax.numpy as jnp`, and the lines that its processes wrote."""
     script = tmp_path / "program.py"
     script.write_text(f"import jax, jax.numpy as jnp\n{code}")
     done = subprocess.run(
         [sys.executable, str(script)],
-        env=environment_for(orders, os.environ),
+        env=environment_for(orders, {**os.environ, **env}),
         capture_output=True,
         text=True,
         check=False,
@@ -84,6 +84,27 @@ def test_a_program_that_is_not_kept_says_why(tmp_path: Path, recording: Orders) 
     _, [process] = watched(tmp_path, code, recording)
     assert [r.outcome for r in process.requests] == ["uncached"]
     assert os.listdir(tmp_path / "cache") == []
+
+
+def test_the_hook_needs_no_prejit_in_the_program(tmp_path: Path, recording: Orders) -> None:
+    """The program's Python may be another one: here an import of prejit fails before jax is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Missing:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'prejit': raise ModuleNotFoundError('no prejit', name=name)\n"
+        "sys.meta_path.insert(0, Missing)\n"
+    )
+    code = (
+        "print(float(jax.jit(lambda x: x + 1)(1.0)))\n"
+        "try: import prejit.runtime\n"
+        "except ImportError as error: print(error)\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done, [process] = watched(tmp_path, code, recording, PYTHONPATH=path)
+    assert (done.stdout, done.stderr) == ("2.0\nno prejit\n", "")
+    assert [r.outcome for r in process.requests] == ["miss"]
 
 
 def test_each_process_has_lines_of_its_own(tmp_path: Path, recording: Orders) -> None:

@@ -1,7 +1,10 @@
 """The part of prejit that runs in the processes of a recorded program.
 
-The program's Python may be another one than prejit's, so this imports jax and Python's library alone.
+The program's Python may be another one than prejit's, so this imports jax, Python's library and itself.
 `site/sitecustomize.py` calls `start` after the program imported jax. Begin with `watch`.
+
+Files here import names from each other, as `from prejit.runtime.recorded.hook.watch import Orders` does.
+`from prejit.runtime.recorded.hook import watch` would import the package `prejit`, which may not be there.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ ENVIRONMENT = "PREJIT_HOOK"
 
 def start() -> None:
     """Watch jax in this process, as the environment orders; nothing where it orders nothing."""
-    from . import watch
+    from prejit.runtime.recorded.hook.watch import Orders, install
 
     orders = os.environ.get(ENVIRONMENT)
     if orders:
-        watch.install(watch.Orders(**json.loads(orders)))
+        install(Orders(**json.loads(orders)))

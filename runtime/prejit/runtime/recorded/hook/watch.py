@@ -17,7 +17,22 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import jax_texts
+from prejit.runtime.recorded.hook.jax_texts import (
+    COMPILE_EVENT,
+    COMPILER_LOGGER,
+    FLAG,
+    HIT,
+    HIT_EVENT,
+    INGREDIENT,
+    KEY_LOGGER,
+    MISS,
+    NOT_WRITTEN,
+    REQUEST_EVENT,
+    SAVED_EVENT,
+    SHAPES,
+    SHAPES_LOGGER,
+    TOO_QUICK,
+)
 
 CACHE_DIRECTORY = "jax_compilation_cache_dir"
 """The public setting of jax that names its cache."""
@@ -54,7 +69,7 @@ def install(orders: Orders) -> None:
         return
     monitoring.register_event_listener(watch.event)
     monitoring.register_event_duration_secs_listener(watch.duration)
-    for name in (jax_texts.KEY_LOGGER, jax_texts.COMPILER_LOGGER, jax_texts.SHAPES_LOGGER):
+    for name in (KEY_LOGGER, COMPILER_LOGGER, SHAPES_LOGGER):
         logger = logging.getLogger(name)
         logger.addFilter(_Reader(logger, watch))
         logger.setLevel(logging.DEBUG)
@@ -114,7 +129,7 @@ class _Watch:
 
     def begin(self, event: str, value: float, **details: Any) -> None:
         """jax begins with a program."""
-        if event != jax_texts.COMPILE_EVENT:
+        if event != COMPILE_EVENT:
             return
         try:
             self._keep_settings()
@@ -130,17 +145,17 @@ class _Watch:
         """jax looks into its cache, or has found a program there."""
         now = getattr(self._thread, "now", None)
         if now is not None:
-            now.asked |= event == jax_texts.REQUEST_EVENT
-            now.hit |= event == jax_texts.HIT_EVENT
+            now.asked |= event == REQUEST_EVENT
+            now.hit |= event == HIT_EVENT
 
     def duration(self, event: str, seconds: float, **details: Any) -> None:
         """jax has finished something."""
         now = getattr(self._thread, "now", None)
         if now is None:
             return
-        if event == jax_texts.SAVED_EVENT:
+        if event == SAVED_EVENT:
             now.said["saved_seconds"] = seconds
-        if event != jax_texts.COMPILE_EVENT:
+        if event != COMPILE_EVENT:
             return
         self._thread.now = None
         try:
@@ -155,23 +170,23 @@ class _Watch:
         text, now = str(record.msg), getattr(self._thread, "now", None)
         arguments: tuple[Any, ...] = record.args if isinstance(record.args, tuple) else ()
         try:
-            if text == jax_texts.SHAPES:
+            if text == SHAPES:
                 spelled = [_spelled(each) for each in arguments[1]]
                 before = self._lowered().get(str(arguments[0]), [])
                 self._lowered()[str(arguments[0])] = [*before[:1], spelled]  # more say no more
             elif now is None:
                 return
-            elif text == jax_texts.INGREDIENT:
+            elif text == INGREDIENT:
                 now.said.setdefault("ingredients", {})[arguments[0]] = arguments[1]
-            elif text == jax_texts.FLAG:
+            elif text == FLAG:
                 now.said.setdefault("flags", []).append(arguments[0])
-            elif text in (jax_texts.HIT, jax_texts.MISS):
+            elif text in (HIT, MISS):
                 now.said["name"], now.said["key"] = arguments
-            elif text.startswith(jax_texts.NOT_WRITTEN) and jax_texts.TOO_QUICK not in text:
+            elif text.startswith(NOT_WRITTEN) and TOO_QUICK not in text:
                 now.said["not_kept"] = record.getMessage()
         except Exception as error:
             self._fail(error)
-        if text == jax_texts.MISS:  # also where the program removed the listeners
+        if text == MISS:  # also where the program removed the listeners
             self._refuse(now or _Compile(str(arguments[0])))
 
     def _lowered(self) -> dict[str, list[list[str]]]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _SITE = os.path.dirname(os.path.abspath(__file__))
 _HOOK = os.path.join(os.path.dirname(_SITE), "hook", "__init__.py")
-_HOOK_NAME = "_prejit_hook"
+_HOOK_NAME = "prejit.runtime.recorded.hook"
+"""The name by which the hook imports itself, without the packages above it."""
 
 
 class _JaxFinder:
