@@ -50,7 +50,7 @@ def manifest_text(name: str, requests: Iterable[JaxRequest]) -> str:
         parts.append(
             "\n# Compiled too, by functions that cannot be imported by a name that was found:\n"
         )
-        parts += [f"#   {name}: {count} times\n" for name, count in sorted(others.items())]
+        parts += [f"#   {count} x {name}\n" for name, count in sorted(others.items())]
     return "".join(parts)
 
 

@@ -184,8 +184,9 @@ def text(report: RunReport) -> str:
     read = sum(each.hit_seconds for each in report.programs)
     saved = sum(each.saved_seconds for each in report.programs)
     parts = [
-        f"{report.bundle} for {report.target}, {report.digest[:19]}: {report.hits} hits in {read:.2f} s, "
-        f"{len(report.misses)} misses in {compiled:.2f} s; {report.processes} processes"
+        f"{report.bundle} for {report.target}, {report.digest[:19]}: "
+        f"{_counted(report.hits, 'hit')} in {read:.2f} s, "
+        f"{_counted(len(report.misses), 'miss')} in {compiled:.2f} s; {_counted(report.processes, 'process')}"
         + (f"; compiling took {saved:.0f} s more when it was recorded" if saved >= 1 else "")
     ]
     if report.mismatch is not None:
@@ -204,6 +205,12 @@ def text(report: RunReport) -> str:
         parts.append(table(["program", "hits", "misses", "took"], rows))
     parts += _explained(report.misses)
     return "\n\n".join(parts)
+
+
+def _counted(count: int, name: str) -> str:
+    """Return `1 miss` or `2 misses`."""
+    ending = "" if count == 1 else "es" if name.endswith("s") else "s"
+    return f"{count} {name}{ending}"
 
 
 def _explained(misses: Sequence[Miss]) -> list[str]:

@@ -222,7 +222,7 @@ def test_the_manifest_names_each_function_with_each_of_its_shapes(tmp_path: Path
         ("score", "serve:score", {"x": "float32[8]"}),
         ("score-2", "serve:score", {"x": "float32[16]"}),
     ]
-    assert "#   jit_add: 1 times" in text
+    assert "#   1 x jit_add" in text
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_the_manifest_says_what_to_fill_in(change: dict[str, object]) -> None:
 def test_a_function_that_no_import_finds_is_no_section(function: str) -> None:
     text = manifest_text("serve", [request("jit_score", function)])
     assert "program" not in tomllib.loads(text)
-    assert "#   jit_score: 1 times" in text
+    assert "#   1 x jit_score" in text
