@@ -124,6 +124,7 @@ def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Targe
     check_programs(config, programs, written)
     check_kernels(config, layers.get("kernels.v1+elf"), written)
     check_chunks(config, layers, written)
+    check_recorded(config, layers, written)
     tensors = read_weights(layers.get("weights.v1.safetensors"), config, sizes)
     chat = layers.get("chat.v1+json")
     return Target(name, needs, config, programs, tensors, None if chat is None else read_chat(chat))
@@ -171,6 +172,29 @@ def verity_of(layer: bytes) -> str:
         level = b"".join(hashlib.sha256(block.ljust(4096, b"\0")).digest() for block in blocks)
     header = bytes([1, 1, 12, 0, 0, 0, 0, 0]) + len(layer).to_bytes(8, "little")
     return digest_of((header + level).ljust(256, b"\0"))
+
+
+def check_recorded(config: dict[str, Any], layers: dict[str, bytes], written: int) -> None:
+    """By "Recorded files". What jax makes of them is left to jax."""
+    assert ("recorded" in config) == ("recorded.v1+zstd" in layers)
+    if "recorded" not in config:
+        assert {"executables.v1+zstd", "stablehlo.v1+zstd"} <= layers.keys()
+        return
+    assert written > 4
+    assert layers.keys() == {"recorded.v1+zstd"}
+    assert not config["programs"]
+    assert not config["weight_sets"]
+    assert not config.keys() & {"decoder", "encoder"}
+    files = [said["file"] for said in config["recorded"]]
+    assert files
+    assert files == sorted(set(files))
+    for said in config["recorded"]:
+        assert said.keys() - {"arguments", "function"} == {
+            *("name", "file", "entry", "ingredients", "conditions"),
+        }
+        assert re.fullmatch(r"[\w.-]{1,180}-[0-9a-f]{64}-cache", said["file"])
+        assert all(re.fullmatch("[0-9a-f]{64}", each) for each in said["ingredients"].values())
+        assert unpack(layers["recorded.v1+zstd"], said["entry"])
 
 
 V3 = "64bit avx avx2 bmi bmi2 cmov crc32 cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3"

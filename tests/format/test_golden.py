@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import zstandard
 
 from prejit.runtime import __main__, load
 from prejit.runtime.base.digests import digest_of
@@ -26,8 +27,13 @@ from prejit.runtime.bundle import Bundle
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import FallbackWarning, RejectError, UsageError
 from prejit.runtime.format.arrays import Mesh, parse_sharding
+from prejit.runtime.format.audit import Audit, audit
 from prejit.runtime.format.checks import oci
-from prejit.runtime.format.checks.config import check_chunks_layers, check_config
+from prejit.runtime.format.checks.config import (
+    check_chunks_layers,
+    check_config,
+    check_recorded_layer,
+)
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST, WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import OpenTarget, match, open_index, read_manifests
@@ -44,8 +50,10 @@ from prejit.runtime.format.schema import (
     Memory,
     Portable,
     ProgramEntry,
+    RecordedProgram,
     Segment,
 )
+from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 
@@ -99,6 +107,10 @@ def fallen_back(path: Path) -> Bundle:
     return loaded
 
 
+def audited(path: Path) -> Audit:
+    return audit(path, check_generation)
+
+
 def matched(path: Path, machine: Fingerprint) -> list[OpenTarget]:
     with Layout(path) as layout:
         return list(match(layout, open_index(layout)[0], machine))
@@ -133,11 +145,12 @@ def test_a_golden_bundle_can_be_inspected_and_explained(
 def test_a_changed_byte_of_a_golden_bundle_is_rejected(golden: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(golden, copy)
+    read = audited if golden.name == "recorded" else load  # `load` reads no recorded files
     for file in [path for path in copy.rglob("*") if path.is_file()]:
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(RejectError, match=file.name):
-            load(copy)
+            read(copy)
         file.write_bytes(content)
 
 
@@ -157,7 +170,7 @@ def test_the_documentation_names_every_key() -> None:
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
     kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
     kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
-    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks]
+    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
 
@@ -308,6 +321,90 @@ def test_chunks_are_refused_before_format_5() -> None:
         check_config(to_json(older), "4", target.name, needs, "config")
     with pytest.raises(AssertionError):
         second_reader.check_chunks(older, {}, 4)
+
+
+@pytest.fixture
+def recorded() -> tuple[second_reader.Target, ImageManifest, dict[str, bytes]]:
+    """The golden bundle of recorded files: as the second reader has it, its manifest and its layers."""
+    pytest.importorskip("safetensors")
+    path = HERE / "v5" / "recorded"
+    _, [target] = second_reader.read(path)
+    [opened] = matched(path, Fingerprint.current())
+    with Layout(path) as layout:
+        manifest = read_manifests(layout, [opened])[target.name]
+        [at] = manifest.layers
+        layers = {"recorded.v1+zstd": layout.read_blob(at.digest, at.size)}
+    return target, manifest, layers
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"file": "../../.profile"}, "expected a file of jax's compilation cache"),
+        ({"file": f"a/b-{'0' * 64}-cache"}, "expected a file of jax's compilation cache"),
+        ({"file": f"jit_a-{'0' * 63}-cache"}, "expected a file of jax's compilation cache"),
+        ({"file": f"{'a' * 181}-{'0' * 64}-cache"}, "expected a file of jax's compilation cache"),
+        ({"ingredients": {"computation": "A" * 64}}, "expected digests of 64 hexadecimal digits"),
+        ({"entry": {"raw_size": 0}}, "raw_size: expected 1 to"),
+        ({"entry": {"raw_size": (1 << 30) + 1}}, "raw_size: expected 1 to"),
+        ({"entry": {"offset": 1 << 20}}, "expected a frame in .* bytes, found 1048576 to"),
+        ({"entry": {"offset": -1}}, "expected a frame in .* bytes, found -1 to"),
+    ],
+)
+def test_v5_two_readers_refuse_the_same_recorded_files(
+    change: dict[str, Any],
+    complaint: str,
+    recorded: tuple[second_reader.Target, ImageManifest, dict[str, bytes]],
+) -> None:
+    target, manifest, layers = recorded
+    said = target.config["recorded"][0]
+    changed = {**said, **change, "entry": {**said["entry"], **change.get("entry", {})}}
+    config = {**target.config, "recorded": [changed]}
+    needs = from_json(Requirement, to_json(target.needs), "needs")
+    with pytest.raises(RejectError, match=complaint):
+        check_recorded_layer(
+            check_config(to_json(config), "5", target.name, needs, "config"), manifest, "config"
+        )
+    with pytest.raises((AssertionError, zstandard.ZstdError)):
+        second_reader.check_recorded(config, layers, 5)
+
+
+def test_recorded_files_are_refused_before_format_5_and_beside_anything_else(
+    recorded: tuple[second_reader.Target, ImageManifest, dict[str, bytes]],
+) -> None:
+    target, manifest, _ = recorded
+    needs = from_json(Requirement, to_json(target.needs), "needs")
+
+    def check(**change: Any) -> None:
+        config = {**target.config, **change}
+        written = str(config["format"])
+        read = check_config(to_json(config), written, target.name, needs, "config")
+        check_recorded_layer(read, manifest, "config")
+
+    with pytest.raises(
+        RejectError, match="expected recorded files since format 5, found them in 4"
+    ):
+        check(format=4)
+    with pytest.raises(RejectError, match="expected no programs beside recorded files"):
+        check(weight_sets={"model": []})
+    twice = [target.config["recorded"][0]] * 2
+    for wrong in (twice, target.config["recorded"][::-1], []):
+        with pytest.raises(RejectError, match="expected recorded files, each once, sorted by name"):
+            check(recorded=wrong)
+    without = {name: value for name, value in target.config.items() if name != "recorded"}
+    read = check_config(to_json(without), "5", target.name, needs, "config")
+    with pytest.raises(RejectError, match="expected no layer of recorded files, as the config"):
+        check_recorded_layer(read, manifest, "config")
+    more = dataclasses.replace(manifest.layers[0], mediaType=WEIGHTS_MEDIA_TYPE)
+    both = dataclasses.replace(manifest, layers=(*manifest.layers, more))
+    with pytest.raises(RejectError, match="expected no other layer beside recorded files"):
+        oci.check_manifest(to_json(both), "manifest")
+
+
+def test_load_refuses_recorded_files_and_names_the_command_that_takes_them() -> None:
+    with pytest.raises(UsageError, match="found one of `prejit record`") as caught:
+        load(HERE / "v5" / "recorded")
+    assert "prejit run" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

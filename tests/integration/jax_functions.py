@@ -587,6 +587,11 @@ REFUSED = {
         "unbound axis name",
         "inside `jax.shard_map`, with a `[mesh]`",
     ),
+    "jax.ffi.ffi_call of a library of your own": (
+        'jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct((4, 4), jnp.float32))(x)',
+        "it calls mine, which",
+        "write it in JAX or Pallas: a bundle holds no foreign libraries yet",
+    ),
     "a dict whose keys are neither texts nor integers": (
         "{(0, 1): x}",
         "expected dicts whose keys are texts or integers, found the key (0, 1)",
@@ -633,6 +638,11 @@ Results come back nested as the function returns them: dicts, lists, tuples, Non
 dataclass (also of `flax.struct` and equinox) is of its own class if `load(..., types=[...])` names it, else of a class with
 the same name and fields, so a server needs no code of yours. A type whose parts have no names comes back as a tuple. A
 random key (`jax.random.key`) is a key if the caller uses jax, else its data.
+
+## On several devices
+
+With a [`[mesh]`](how-to/mesh.md), arguments, parameters and results may be split, and `jax.shard_map` may use collectives such as
+`lax.psum` over the axes `data` and `tensor`. `tests/integration/test_any_program.py` tries it on four CPU devices.
 
 ## What works on some platforms
 

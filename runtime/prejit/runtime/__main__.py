@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from prejit.runtime import first_line
 from prejit.runtime.base import process
-from prejit.runtime.cli.parser import BUILD_COMMANDS, COMMANDS, parser
+from prejit.runtime.cli.parser import BUILD_COMMANDS, COMMANDS, parse
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
 
 _BUILD_PACKAGES = {
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in BUILD_COMMANDS:
             return _build_side(arguments)
-        options = parser().parse_args(arguments)
+        options = parse(arguments)
         with process.importing():
             module = importlib.import_module(f"prejit.runtime.cli.{COMMANDS[options.command]}")
         status: int = getattr(module, options.command)(options)

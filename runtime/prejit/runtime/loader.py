@@ -24,7 +24,7 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.collector import collector_off
 from prejit.runtime.base.process import importing, span
 from prejit.runtime.device.start import quickly
-from prejit.runtime.errors import FallbackWarning, KernelError, PrejitWarning
+from prejit.runtime.errors import FallbackWarning, KernelError, PrejitWarning, UsageError
 from prejit.runtime.fallback import (
     closest_target,
     count_fallback,
@@ -97,6 +97,7 @@ def load(
             request that needs its bytes raises this error, and no request ends before all files of the target
             are verified. Files of other targets are not read: `prejit verify` checks them.
         MismatchError: this machine matches no target, and on_mismatch is `error`.
+        UsageError: `prejit record` wrote the bundle.
     """
     with importing():
         from prejit.runtime.bundle import Bundle, LoadTimes
@@ -251,8 +252,22 @@ def _choose(opened: _Opened, must_match: bool) -> _Choice:
 
 
 def _read_config(opened: _Opened, target: OpenTarget) -> Config:
+    """Read and check the config of a target.
+
+    Raises:
+        RejectError: it is damaged.
+        UsageError: it lists recorded files, which only jax can load.
+    """
     manifest = opened.manifests[target.name]
-    return check_config_blob(opened.layout, target, manifest, opened.blobs.read(manifest.config))
+    config = check_config_blob(opened.layout, target, manifest, opened.blobs.read(manifest.config))
+    if config.recorded is not None:
+        path = opened.layout.path
+        raise UsageError(
+            f"{path}: expected a bundle that `prejit build` wrote, found one of `prejit record`, whose "
+            "files only jax loads",
+            hint=f"start the program with: prejit run {path} -- COMMAND",
+        )
+    return config
 
 
 def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> Library | None:

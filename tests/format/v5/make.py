@@ -1,18 +1,21 @@
-"""How the golden bundle of format 5 was made, with jax 0.10.2. For the record.
+"""How the golden bundles of format 5 were made, with jax 0.10.2. For the record.
 
     chunks/     a program with 150 KB of weights, whose layer has three chunks of 64 KB
+    recorded/   two recorded files of jax's compilation cache, which are a few words
 
-Its executable is of a jaxlib that never was, so that every machine falls back to the portable program (and
-the files stay small). `expected.json` holds the digest and what the program answers.
+The executable is of a jaxlib that never was, so that every machine falls back to the portable program (and
+the files stay small). `expected.json` holds the digests and what the program answers.
 
-Format 5 is not released yet: a change of the format before its release may make this bundle again. After the
-release it is never made again. From the root of the repository:
+Format 5 is not released yet: a change of the format before its release may make these bundles again.
+After the release they are never made again. From the root of the repository:
 
     .venv/bin/python -m tests.format.v5.make
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import shutil
 import sys
@@ -31,6 +34,7 @@ from prejit.compiler.pipeline.pack.bundle_files import (
     PackedTarget,
     PackedTensor,
     assemble,
+    check_readable,
     layer,
     write_weights,
 )
@@ -43,9 +47,18 @@ from prejit.runtime.format.limits import MIN_CHUNK_BYTES
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Chunks, Config, Memory, Portable, ProgramEntry
+from prejit.runtime.format.schema import (
+    Chunks,
+    Config,
+    Memory,
+    Portable,
+    ProgramEntry,
+    RecordedProgram,
+)
+from prejit.runtime.machine.requirement import Requirement
 
 HERE = Path(__file__).parent
 PARTS = 3
@@ -82,6 +95,42 @@ def chunked(content: bytes) -> Chunks:
     pieces = [content[at : at + MIN_CHUNK_BYTES] for at in range(0, len(content), MIN_CHUNK_BYTES)]
     digests = tuple(blake3(piece).hexdigest() for piece in pieces)
     return Chunks("blake3", MIN_CHUNK_BYTES, digests)
+
+
+def recorded() -> str:
+    """Write the bundle of recorded files, and return its digest."""
+    programs, content = [], b""
+    for name, arguments in (("jit_score", ("float32[16]",)), ("jit_scale", None)):
+        frame, segment = frame_of(f"what jax would keep of {name}".encode())
+        key = hashlib.sha256(name.encode()).hexdigest()
+        programs.append(
+            RecordedProgram(
+                name=name,
+                file=f"{name}-{key}-cache",
+                entry=dataclasses.replace(segment, offset=len(content)),
+                ingredients={} if arguments is None else {"computation": key, "XLA flags": key},
+                conditions={} if arguments is None else {"XLA flags": "--xla_x=1"},
+                arguments=arguments,
+                function=None if arguments is None else "serve:score",
+            )
+        )
+        content += frame
+    config = Config(
+        format=5,
+        bundle="recorded",
+        target="cpu-x86-64-v2",
+        requirement=Requirement("cpu", "x86_64", CPU.cpu_features, NO_JAXLIB),
+        versions={"jax": jax.__version__, "jaxlib": NO_JAXLIB, "prejit": "0.1.0"},
+        programs=(),
+        weight_sets={},
+        recorded=tuple(sorted(programs, key=lambda program: program.file)),
+    )
+    layers = (layer(RECORDED_MEDIA_TYPE, content, "programs.jax-cache"),)
+    shutil.rmtree(HERE / "recorded", ignore_errors=True)
+    index, blobs = assemble("recorded", [PackedTarget(config, layers)])
+    check_readable(index, blobs)
+    write_layout(HERE / "recorded", index, blobs)
+    return digest_of(index)
 
 
 def main() -> None:
@@ -125,7 +174,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of fallback
     loaded = load(HERE / "chunks")
     found = loaded.call("score", x=np.array(X, np.float32)).tolist()
-    expected = {"digests": {"chunks": loaded.digest}, "chunks": {"x": X, "score": found}}
+    digests = {"chunks": loaded.digest, "recorded": recorded()}
+    expected = {"digests": digests, "chunks": {"x": X, "score": found}}
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 

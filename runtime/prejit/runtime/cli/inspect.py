@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
-from prejit.runtime.format.schema import Config, Index
+from prejit.runtime.format.schema import Config, Index, RecordedProgram
 from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -85,6 +86,9 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
         held = content.manifest.layer(KERNELS_MEDIA_TYPE).size
         names = ", ".join(kernels.handlers)
         print_text(f"kernels {kernels.level}, {kernels.compiler}, {size(held)}: {names}")
+    if content.config.recorded is not None:
+        print_text(_recorded_table(content.config.recorded))
+        return
     rows = []
     for program in content.config.programs:
         held_bytes = (program.executable.size, program.portable.size, program.memory.temp_bytes)
@@ -93,6 +97,22 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
     print_text(table(heads, rows))
     if content.config.forms:
         print_text(forms_table(content.config.forms))
+
+
+def _recorded_table(recorded: Sequence[RecordedProgram]) -> str:
+    """Return the recorded programs as a table."""
+    rows = [
+        (each.name, each.function or "", size(each.entry.raw_size), _shortened(each.arguments))
+        for each in recorded
+    ]
+    return table(["recorded program", "function", "size", "arguments"], rows)
+
+
+def _shortened(arguments: Sequence[str] | None) -> str:
+    if arguments is None:
+        return "not known"
+    more = f", and {len(arguments) - 4} more" if len(arguments) > 4 else ""
+    return ", ".join(arguments[:4]) + more
 
 
 def _defaults(layout: Layout, content: Contents) -> Defaults | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from prejit.runtime.generation.options import OPTIONS, Option
@@ -12,6 +13,7 @@ BUILD_COMMANDS = {
     "build": "compile manifests and write their bundles",
     "targets": "list the targets that a manifest may name, and which of them this machine builds",
     "schema": "print the JSON Schema of manifests, for editors",
+    "record": "run a program and pack what jax compiles for it into a bundle",
     "gc": "remove cached programs and environments that were not used for some days",
 }
 """The commands of the build side, which need not be installed."""
@@ -26,6 +28,7 @@ COMMANDS = {
     "encode": "encode",
     "call": "call",
     "bench": "bench",
+    "run": "run",
 }
 """The module of `prejit.runtime.cli` that holds the function of each command."""
 
@@ -42,12 +45,24 @@ _EXAMPLES = {
     "  prejit generate artifacts/assistant --chat 'Why is the sky blue?'",
     "encode": "prejit encode artifacts/encoder 'a sentence' 'another' --json > embeddings.json",
     "call": "prejit call artifacts/score score --arg x=x.npy -o results",
+    "run": "prejit run artifacts/serve -- python serve.py\n"
+    "  prejit run artifacts/serve --report -- python serve.py\n"
+    "  prejit run artifacts/serve --require-aot -- gunicorn serve:app",
     "tune": "prejit tune artifacts/demo -o h200.json",
     "bench": "prejit bench artifacts/demo --page demo.html\n"
     "  prejit bench artifacts/demo -o baseline.json\n"
     "  prejit bench artifacts/demo --baseline baseline.json --tolerance 15\n"
     "  prejit bench artifacts/demo --against artifacts/demo-before",
 }
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line."""
+    options = parser().parse_args(arguments)
+    if options.command == "run" and "--" in arguments:
+        # argparse also drops a `--` of the program's own command, which one depends on Python's version.
+        options.child = list(arguments[arguments.index("--") + 1 :])
+    return options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -202,6 +217,36 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", metavar="FILE.json", help="write the report as JSON")
     command.add_argument("--page", metavar="FILE.html", help="write the report as an HTML page")
     _add_loading(command)
+
+    command = add(
+        "run",
+        "start any JAX program with a recorded bundle as jax's cache (exit: its own)",
+        json=False,
+    )
+    command.add_argument(
+        "child",
+        metavar="COMMAND",
+        nargs="+",
+        help="the program's command and its arguments, behind --",
+    )
+    command.add_argument(
+        "--report",
+        action="store_true",
+        help="print on stderr at the end what was read and what was compiled, and why",
+    )
+    command.add_argument("-o", "--output", metavar="FILE.json", help="write the report as JSON")
+    command.add_argument(
+        "--require-aot",
+        action="store_true",
+        help="raise an error in the program where it would compile, and exit with status 3",
+    )
+    command.add_argument(
+        "--on-mismatch",
+        choices=("jit", "error"),
+        default="jit",
+        help="where this machine matches no target: run without the bundle, or fail with exit status 3 "
+        "(default jit)",
+    )
     return top
 
 

@@ -22,6 +22,7 @@ from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import Contents, match, read_contents, read_kernels
@@ -69,11 +70,12 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
         blobs.verify(_chunks(contents))
         unpacked = set[tuple[str, Segment]]()
         for content in contents:
-            _check_programs(layout, content, unpacked)
+            _check_frames(layout, content, unpacked)
+            _check_arrays(layout, content)
             read_kernels(layout, content.config, content.manifest)
             _check_weights(layout, content)
             _check_texts(layout, content, check_generation)
-        programs = sum(len(content.config.programs) for content in contents)
+        programs = sum(len(c.config.programs or c.config.recorded or ()) for c in contents)
         return Audit(digest, len(targets), programs, blobs.hashed_bytes)
 
     return read_whole(path, read)
@@ -86,25 +88,36 @@ def _chunks(contents: Iterable[Contents]) -> Iterator[tuple[str, Chunks]]:
             yield content.manifest.layer(media_type).digest, chunks
 
 
-def _check_programs(layout: Layout, content: Contents, unpacked: set[tuple[str, Segment]]) -> None:
-    """Check the frames of a target's packs and the arrays of its programs.
+def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Segment]]) -> None:
+    """Check the frames of a target's packs.
 
     Args:
         layout: the bundle.
         content: the target.
         unpacked: the frames that are checked already; targets share portable programs.
     """
-    manifest, config = content.manifest, content.config
-    for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
-        at = manifest.layer(media_type)
+    programs = content.config.programs
+    packs = {
+        EXECUTABLES_MEDIA_TYPE: [program.executable for program in programs],
+        PORTABLE_MEDIA_TYPE: [
+            *(program.portable for program in programs),
+            *(program.symbolic for program in programs if program.symbolic is not None),
+        ],
+        RECORDED_MEDIA_TYPE: [program.entry for program in content.config.recorded or ()],
+    }
+    for at in content.manifest.layers:
+        segments = packs.get(at.mediaType)
+        if not segments:
+            continue
         pack, path = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
-        for program in config.programs:
-            executables = media_type == EXECUTABLES_MEDIA_TYPE
-            segments = [program.executable] if executables else [program.portable, program.symbolic]
-            for segment in filter(None, segments):
-                if (path, segment) not in unpacked:
-                    unpack(pack[segment.offset : segment.offset + segment.size], segment, path)
-                    unpacked.add((path, segment))
+        for segment in segments:
+            if (path, segment) not in unpacked:
+                unpack(pack[segment.offset : segment.offset + segment.size], segment, path)
+                unpacked.add((path, segment))
+
+
+def _check_arrays(layout: Layout, content: Contents) -> None:
+    manifest, config = content.manifest, content.config
     for program in config.programs:
         where = f"{layout.blob_path(manifest.config.digest)}: {program.name}"
         for texts, tree in (

@@ -14,14 +14,18 @@ FORMAT_VERSION = 5
 4 (2026-11-20): native kernels, a layer that executables may call; the requirement `glibc`. A reader of 4
     reads 1 to 3 as they are: every new key may be missing.
 5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
-    in threads, beside other work. A reader of 5 reads 1 to 4 as they are: every new key may be missing. It
-    verifies them whole, before anything else. With fs-verity digests of the same layers.
+    in threads, beside other work, and their fs-verity digests. Trees, static arguments, padding and open
+    sizes of the user's programs. Recorded files of jax's compilation cache. A reader of 5 reads 1 to 4 as
+    they are: every new key may be missing. It verifies them whole, before anything else.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
 
 CHUNKS_SINCE = 5
 """The format since which large layers have digests of chunks, and a load need not wait for all of them."""
+
+RECORDED_SINCE = 5
+"""The format since which a target may hold recorded files of jax's compilation cache."""
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -38,6 +42,8 @@ CHAT_MEDIA_TYPE = "application/vnd.prejit.chat.v1+json"
 """A Chat: the model's template for conversations."""
 GENERATION_MEDIA_TYPE = "application/vnd.prejit.generation-config.v1+json"
 LICENSE_MEDIA_TYPE = "application/vnd.prejit.license.v1+text"
+RECORDED_MEDIA_TYPE = "application/vnd.prejit.recorded.v1+zstd"
+"""A pack with files of jax's compilation cache."""
 LAYER_MEDIA_TYPES = (
     EXECUTABLES_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
@@ -47,6 +53,7 @@ LAYER_MEDIA_TYPES = (
     CHAT_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
 )
 
 REF_NAME = "org.opencontainers.image.ref.name"

@@ -11,6 +11,7 @@ from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
+    check_recorded_layer,
 )
 from prejit.runtime.format.checks.layers import check_kernels
 from prejit.runtime.format.checks.oci import (
@@ -143,6 +144,7 @@ def check_config_blob(
     config = check_config(content, target.format, name, needs, path)
     check_kernels_layer(config, manifest, layout.blob_path(target.descriptor.digest))
     check_chunks_layers(config, manifest, path)
+    check_recorded_layer(config, manifest, path)
     return config
 
 

@@ -74,7 +74,7 @@ class ImageManifest:
     annotations: dict[str, str]
 
     def layer(self, media_type: str) -> Descriptor:
-        """Return the layer of a media type. Check 6 ensures that both layers of programs exist."""
+        """Return the layer of a media type, which the manifest must have: checks 6 and 7."""
         return next(layer for layer in self.layers if layer.mediaType == media_type)
 
     def has_layer(self, media_type: str) -> bool:
@@ -255,6 +255,30 @@ class ProductForm:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedProgram:
+    """A program that jax compiled while `prejit record` watched: one file of jax's compilation cache.
+
+    Attributes:
+        name: jax's name of the program: `jit_score`.
+        file: jax's name of the file.
+        entry: the frame of the file's bytes in the pack of recorded files.
+        ingredients: digests of the ingredients of jax's key, 64 hexadecimal digits each, by jax's names. They
+            explain a miss; empty: the program hid them.
+        conditions: values behind some ingredients, by name, for people: `XLA flags`, `device kind`.
+        arguments: the arguments, each as dtype and shape, such as `float32[8,128]`; None: not known.
+        function: `package.module:attribute`, if the function can be imported by that name.
+    """
+
+    name: str
+    file: str
+    entry: Segment
+    ingredients: dict[str, str]
+    conditions: dict[str, str]
+    arguments: tuple[str, ...] | None = None
+    function: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """The properties of a decoder that generation needs.
 
@@ -419,6 +443,8 @@ class Config:
         kernels: the native kernels that executables call; None: they call none.
         forms: how programs with kernels compute their products; None: there are no such programs.
         chunks: the chunks of large layers, by media type; None: there are none.
+        recorded: recorded files of jax's compilation cache, sorted by file. A target that has them has no
+            programs of its own. None: there are none.
     """
 
     format: int
@@ -437,6 +463,7 @@ class Config:
     kernels: Kernels | None = None
     forms: tuple[ProductForm, ...] | None = None
     chunks: dict[str, Chunks] | None = None
+    recorded: tuple[RecordedProgram, ...] | None = None
 
 
 def encode_index(

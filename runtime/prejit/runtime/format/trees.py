@@ -195,7 +195,9 @@ def _named(
         if kind == "dict":
             allowed = type(key) in (str, int)
         else:
-            allowed = isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)
+            # Readers make classes with these fields. namedtuple takes none that begin with an underscore.
+            special = "_" if kind == "namedtuple" else "__"
+            allowed = isinstance(key, str) and _is_name(key) and not key.startswith(special)
         if not allowed:
             raise ValueError(f"expected keys of a {kind}, found {key!r:.80}")
     if len(set(map(str, fields))) != len(fields):
@@ -204,8 +206,13 @@ def _named(
     return Node(kind, tuple(keys), children, type_, constants)
 
 
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
 def _type(text: str) -> str:
-    if not _TYPE.fullmatch(text):
+    name = text.rpartition(":")[2].rpartition(".")[2]
+    if not _TYPE.fullmatch(text) or not _is_name(name):
         raise ValueError(f"expected a type as 'module:Name', found {text!r:.80}")
     return text
 

@@ -141,7 +141,7 @@ def unflatten(
 @functools.lru_cache(maxsize=4096)
 def _substitute(kind: str, type_: str, fields: tuple[str, ...]) -> Callable[..., Any]:
     """Return a class with the name and fields of one that this process does not know."""
-    name = re.sub(r"\W", "_", type_.rpartition(".")[2].rpartition(":")[2])
+    name = type_.rpartition(":")[2].rpartition(".")[2]
     if kind == "namedtuple":
         return namedtuple(name, fields)
     return dataclasses.make_dataclass(name, fields, frozen=True, eq=False)

@@ -63,7 +63,7 @@ def test_every_command_has_help_with_examples(
         assert example.startswith(f"  prejit {command}"), example
         words = example.partition(">")[0].split()
         # The examples are commands that the parser takes.
-        __main__.parser().parse_args([word.strip("'") for word in _shell_words(words)][1:])
+        __main__.parse([word.strip("'") for word in _shell_words(words)][1:])
 
 
 def _shell_words(words: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from prejit.runtime.programs import pytree
 from prejit.runtime.programs.pytree import MisfitError
 
 names = st.from_regex(r"[a-z][a-z0-9]{0,3}x", fullmatch=True)
-types = st.from_regex(r"[a-z.]{1,6}:[A-Za-z]{1,6}", fullmatch=True)
+types = st.from_regex(r"[a-z.]{1,6}:([A-Z]{1,3}\.)?[A-Z][a-z]{1,6}", fullmatch=True)
 constants = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
 
 
@@ -91,6 +91,11 @@ def test_other_texts_are_refused_with_one_error(text: str) -> None:
         '["namedtuple","m:N",[["class","*"]]]',
         '["namedtuple","m:N",[["a b","*"]]]',
         '["record","no type",[],[]]',
+        '["record","m:N.<lambda>",[],[]]',
+        '["record","m:1",[],[]]',
+        '["record","m:N",[["__dict__","*"]],[]]',
+        '["namedtuple","m:N",[["_x","*"]]]',
+        '["namedtuple","m:class",[]]',
         '["record","m:N",[["a","*"]],[["a",1]]]',
         '["record","m:N",[],[["a",[1]]]]',
         '["record","m:N",[],[["a",NaN]]]',

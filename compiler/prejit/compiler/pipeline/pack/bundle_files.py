@@ -17,6 +17,7 @@ from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
+    check_recorded_layer,
 )
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import (
@@ -259,5 +260,6 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             table = check_config(config, written, target, needs, target)
             check_kernels_layer(table, manifest, target)
             check_chunks_layers(table, manifest, target)
+            check_recorded_layer(table, manifest, target)
     except RejectError as error:
         raise BuildError(f"no reader would take this bundle: {error}") from error

@@ -23,7 +23,13 @@ from prejit.runtime.format.checks.signatures import (
     difference,
     kinds_of,
 )
-from prejit.runtime.format.names import CHUNKS_SINCE, KERNEL_LEVELS, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.names import (
+    CHUNKS_SINCE,
+    KERNEL_LEVELS,
+    KERNELS_MEDIA_TYPE,
+    RECORDED_MEDIA_TYPE,
+    RECORDED_SINCE,
+)
 from prejit.runtime.format.schema import Config, Encoder, ImageManifest, ProgramEntry
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
@@ -37,6 +43,8 @@ USER_FIELDS = (
 """Fields of a program that only those of kind `call` may have."""
 
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
+_RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
+"""The name of a recorded file. It becomes a name in a directory, so it must lead to no other place."""
 
 
 def check_config(
@@ -77,6 +85,7 @@ def check_config(
     _check_programs(config, path)
     _check_kernels(config, path)
     _check_chunks(config, path)
+    _check_recorded(config, path)
     if config.decoder is not None:
         _check_decoder(config, path)
     if config.encoder is not None:
@@ -193,6 +202,59 @@ def _check_chunks(config: Config, path: str) -> None:
                 path,
                 f"{where}: expected verity of sha256: and 64 hexadecimal digits, "
                 f"found {chunks.verity!r:.80}",
+            )
+
+
+def _check_recorded(config: Config, path: str) -> None:
+    """Check that recorded files have safe names, each once, and that nothing else is in their target."""
+    if config.recorded is None:
+        return
+    if config.format < RECORDED_SINCE:
+        raise RejectError(
+            path,
+            f"expected recorded files since format {RECORDED_SINCE}, found them in {config.format}",
+        )
+    if config.programs or config.weight_sets or config.decoder or config.encoder:
+        raise RejectError(path, "expected no programs beside recorded files, found some")
+    files = [program.file for program in config.recorded]
+    if not files or files != sorted(set(files)):
+        raise RejectError(path, "expected recorded files, each once, sorted by name")
+    for program in config.recorded:
+        where = f"{path}: {program.file!r:.80}"
+        if not _RECORDED_FILE.fullmatch(program.file):
+            raise RejectError(where, "expected a file of jax's compilation cache")
+        if not 0 < program.entry.raw_size <= limits.MAX_PROGRAM_BYTES:
+            raise RejectError(
+                where,
+                f"raw_size: expected 1 to {limits.MAX_PROGRAM_BYTES}, found {program.entry.raw_size}",
+            )
+        if not all(map(_HEX_DIGEST.fullmatch, program.ingredients.values())):
+            raise RejectError(where, "ingredients: expected digests of 64 hexadecimal digits")
+
+
+def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that a manifest has a layer of recorded files where its config lists some, and that they fit.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    has_layer = manifest.has_layer(RECORDED_MEDIA_TYPE)
+    if has_layer != (config.recorded is not None):
+        raise RejectError(
+            path,
+            f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
+        )
+    if config.recorded is None:
+        return
+    size = manifest.layer(RECORDED_MEDIA_TYPE).size
+    for program in config.recorded:
+        start, end = program.entry.offset, program.entry.offset + program.entry.size
+        if not 0 <= start <= end <= size:
+            raise RejectError(
+                path,
+                f"{program.file}: expected a frame in {size} bytes, found {start} to {end}",
             )
 
 

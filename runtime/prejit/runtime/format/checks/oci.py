@@ -28,6 +28,7 @@ from prejit.runtime.format.names import (
     OCI_LAYOUT,
     PORTABLE_MEDIA_TYPE,
     READABLE_FORMATS,
+    RECORDED_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
     TOKENIZER_MEDIA_TYPE,
@@ -128,7 +129,10 @@ def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
 
 
 def check_manifest(content: bytes, path: str) -> ImageManifest:
-    """6. Check that a manifest is canonical and has known layers, each once, and both layers of programs."""
+    """6. Check that a manifest is canonical and has known layers, each once, and those that it must have.
+
+    They are executables and portable programs, or recorded files alone.
+    """
     manifest = from_json(ImageManifest, content, path)
     if (manifest.schemaVersion, manifest.mediaType, manifest.artifactType) != (
         2,
@@ -143,6 +147,10 @@ def check_manifest(content: bytes, path: str) -> ImageManifest:
             raise RejectError(path, f"unexpected layer {layer.mediaType}")
         cap = _LAYER_CAPS.get(layer.mediaType, 1 << 50)
         check_descriptor(layer, layer.mediaType, cap, path)
+    if RECORDED_MEDIA_TYPE in media_types:
+        if len(media_types) > 1:
+            raise RejectError(path, "expected no other layer beside recorded files, found some")
+        return manifest
     for media_type in (EXECUTABLES_MEDIA_TYPE, PORTABLE_MEDIA_TYPE):
         if media_type not in media_types:
             raise RejectError(path, f"expected a layer {media_type}, found none")

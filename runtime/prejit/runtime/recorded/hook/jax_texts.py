@@ -1,0 +1,48 @@
+"""The texts of jax that prejit reads and that jax does not promise: messages, events, names of ingredients.
+
+A test compares each with the installed jax. If a release changes one, programs still run, and reports lack
+what this text would have told.
+"""
+
+from __future__ import annotations
+
+KEY_LOGGER = "jax._src.cache_key"
+INGREDIENT = "get_cache_key hash of serialized %s: %s"
+"""Arguments: the name of an ingredient of a cache key, and its digest."""
+FLAG = "Including XLA flag in cache key: %s"
+
+COMPILER_LOGGER = "jax._src.compiler"
+HIT = "Persistent compilation cache hit for '%s' with key %r"
+MISS = "PERSISTENT COMPILATION CACHE MISS for '%s' with key %r"
+"""Logged before the program is compiled. Arguments as of HIT: the program's name and its key."""
+NOT_WRITTEN = "Not writing persistent cache entry"
+"""The beginning of the messages that a compiled program is not kept, such as one with host callbacks."""
+TOO_QUICK = "because it took <"
+"""Part of such a message if the reason is a setting of `prejit run`."""
+
+SHAPES_LOGGER = "jax._src.interpreters.pxla"
+SHAPES = "Compiling %s with global shapes and types %s. Argument mapping: %s."
+"""Arguments: the program's name as `jit(score)`, its arguments' avals, their shardings."""
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""A scalar before a program is compiled or read from the cache, a duration after it; both with `fun_name`."""
+REQUEST_EVENT = "/jax/compilation_cache/compile_requests_use_cache"
+HIT_EVENT = "/jax/compilation_cache/cache_hits"
+SAVED_EVENT = "/jax/compilation_cache/compile_time_saved_sec"
+
+FILE_SUFFIX = "-cache"
+"""What a file of the cache has behind its key."""
+
+COMPUTATION = "computation"
+JAXLIB = "jax_lib version"
+BACKEND = "backend version"
+XLA_FLAGS = "XLA flags"
+COMPILE_OPTIONS = "compile_options"
+ACCELERATOR = "accelerator_config"
+COMPRESSION = "compression"
+CUSTOM_HOOK = "custom_hook"
+INGREDIENTS = (
+    *(COMPUTATION, JAXLIB, BACKEND, XLA_FLAGS, COMPILE_OPTIONS),
+    *(ACCELERATOR, COMPRESSION, CUSTOM_HOOK),
+)
+"""The ingredients of a cache key, in jax's order."""

@@ -1,0 +1,349 @@
+"""Watch what jax compiles in this process and what it reads from its cache, and write a line for each.
+
+jax reports through `jax.monitoring`, which is public, and through its loggers. A program that disables
+logging hides the ingredients of its keys, not its hits and misses. No failure here may break the program: the
+first one is printed, and the program goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from prejit.runtime.recorded.hook.jax_texts import (
+    COMPILE_EVENT,
+    COMPILER_LOGGER,
+    FLAG,
+    HIT,
+    HIT_EVENT,
+    INGREDIENT,
+    KEY_LOGGER,
+    MISS,
+    NOT_WRITTEN,
+    REQUEST_EVENT,
+    SAVED_EVENT,
+    SHAPES,
+    SHAPES_LOGGER,
+    TOO_QUICK,
+)
+
+CACHE_DIRECTORY = "jax_compilation_cache_dir"
+"""The public setting of jax that names its cache."""
+
+
+class NotRecordedError(RuntimeError):
+    """`prejit run --require-aot` met a program that the bundle does not hold."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the hook shall do.
+
+    Attributes:
+        settings: jax's settings by name. The program may not change them.
+        events: the directory for the lines; None: write none.
+        refuse: whether a program that is not in the cache raises NotRecordedError.
+        functions: whether to look for the names by which functions can be imported.
+    """
+
+    settings: dict[str, Any]
+    events: str | None = None
+    refuse: bool = False
+    functions: bool = False
+
+
+def install(orders: Orders) -> None:
+    """Register listeners with jax, and with its loggers where lines are wanted."""
+    from jax import monitoring
+
+    watch = _Watch(orders)
+    monitoring.register_scalar_listener(watch.begin)
+    if orders.events is None and not orders.refuse:
+        return
+    monitoring.register_event_listener(watch.event)
+    monitoring.register_event_duration_secs_listener(watch.duration)
+    for name in (KEY_LOGGER, COMPILER_LOGGER, SHAPES_LOGGER):
+        logger = logging.getLogger(name)
+        logger.addFilter(_Reader(logger, watch))
+        logger.setLevel(logging.DEBUG)
+
+
+@dataclass
+class _Compile:
+    """One program on its way from jax's request to its end.
+
+    Attributes:
+        function: its name as jax reports it, such as `jit(score)`.
+        asked: whether jax looked into its cache.
+        hit: whether it was there.
+        refused: whether NotRecordedError was raised for it.
+        said: the fields of its line.
+    """
+
+    function: str
+    asked: bool = False
+    hit: bool = False
+    refused: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        """Return what became of it, as `events.JaxRequest` has it."""
+        if self.hit or self.refused:
+            return "hit" if self.hit else "refused"
+        return "miss" if self.asked else "uncached"
+
+
+class _Reader(logging.Filter):
+    """Reads the messages of one logger of jax. They go no further than they did before."""
+
+    def __init__(self, logger: logging.Logger, watch: _Watch) -> None:
+        super().__init__()
+        self._parent = logger.parent or logging.getLogger()
+        self._own_level = logger.level
+        self._watch = watch
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self._watch.message(record)
+        return record.levelno >= (self._own_level or self._parent.getEffectiveLevel())
+
+
+class _Watch:
+    """Collects what jax reports of one program after the other, for each thread apart."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._thread = threading.local()
+        self._name = os.urandom(4).hex()
+        self._failed = False
+        self._found_directory: str | None = None
+
+    # What jax calls
+
+    def begin(self, event: str, value: float, **details: Any) -> None:
+        """jax begins with a program."""
+        if event != COMPILE_EVENT:
+            return
+        try:
+            self._keep_settings()
+            now = _Compile(str(details.get("fun_name", "")))
+            lowered = self._lowered().pop(now.function, [])
+            if len(lowered) == 1:  # of several, nothing tells which is compiled first
+                now.said["arguments"] = lowered[0]
+            self._thread.now = now
+        except Exception as error:
+            self._fail(error)
+
+    def event(self, event: str, **details: Any) -> None:
+        """jax looks into its cache, or has found a program there."""
+        now = getattr(self._thread, "now", None)
+        if now is not None:
+            now.asked |= event == REQUEST_EVENT
+            now.hit |= event == HIT_EVENT
+
+    def duration(self, event: str, seconds: float, **details: Any) -> None:
+        """jax has finished something."""
+        now = getattr(self._thread, "now", None)
+        if now is None:
+            return
+        if event == SAVED_EVENT:
+            now.said["saved_seconds"] = seconds
+        if event != COMPILE_EVENT:
+            return
+        self._thread.now = None
+        try:
+            self._write(self._line(now, seconds))
+        except Exception as error:
+            self._fail(error)
+        if not now.hit and not now.refused:
+            self._refuse(now)  # logging is disabled, or jax's cache is: found after it compiled
+
+    def message(self, record: logging.LogRecord) -> None:
+        """jax logs something."""
+        text, now = str(record.msg), getattr(self._thread, "now", None)
+        arguments: tuple[Any, ...] = record.args if isinstance(record.args, tuple) else ()
+        try:
+            if text == SHAPES:
+                spelled = [_spelled(each) for each in arguments[1]]
+                before = self._lowered().get(str(arguments[0]), [])
+                self._lowered()[str(arguments[0])] = [*before[:1], spelled]  # more say no more
+            elif now is None:
+                return
+            elif text == INGREDIENT:
+                now.said.setdefault("ingredients", {})[arguments[0]] = arguments[1]
+            elif text == FLAG:
+                now.said.setdefault("flags", []).append(arguments[0])
+            elif text in (HIT, MISS):
+                now.said["name"], now.said["key"] = arguments
+            elif text.startswith(NOT_WRITTEN) and TOO_QUICK not in text:
+                now.said["not_kept"] = record.getMessage()
+        except Exception as error:
+            self._fail(error)
+        if text == MISS:  # also where the program removed the listeners
+            self._refuse(now or _Compile(str(arguments[0])))
+
+    def _lowered(self) -> dict[str, list[list[str]]]:
+        """Return the arguments of what this thread has lowered and not compiled yet, by jax's name of it."""
+        if not hasattr(self._thread, "lowered"):
+            self._thread.lowered = {}
+        found: dict[str, list[list[str]]] = self._thread.lowered
+        return found
+
+    # What the orders say
+
+    def _keep_settings(self) -> None:
+        """Set jax's settings again if the program changed them: it would write to the cache, or miss it."""
+        import jax
+
+        for name, value in self._orders.settings.items():
+            found = getattr(jax.config, name)
+            if found != value:
+                if name == CACHE_DIRECTORY:
+                    self._found_directory = str(found)
+                jax.config.update(name, value)
+
+    def _refuse(self, now: _Compile) -> None:
+        """Raise NotRecordedError if the orders allow no compile."""
+        if not self._orders.refuse:
+            return
+        now.refused = True
+        shapes = ", ".join(now.said.get("arguments") or ())
+        where = now.said.setdefault("where", _where())
+        raise NotRecordedError(
+            f"{where}: {now.function or 'a program'} of ({shapes}) is not in the recorded bundle, and "
+            "--require-aot allows no compile. hint: `prejit run --report` says why; `prejit record` with the "
+            "same bundle adds it"
+        )
+
+    # The lines
+
+    def _line(self, now: _Compile, seconds: float) -> dict[str, Any]:
+        line = {
+            "function": now.function,
+            "outcome": now.outcome,
+            "seconds": seconds,
+            "conditions": _conditions(now.said.pop("flags", [])),
+            **now.said,
+        }
+        line.setdefault("where", _where())
+        if self._orders.functions:
+            line["importable"] = _importable(now.function)
+        return line
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Append a line to the file of this process, whose first writer adds what the process is.
+
+        A process that is killed has written all before. No lock: a fork would inherit it as it is.
+        """
+        if self._orders.events is None:
+            return
+        lines = [line]
+        if self._found_directory is not None:
+            lines.append({"found_directory": self._found_directory})
+            self._found_directory = None
+        path = os.path.join(self._orders.events, f"{os.getpid()}-{self._name}.jsonl")
+        if not os.path.exists(path):
+            lines.insert(0, _process())
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(each) + "\n" for each in lines))
+
+    def _fail(self, error: Exception) -> None:
+        """Print and report the first failure."""
+        if self._failed:
+            return
+        self._failed = True
+        text = f"{type(error).__name__}: {error}"
+        print(f"prejit: cannot watch jax any more: {text}", file=sys.stderr)
+        with contextlib.suppress(Exception):  # the same failure, perhaps
+            self._write({"failure": text})
+
+
+def _process() -> dict[str, Any]:
+    """Return the first line of a process's file."""
+    from importlib import metadata
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")} | {"python": python}
+    return {"process": os.getpid(), "program": (sys.argv or [""])[0], "versions": versions}
+
+
+def _conditions(flags: list[str]) -> dict[str, str]:
+    """Return what lies behind the ingredients, as text for people."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "backend version": device.client.platform_version,
+        "device kind": device.device_kind,
+        "device count": str(jax.device_count()),
+        "XLA flags": " ".join(sorted(set(flags))),
+    }
+
+
+def _spelled(aval: Any) -> str:
+    """Return an argument as `float32[8,128]`."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _frames() -> list[Any]:
+    """Return the frames of the program that led to this compile, the innermost first.
+
+    Those of jax, of logging and of this hook are left out.
+    """
+    import jax
+
+    ours = tuple(
+        os.path.join(os.path.dirname(os.path.abspath(file)), "")
+        for file in (__file__, jax.__file__, logging.__file__)
+    )
+    frame: Any = sys._getframe(1)
+    found = []
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith("<") and not os.path.abspath(name).startswith(ours):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _where() -> str:
+    """Return the line of the program that led to this compile, such as `serve.py:12`.
+
+    It is the innermost one that is in no installed package, if there is one.
+    """
+    frames = _frames()
+    own = [f for f in frames if "site-packages" not in f.f_code.co_filename] or frames
+    return f"{os.path.basename(own[0].f_code.co_filename)}:{own[0].f_lineno}" if own else "?"
+
+
+def _importable(function: str) -> dict[str, Any] | None:
+    """Return the name by which a function can be imported and its parameters; None: it was not found.
+
+    It is looked for by its name among the globals of the callers.
+    """
+    import inspect
+
+    name = function.partition("(")[2].rstrip(")")
+    if not name.isidentifier():
+        return None
+    for frame in _frames():
+        found = frame.f_globals.get(name)
+        module, qualname = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+        if not callable(found) or module is None or qualname != name:
+            continue
+        if module == "__main__":
+            main = sys.modules["__main__"]
+            spec = getattr(main, "__spec__", None)
+            file = os.path.basename(getattr(main, "__file__", None) or "")
+            module = spec.name if spec is not None else re.sub(r"\.py$", "", file)
+        parameters = list(inspect.signature(found).parameters)
+        return {"name": f"{module}:{name}", "parameters": parameters}
+    return None

@@ -1,0 +1,226 @@
+"""Open a recorded bundle, choose its target for this machine, and unpack it into a directory for jax.
+
+The files are unpacked once into the runtime's cache and shared by all processes. Each is verified when it is
+written, and again at every start, by its receipt or by hashing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from prejit.runtime.base.files import Identity, digest_file
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.checks.layers import unpack
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
+from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
+from prejit.runtime.format.schema import Index, RecordedProgram
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+from prejit.runtime.recorded.child import make_directory
+from prejit.runtime.store.directory import cache_root
+from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBundle:
+    """A recorded bundle that is open for this machine.
+
+    Attributes:
+        name: its name.
+        digest: its digest.
+        verdict: of the chosen target: the first that matches, or else the closest.
+        requirement: of the same target.
+        programs: of the same target.
+        directory: its files, unpacked; None: no target matches.
+    """
+
+    name: str
+    digest: str
+    verdict: Verdict
+    requirement: Requirement
+    programs: tuple[RecordedProgram, ...]
+    directory: Path | None
+
+
+def open_recorded(path: str | os.PathLike[str]) -> RecordedBundle:
+    """Open a recorded bundle, and unpack the target that matches this machine.
+
+    Raises:
+        RejectError: the bundle is damaged.
+        StoreError: it cannot be read, or the runtime's cache cannot be written.
+        UsageError: `prejit record` did not write it.
+    """
+    return read_whole(path, partial(_open, machine=Fingerprint.current()))
+
+
+def _open(layout: Layout, index: Index, digest: str, *, machine: Fingerprint) -> RecordedBundle:
+    targets = match(layout, index, machine)
+    if machine.platform != "cpu":
+        # The program decides where it runs. On a machine with an accelerator it may still choose the CPU.
+        targets += match(layout, index, on_cpu(machine))
+    closest = min(targets, key=lambda each: each.verdict.distance)
+    chosen = next((each for each in targets if each.verdict.matches), closest)
+    contents = read_contents(layout, chosen)
+    programs = recorded_of(layout, contents)
+    directory = unpacked(layout, chosen, contents) if chosen.verdict.matches else None
+    return RecordedBundle(
+        index.annotations[BUNDLE_NAME],
+        digest,
+        chosen.verdict,
+        contents.config.requirement,
+        programs,
+        directory,
+    )
+
+
+def on_cpu(machine: Fingerprint) -> Fingerprint:
+    """Return a machine as a program finds it that runs on its CPU."""
+    return replace(
+        machine,
+        platform="cpu",
+        plugin=None,
+        cuda=None,
+        driver=None,
+        device_kind=None,
+        compute_capability=None,
+        device_count=None,
+        topology=None,
+        device_memory_bytes=None,
+    )
+
+
+def recorded_of(layout: Layout, contents: Contents) -> tuple[RecordedProgram, ...]:
+    """Return the recorded programs of a target.
+
+    Raises:
+        UsageError: it has none, because `prejit build` wrote the bundle.
+    """
+    if contents.config.recorded is None:
+        raise UsageError(
+            f"{layout.path}: expected a bundle that `prejit record` wrote, found one of `prejit build`",
+            hint="load it with prejit.runtime.load, or record a run with: prejit record -o BUNDLE -- COMMAND",
+        )
+    return contents.config.recorded
+
+
+def read_files(layout: Layout, contents: Contents, into: Path) -> None:
+    """Write the files of a target into a directory, each verified.
+
+    Raises:
+        RejectError: a file is damaged.
+        StoreError: it cannot be written.
+    """
+    at = contents.manifest.layer(RECORDED_MEDIA_TYPE)
+    pack, where = layout.map_blob(at.digest, at.size), layout.blob_path(at.digest)
+    for program in recorded_of(layout, contents):
+        segment = program.entry
+        # The slice is a copy, to which no other process can write.
+        content = unpack(pack[segment.offset : segment.offset + segment.size], segment, where)
+        try:
+            (into / program.file).write_bytes(content)
+            (into / program.file).chmod(0o444)
+        except OSError as error:
+            raise StoreError(
+                f"{into / program.file}: cannot write: {error.strerror}",
+                hint="free some space there, or set PREJIT_RUNTIME_CACHE to another directory",
+            ) from error
+
+
+def unpacked(layout: Layout, target: OpenTarget, contents: Contents) -> Path:
+    """Return the directory with the files of a target, and nothing else; it is read-only.
+
+    Raises:
+        RejectError: the bundle is damaged.
+        StoreError: the runtime's cache cannot be written.
+    """
+    # The digest of the manifest names all files, and unlike the target's name it is a safe name.
+    name = target.descriptor.digest.removeprefix("sha256:")
+    directory = make_directory(cache_root() / "recorded" / "v1") / name
+    programs = recorded_of(layout, contents)
+    if _is_whole(directory, programs):
+        return directory
+    temporary = directory.with_name(f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    make_directory(temporary)
+    try:
+        read_files(layout, contents, temporary)
+        temporary.chmod(0o555)
+        if not _is_whole(directory, programs):  # another process may have been as quick
+            with contextlib.suppress(FileNotFoundError):
+                directory.rename(f"{temporary}.old")
+            with contextlib.suppress(FileExistsError):
+                temporary.rename(directory)
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot write: {error.strerror}") from error
+    finally:
+        _remove(temporary)
+        _remove(Path(f"{temporary}.old"))
+    if _is_whole(directory, programs):
+        return directory
+    raise StoreError(
+        f"{directory}: expected the unpacked files of {layout.path}, found others",
+        hint="another process writes there: remove the directory, then try again",
+    )
+
+
+def _remove(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.chmod(0o700)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_whole(directory: Path, programs: Sequence[RecordedProgram]) -> bool:
+    """Return whether a directory holds these files, undamaged, and no other, and only this user writes there.
+
+    A file of somebody else would run as code in the program.
+    """
+    try:
+        status = directory.lstat()
+        names = set(os.listdir(directory))
+    except OSError:
+        return False
+    if not stat.S_ISDIR(status.st_mode) or not _is_own(status):
+        return False
+    if names != {program.file for program in programs}:
+        return False
+    receipts = Receipts(directory)
+    whole = all(_is_file(directory / each.file, each, receipts) for each in programs)
+    receipts.save()
+    return whole
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_file(path: Path, program: RecordedProgram, receipts: Receipts) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+            return False
+        expected, identity = program.entry.raw_digest, Identity.of(status)
+        if identity.size != program.entry.raw_size:
+            return False
+        if receipts.holds(expected, identity):
+            return True
+        hashed_at = time.time()
+        if digest_file(descriptor) != expected:
+            return False
+        receipts.add(expected, identity, hashed_at=hashed_at)
+        return True
+    finally:
+        os.close(descriptor)

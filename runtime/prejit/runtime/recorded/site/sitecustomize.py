@@ -1,0 +1,97 @@
+"""Python imports this file at its start: `prejit record` and `run` put its directory on PYTHONPATH.
+
+It does three things: it removes its directory from `sys.path`, it waits for an import of jax to start
+`prejit.runtime.recorded.hook`, and it imports the sitecustomize that would have been imported without it. It
+imports nothing that Python has not imported by then, so a program without jax pays nothing.
+"""
+
+# No `from __future__ import annotations`: that is an import, too.
+import os
+import sys
+
+TYPE_CHECKING = False  # `typing` takes milliseconds to import
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+_SITE = os.path.dirname(os.path.abspath(__file__))
+_HOOK = os.path.join(os.path.dirname(_SITE), "hook", "__init__.py")
+_HOOK_NAME = "prejit.runtime.recorded.hook"
+"""The name by which the hook imports itself, without the packages above it."""
+
+
+class _JaxFinder:
+    """Finds jax as the other finders do, and starts the hook after it was imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        if name != "jax":
+            return None
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not _JaxFinder]
+        from importlib.util import find_spec
+
+        spec = find_spec(name)
+        try:
+            if spec is not None:
+                _start_after(spec.loader)
+        except Exception as error:
+            _warn(error)
+        return spec
+
+
+def _start_after(loader: "Any") -> None:
+    """Start the hook when this loader has executed its module."""
+    execute = loader.exec_module
+
+    def exec_module(module: "ModuleType") -> None:
+        del (
+            loader.exec_module
+        )  # the attribute of this very loader, which hides the method of its class
+        execute(module)
+        try:
+            _start()
+        except Exception as error:
+            _warn(error)
+
+    loader.exec_module = exec_module
+
+
+def _start() -> None:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location(
+        _HOOK_NAME, _HOOK, submodule_search_locations=[os.path.dirname(_HOOK)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    hook = module_from_spec(spec)
+    sys.modules[_HOOK_NAME] = hook
+    spec.loader.exec_module(hook)
+    hook.start()
+
+
+def _warn(error: Exception) -> None:
+    print(
+        f"prejit: cannot watch jax in this process: {type(error).__name__}: {error}",
+        file=sys.stderr,
+    )
+
+
+def _import_other() -> None:
+    """Import the sitecustomize that is next on `sys.path`, in the place of this one."""
+    this = sys.modules.pop(__name__)
+    try:
+        __import__(__name__)
+    except ImportError as error:
+        if error.name != __name__:
+            raise
+    finally:
+        sys.modules.setdefault(__name__, this)
+
+
+if __name__ == "sitecustomize":
+    sys.path[:] = [each for each in sys.path if os.path.abspath(each) != _SITE]
+    if "jax" not in sys.modules:
+        sys.meta_path.insert(0, _JaxFinder)
+    _import_other()

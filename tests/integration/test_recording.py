@@ -1,0 +1,315 @@
+"""Programs that know nothing of prejit: recorded once, then started without compiling, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.compiler.manifest.reading import read_manifest
+
+PROGRAM = """
+import os, sys
+import jax, jax.numpy as jnp
+
+@jax.jit
+def score(x, scale):
+    return jnp.tanh(x * scale).sum()
+
+if __name__ == "__main__":
+    rows = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    print(float(score(jnp.ones((rows, 4)), jnp.float32(2))), flush=True)
+"""
+ANSWER = "30.8488"  # 32 times tanh 2
+
+Prejit = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a program, and its recorded bundle in `serve`."""
+    directory = tmp_path_factory.mktemp("recording")
+    (directory / "serve.py").write_text(PROGRAM)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prejit_at(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Prejit:
+    """Runs `prejit ARGUMENTS` beside the program, with a runtime cache of the module or another."""
+    cache = tmp_path_factory.mktemp("caches") / "runtime"
+
+    def run(*words: object, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "prejit.runtime", *map(str, words)],
+            env={**os.environ, "PREJIT_RUNTIME_CACHE": str(cache), **env},
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == status, f"{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def bundle(here: Path, prejit_at: Prejit) -> Path:
+    done = prejit_at(
+        *("record", "-o", "serve", "--manifest", "serve.toml", "--json"),
+        *("--", sys.executable, "serve.py"),
+    )
+    answer, _, described = done.stdout.partition("\n")
+    assert answer.startswith(ANSWER)
+    said = json.loads(described)
+    assert (said["status"], said["left_out"]) == (0, [])
+    assert said["added"] == said["programs"] > 1
+    return here / "serve"
+
+
+def report_of(prejit_at: Prejit, bundle: Path, *command: object, **more: Any) -> dict[str, Any]:
+    file = bundle.parent / "report.json"
+    done = prejit_at("run", bundle, "-o", file, "--", *command, **more)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return {**found, "stdout": done.stdout, "stderr": done.stderr}
+
+
+def test_a_recorded_program_compiles_nothing(bundle: Path, prejit_at: Prejit) -> None:
+    found = report_of(prejit_at, bundle, sys.executable, "serve.py")
+    assert found["stdout"].startswith(ANSWER)
+    assert found["stderr"] == ""
+    assert (found["missed"], found["mismatch"], found["processes"]) == (0, None, 1)
+    assert "jit_score" in {program["name"] for program in found["programs"]}
+    required = prejit_at("run", bundle, "--require-aot", "--", sys.executable, "serve.py")
+    assert required.stderr == ""
+    plain = prejit_at("run", bundle, "--", sys.executable, "-W", "error", "serve.py")
+    assert (plain.stdout, plain.stderr) == (found["stdout"], "")
+
+
+def test_a_second_home_and_another_directory_change_nothing(
+    bundle: Path, prejit_at: Prejit, tmp_path: Path
+) -> None:
+    """A copy of the bundle, another HOME, working directory and runtime cache, as on another machine."""
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    shutil.copy(bundle.parent / "serve.py", tmp_path / "serve.py")
+    home = {"HOME": str(tmp_path / "home"), "PREJIT_RUNTIME_CACHE": str(tmp_path / "cache")}
+    script = f"cd {tmp_path} && exec {sys.executable} serve.py"
+    found = report_of(prejit_at, copy, "sh", "-c", script, **home)
+    assert (found["missed"], found["hits"] > 1) == (0, True)
+
+
+def test_the_cache_is_read_and_never_written(
+    bundle: Path, prejit_at: Prejit, tmp_path: Path
+) -> None:
+    """Also by a program that sets a cache and its limits itself, as root, who may write anywhere."""
+    cache = tmp_path / "cache"
+    lines = (
+        "import jax",
+        f"jax.config.update('jax_compilation_cache_dir', {str(tmp_path / 'own')!r})",
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)",
+        "import serve, jax.numpy as jnp",
+        "print(float(serve.score(jnp.ones((8, 4)), jnp.float32(2))))",
+        "serve.score(jnp.ones((5, 4)), jnp.float32(2))",
+    )
+    command = (sys.executable, "-c", "\n".join(lines))
+    found = report_of(prejit_at, bundle, *command, PREJIT_RUNTIME_CACHE=str(cache))
+    assert found["stdout"].startswith(ANSWER)
+    assert found["hits"] > 1
+    assert {miss["name"] for miss in found["misses"]} >= {"jit_score"}
+    assert any("own: not used" in note for note in found["notes"])
+    [directory] = (cache / "recorded" / "v1").iterdir()
+    described = json.loads(prejit_at("inspect", bundle, "--json").stdout)
+    recorded = {each["file"] for each in described["targets"][0]["config"]["recorded"]}
+    assert {path.name for path in directory.iterdir()} == recorded
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_miss_names_the_shapes_and_the_line(bundle: Path, prejit_at: Prejit) -> None:
+    done = prejit_at("run", bundle, "--report", "--", sys.executable, "serve.py", "16")
+    assert "miss: jit_score at serve.py:11" in done.stderr
+    assert (
+        "arguments: recorded (float32[8,4], float32[]), found (float32[16,4], float32[])"
+        in done.stderr
+    )
+    assert "hint: record this run too (prejit record -o BUNDLE -- COMMAND)" in done.stderr
+
+
+def test_the_first_compile_is_an_error_where_none_is_allowed(
+    bundle: Path, prejit_at: Prejit
+) -> None:
+    command = ("--", sys.executable, "serve.py", "16")
+    done = prejit_at("run", bundle, "--require-aot", *command, status=3)
+    assert done.stdout == ""
+    assert "NotRecordedError: serve.py:11: jit(" in done.stderr
+    assert "is not in the recorded bundle, and --require-aot allows no compile" in done.stderr
+    swallowed = (
+        "import runpy, sys",
+        "sys.argv = ['serve.py', '16']",
+        "try: runpy.run_path('serve.py', run_name='__main__')",
+        "except RuntimeError: print('swallowed')",
+    )
+    command = ("--", sys.executable, "-c", "\n".join(swallowed))
+    done = prejit_at("run", bundle, "--require-aot", *command, status=3)
+    assert done.stdout == "swallowed\n"
+    assert "miss: jit_" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [
+        (
+            "XLA_FLAGS",
+            "--xla_cpu_enable_fast_math=true",
+            ["XLA flags", "none", "--xla_cpu_enable_fast_math=true"],
+        ),
+        (
+            "XLA_FLAGS",
+            "--xla_force_host_platform_device_count=2",
+            ["device count", "1", "2"],
+        ),
+        (
+            "JAX_ENABLE_COMPILATION_CACHE",
+            "false",
+            ["jax's cache", "on", "off"],
+        ),
+    ],
+)
+def test_a_miss_names_the_setting_that_differs(
+    name: str, value: str, cause: list[str], bundle: Path, prejit_at: Prejit
+) -> None:
+    found = report_of(prejit_at, bundle, sys.executable, "serve.py", **{name: value})
+    assert found["hits"] == 0
+    for miss in found["misses"]:
+        assert cause in [[d["name"], d["recorded"], d["found"]] for d in miss["differs"]]
+
+
+def test_recording_again_changes_no_byte_and_another_run_is_added(
+    bundle: Path, prejit_at: Prejit, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "serve")
+    before = (copy / "index.json").read_bytes()
+    again = prejit_at("record", "-o", copy, "--", sys.executable, "serve.py")
+    assert "recorded 0 programs" in again.stderr
+    assert (copy / "index.json").read_bytes() == before
+    prejit_at("record", "-o", copy, "--", sys.executable, "serve.py", "16")
+    prejit_at("verify", copy)
+    for rows in ("8", "16"):
+        prejit_at("run", copy, "--require-aot", "--", sys.executable, "serve.py", rows)
+
+
+def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
+    bundle: Path, prejit_at: Prejit, tmp_path: Path
+) -> None:
+    """As after an upgrade: the bundle has the files and keys of a jaxlib that is not installed."""
+    rewritten = tmp_path / "serve"
+    script = (
+        "import sys, dataclasses",
+        "from pathlib import Path",
+        "from prejit.compiler.pipeline.pack.bundle_files import assemble",
+        "from prejit.compiler.recording.merging import packed, read_targets",
+        "from prejit.runtime.format.layout import write_layout",
+        "[target] = read_targets(Path(sys.argv[1]))",
+        "old = dataclasses.replace(target.requirement, jaxlib='0.0.1')",
+        "def aged(file):",
+        "    digests = {**file.entry.ingredients, 'jax_lib version': '0' * 64}",
+        "    name = file.entry.file[:-70] + '0' * 4 + file.entry.file[-66:]",  # another key
+        "    entry = dataclasses.replace(file.entry, ingredients=digests, file=name)",
+        "    return dataclasses.replace(file, entry=entry)",
+        "files = {each.entry.file: each for each in map(aged, target.programs.values())}",
+        "target = dataclasses.replace(target, requirement=old, programs=files)",
+        "write_layout(Path(sys.argv[2]), *assemble('serve', [packed(target, 'serve')]))",
+    )
+    subprocess.run(
+        [sys.executable, "-c", "\n".join(script), str(bundle), str(rewritten)], check=True
+    )
+    found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
+    assert found["stdout"].startswith(ANSWER)
+    assert found["mismatch"].startswith("jaxlib: needs 0.0.1, found")
+    assert "The program runs without the bundle" in found["stderr"]
+    causes = {d["name"] for miss in found["misses"] for d in miss["differs"]}
+    assert causes == {"jaxlib"}
+    prejit_at("record", "-o", rewritten, "--", sys.executable, "serve.py")
+    found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
+    assert (found["missed"], found["mismatch"]) == (0, None)
+
+
+def test_a_server_is_recorded_until_a_signal_ends_it(
+    here: Path, bundle: Path, prejit_at: Prejit, tmp_path: Path
+) -> None:
+    """It answers in processes of its own, which it forks after the import of jax."""
+    server = (
+        "import os, signal, sys, time",
+        "import jax, serve, jax.numpy as jnp",
+        "for rows in (2, 3):",
+        "    if os.fork() == 0:",
+        "        serve.score(jnp.ones((rows, 4)), jnp.float32(2))",
+        "        print(rows, flush=True)",
+        "        os._exit(0)",
+        "    os.wait()",
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))",
+        "print('ready', flush=True)",
+        "while True: time.sleep(0.05)",
+    )
+    (here / "server.py").write_text("\n".join(server))
+    words = ["record", "-o", str(tmp_path / "b"), "--", sys.executable, "server.py"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "prejit.runtime", *words],
+        cwd=here,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(3)] == ["2\n", "3\n", "ready\n"]
+        process.send_signal(signal.SIGTERM)
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "recorded" in printed
+    for rows in ("2", "3"):
+        prejit_at("run", tmp_path / "b", "--require-aot", "--", sys.executable, "serve.py", rows)
+
+
+def test_the_manifest_is_one_that_a_plan_accepts(
+    here: Path, bundle: Path, prejit_at: Prejit
+) -> None:
+    [program] = read_manifest(here / "serve.toml").programs
+    assert (program.name, program.fn) == ("score", "serve:score")
+    assert program.args == {"x": "float32[8,4]", "scale": "float32[]"}
+    planned = prejit_at("plan", "serve.toml", status=8, PREJIT_CACHE=str(here / "cache"))
+    assert "score" in planned.stdout
+
+
+def test_a_program_with_its_own_logging_is_not_disturbed(bundle: Path, prejit_at: Prejit) -> None:
+    """jax's messages, which the report needs, do not reach the handlers of the program."""
+    lines = (
+        "import logging",
+        "logging.basicConfig(level=logging.INFO, format='LOG %(name)s')",
+        "import runpy; runpy.run_path('serve.py', run_name='__main__')",
+    )
+    found = report_of(prejit_at, bundle, sys.executable, "-c", "\n".join(lines))
+    assert found["missed"] == 0
+    assert "jax._src.cache_key" not in found["stderr"]
+    assert "jax._src.compiler" not in found["stderr"]
+    lines = ("import logging", "logging.disable()", "import sys; sys.argv = ['serve.py', '16']")
+    lines = (*lines, "import runpy; runpy.run_path('serve.py', run_name='__main__')")
+    found = report_of(prejit_at, bundle, sys.executable, "-c", "\n".join(lines))
+    causes = {d["name"] for miss in found["misses"] for d in miss["differs"]}
+    assert "cause" in causes
+    command = ("--", sys.executable, "-c", "\n".join(lines))
+    prejit_at("run", bundle, "--require-aot", *command, status=3)
+
+
+def test_nothing_to_record_is_said(prejit_at: Prejit, tmp_path: Path) -> None:
+    done = prejit_at("record", "-o", tmp_path / "b", "--", "true", status=1)
+    assert "the program compiled nothing with jax" in done.stderr
+    assert not (tmp_path / "b").exists()
+    assert not list(tmp_path.glob(".*"))

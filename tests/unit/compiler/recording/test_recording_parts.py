@@ -1,0 +1,251 @@
+"""What a recording keeps, how recordings merge, and the manifest that one writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tomllib
+import zlib
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from prejit.compiler.manifest.reading import read_manifest
+from prejit.compiler.pipeline.pack.bundle_files import assemble
+from prejit.compiler.recording.manifest_text import manifest_text
+from prejit.compiler.recording.merging import (
+    RecordedTarget,
+    collect,
+    is_of,
+    merged,
+    packed,
+    read_targets,
+    requirement_of,
+)
+from prejit.compiler.recording.recorder import bundle_name, default_name
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format.layout import write_layout
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.recorded.events import JaxRequest, WatchedProcess
+
+MACHINE = Fingerprint("cpu", "x86_64", ("avx2", "sse"), "1.2.3", "", 1, 1)
+GPU = dataclasses.replace(
+    MACHINE,
+    platform="cuda",
+    plugin="jax-cuda13-pjrt 1.2.3",
+    cuda="13.0",
+    driver="580.1",
+    device_kind="NVIDIA L4",
+    compute_capability="8.9",
+    device_count=2,
+    device_memory_bytes=1 << 34,
+)
+
+
+def key_of(name: str) -> str:
+    return f"{name}-{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def request(name: str, function: str | None = None, **more: object) -> JaxRequest:
+    made = JaxRequest(
+        name=name,
+        key=key_of(name),
+        outcome="miss",
+        seconds=0.1,
+        saved_seconds=None,
+        arguments=("float32[8]",),
+        ingredients={"computation": "0" * 64},
+        conditions={"platform": "cpu"},
+        where="serve.py:7",
+        not_kept=None,
+        function=function,
+        parameters=("x",) if function else (),
+    )
+    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+def process(*requests: JaxRequest, jaxlib: str = "1.2.3") -> WatchedProcess:
+    return WatchedProcess({"jax": "1", "jaxlib": jaxlib, "python": "3"}, None, requests)
+
+
+def put(cache: Path, name: str, content: bytes | None = None) -> bytes:
+    content = zstandard.compress(name.encode() * 50) if content is None else content
+    (cache / f"{key_of(name)}-cache").write_bytes(content)
+    return content
+
+
+def test_files_go_to_the_target_of_the_process_that_made_them(tmp_path: Path) -> None:
+    for name in ("jit_a", "jit_b", "jit_c"):
+        put(tmp_path, name)
+    (tmp_path / "something else").write_text("")
+    processes = [process(request("jit_a")), process(request("jit_b"), jaxlib="4.5.6")]
+    targets, left_out = collect(tmp_path, processes, MACHINE, known=())
+    found = {target.requirement.jaxlib: sorted(target.programs) for target in targets}
+    # No process reported of jit_c: it is of this machine's own jaxlib.
+    assert found == {
+        "1.2.3": [f"{key_of('jit_a')}-cache", f"{key_of('jit_c')}-cache"],
+        "4.5.6": [f"{key_of('jit_b')}-cache"],
+    }
+    assert left_out == ()
+    [first] = [target for target in targets if target.requirement.jaxlib == "1.2.3"]
+    entries = [file.entry for file in first.programs.values()]
+    assert [entry.name for entry in entries] == ["jit_a", "jit_c"]
+    assert [entry.arguments for entry in entries] == [("float32[8]",), None]
+
+
+def test_a_file_has_the_bytes_that_jax_wrote(tmp_path: Path) -> None:
+    content = put(tmp_path, "jit_a")
+    ([target], _) = collect(tmp_path, [], MACHINE, known=())
+    [file] = target.programs.values()
+    assert file.content() == content
+
+
+def test_files_that_were_there_before_are_not_recorded_again(tmp_path: Path) -> None:
+    put(tmp_path, "jit_a")
+    assert collect(tmp_path, [], MACHINE, known={f"{key_of('jit_a')}-cache"}) == ((), ())
+
+
+@pytest.mark.parametrize("compress", [zstandard.compress, zlib.compress])
+@pytest.mark.parametrize("damage", [lambda c: c + b"rest", lambda c: c[:-3], lambda c: b""])
+def test_a_file_that_two_processes_wrote_at_once_is_left_out(
+    compress: object, damage: object, tmp_path: Path
+) -> None:
+    assert callable(compress)
+    assert callable(damage)
+    content = compress(b"what a program is" * 9)
+    put(tmp_path, "jit_whole", content)
+    put(tmp_path, "jit_torn", damage(content))
+    ([target], [reason]) = collect(tmp_path, [], MACHINE, known=())
+    assert [file.entry.name for file in target.programs.values()] == ["jit_whole"]
+    assert reason.startswith("jit_torn-")
+    assert "record again" in reason
+
+
+def test_a_program_that_jax_does_not_keep_is_named(tmp_path: Path) -> None:
+    why = "Not writing persistent cache entry for 'jit_a' because it uses host callbacks"
+    _, [reason] = collect(tmp_path, [process(request("jit_a", not_kept=why))], MACHINE, known=())
+    assert reason == f"jit_a at serve.py:7: {why}"
+
+
+def test_the_requirement_leaves_to_jax_what_jax_compares() -> None:
+    needs = requirement_of(process(), request("jit_a"), MACHINE)
+    assert (needs.platform, needs.cpu_features, needs.jaxlib) == ("cpu", ("avx2", "sse"), "1.2.3")
+    on_gpu = requirement_of(process(), request("jit_a", conditions={"platform": "gpu"}), GPU)
+    assert (on_gpu.platform, on_gpu.device_kind, on_gpu.plugin) == (
+        "cuda",
+        "NVIDIA L4",
+        "jax-cuda13-pjrt 1.2.3",
+    )
+    for found in (needs, on_gpu):
+        left = (found.xla_flags, found.environment, found.device_count, found.driver)
+        assert left == (None, None, None, None)
+    assert requirement_of(process(), request("jit_a"), GPU) == needs
+
+
+def target_with(*names: str, jaxlib: str = "1.2.3", at: Path) -> RecordedTarget:
+    at.mkdir(exist_ok=True)
+    for old in at.iterdir():
+        old.unlink()
+    for name in names:
+        put(at, name)
+    requests = [request(name) for name in names]
+    ([target], _) = collect(at, [process(*requests, jaxlib=jaxlib)], MACHINE, known=())
+    return target
+
+
+def test_merging_keeps_what_is_there_and_its_order_does_not_matter(tmp_path: Path) -> None:
+    first = target_with("jit_a", "jit_b", at=tmp_path / "cache")
+    second = target_with("jit_b", "jit_c", at=tmp_path / "cache")
+    other = target_with("jit_a", jaxlib="4.5.6", at=tmp_path / "cache")
+    one, two = merged([first], [second, other]), merged([other], [second, first])
+    assert [sorted(target.programs) for target in one] == [
+        [f"{key_of(name)}-cache" for name in ("jit_a", "jit_b", "jit_c")],
+        [f"{key_of('jit_a')}-cache"],
+    ]
+    bytes_of = [
+        assemble("serve", [packed(target, "serve") for target in found]) for found in (one, two)
+    ]
+    assert bytes_of[0] == bytes_of[1]
+
+
+def test_a_bundle_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    targets = merged([], [target_with("jit_a", "jit_b", at=tmp_path / "cache")])
+    write_layout(tmp_path / "b", *assemble("b", [packed(target, "b") for target in targets]))
+    read = read_targets(tmp_path / "b")
+    assert assemble("b", [packed(target, "b") for target in read]) == assemble(
+        "b", [packed(target, "b") for target in targets]
+    )
+    assert read_targets(tmp_path / "nothing") == ()
+
+
+def test_a_bundle_of_programs_is_not_added_to() -> None:
+    with pytest.raises(UsageError, match="found one of `prejit build`"):
+        read_targets(Path(__file__).parents[3] / "format" / "v5" / "chunks")
+
+
+def test_a_recording_gets_what_this_machine_recorded_before(tmp_path: Path) -> None:
+    mine = target_with("jit_a", at=tmp_path / "cache")
+    assert is_of(mine, MACHINE)
+    assert is_of(target_with("jit_a", jaxlib="4.5.6", at=tmp_path / "cache"), MACHINE)
+    assert not is_of(mine, dataclasses.replace(MACHINE, cpu_features=("sse",)))
+    assert is_of(mine, dataclasses.replace(GPU, cpu_features=MACHINE.cpu_features))
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python serve.py --port 80", "serve"),
+        ("python -m my_package.My_Server", "my-server"),
+        ("/usr/bin/gunicorn serve:app", "gunicorn"),
+        ("./Start.sh", "start"),
+        ("python ---.py", "recorded"),
+    ],
+)
+def test_the_bundle_has_the_name_of_the_program(command: str, name: str) -> None:
+    assert default_name(command.split()) == name
+    assert bundle_name(name) == name
+
+
+def test_the_manifest_names_each_function_with_each_of_its_shapes(tmp_path: Path) -> None:
+    requests = [
+        request("jit_score", "serve:score"),
+        request("jit_score", "serve:score"),
+        request("jit_score", "serve:score", arguments=("float32[16]",)),
+        request("jit_add"),
+    ]
+    text = manifest_text("serve", requests)
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    programs = [(p.name, p.fn, p.args) for p in read_manifest(path).programs]
+    assert programs == [
+        ("score", "serve:score", {"x": "float32[8]"}),
+        ("score-2", "serve:score", {"x": "float32[16]"}),
+    ]
+    assert "#   1 x jit_add" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arguments": ("float32[8]", "int32[]")},
+        {"arguments": ("key<fry>[]",)},
+        {"parameters": ("params", "x")},
+    ],
+)
+def test_the_manifest_says_what_to_fill_in(change: dict[str, object]) -> None:
+    """Several arrays in one parameter, or a typed key: only the user knows which is which."""
+    found = request("jit_score", "serve:score", **change)
+    text = manifest_text("serve", [found])
+    assert "program" not in tomllib.loads(text)
+    assert '# function = "serve:score"' in text
+    assert "# args: fill in; the parameters" in text
+    for argument in found.arguments or ():
+        assert f"#   {argument}\n" in text
+
+
+@pytest.mark.parametrize("function", ["my script:score", 'a:b"\n[[target]]', "", ":f"])
+def test_a_function_that_no_import_finds_is_no_section(function: str) -> None:
+    text = manifest_text("serve", [request("jit_score", function)])
+    assert "program" not in tomllib.loads(text)
+    assert "#   1 x jit_score" in text

@@ -1,0 +1,67 @@
+"""Recorded bundles whose files are a few words: jax never sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
+from prejit.compiler.recording.merging import RecordedFile, RecordedTarget, packed
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.format.layout import write_layout
+from prejit.runtime.format.schema import RecordedProgram, Segment
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
+
+FILES = {
+    name: f"{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
+    for name in ("jit_score", "jit_scale")
+}
+Write = Callable[..., Path]
+
+
+def content_of(name: str) -> bytes:
+    return f"what jax would keep of {name}".encode() * 100
+
+
+def recorded_file(name: str) -> RecordedFile:
+    import zstandard
+
+    frame = zstandard.ZstdCompressor(write_checksum=True).compress(content_of(name))
+    raw = content_of(name)
+    segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
+    return RecordedFile(RecordedProgram(name, FILES[name], segment, {}, {}), frame)
+
+
+@pytest.fixture
+def write_recorded(tmp_path: Path) -> Write:
+    """Writes a recorded bundle for this machine, or for one with another jaxlib."""
+
+    def write(
+        jaxlib: str | None = None, names: tuple[str, ...] = ("jit_score", "jit_scale")
+    ) -> Path:
+        here = Fingerprint.current()
+        needs = Requirement("cpu", here.architecture, here.cpu_features, jaxlib or here.jaxlib)
+        programs = {FILES[name]: recorded_file(name) for name in names}
+        target = RecordedTarget(needs, {"jax": "1"}, programs)
+        index, blobs = assemble("serve", [packed(target, "serve")])
+        check_readable(index, blobs)
+        path = tmp_path / "serve"
+        write_layout(path, index, blobs)
+        return path
+
+    return write
+
+
+def layer_of(bundle: Path) -> Path:
+    """The file of the layer of recorded files: it is no JSON."""
+    [layer] = [f for f in (bundle / "blobs" / "sha256").iterdir() if f.read_bytes()[:1] != b"{"]
+    return layer
+
+
+def with_axis(name: str, value: object) -> Fingerprint:
+    return dataclasses.replace(Fingerprint.current(), **{name: value})

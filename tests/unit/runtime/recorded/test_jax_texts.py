@@ -1,0 +1,121 @@
+"""The texts of jax that prejit reads are those of the installed jax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime.recorded.hook import jax_texts
+
+SCRIPT = """
+import json, logging, os, sys
+seen, events = [], []
+
+class Seeing(logging.Filter):
+    def filter(self, record):
+        seen.append([record.name, str(record.msg), [str(each) for each in record.args or ()]])
+        return False
+
+import jax
+from jax import monitoring
+monitoring.register_event_listener(lambda event, **_: events.append([event, {}]))
+monitoring.register_scalar_listener(lambda event, _, **more: events.append([event, more]))
+monitoring.register_event_duration_secs_listener(lambda event, _, **more: events.append([event, more]))
+for name in json.loads(sys.argv[1]):
+    logging.getLogger(name).addFilter(Seeing())
+    logging.getLogger(name).setLevel(logging.DEBUG)
+
+def score(x):
+    return x * 2
+
+for seconds in (0.0, 0.0, 1e9):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    jax.jit(score)(1.0 if seconds == 0 else jax.numpy.ones(3))
+    jax.clear_caches()
+print(json.dumps({"seen": seen, "events": events, "files": os.listdir(sys.argv[2])}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, module_python: Callable[..., str]) -> Any:
+    cache = tmp_path_factory.mktemp("cache")
+    loggers = [jax_texts.KEY_LOGGER, jax_texts.COMPILER_LOGGER, jax_texts.SHAPES_LOGGER]
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
+        "XLA_FLAGS": "--xla_cpu_enable_fast_math=false",
+    }
+    return json.loads(module_python(SCRIPT, json.dumps(loggers), str(cache), env=env))
+
+
+@pytest.fixture(scope="module")
+def module_python() -> Callable[..., str]:
+    """Runs code in a fresh process and returns what it prints."""
+    import os
+    import subprocess
+    import sys
+
+    def run(code: str, *words: str, env: dict[str, str]) -> str:
+        command = [sys.executable, "-c", code, *words]
+        done = subprocess.run(
+            command, env={**os.environ, **env}, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    return run
+
+
+def logged(found: Any, logger: str, text: str) -> list[list[str]]:
+    return [words for name, message, words in found["seen"] if (name, message) == (logger, text)]
+
+
+def test_the_ingredients_of_a_key_are_logged_in_this_order(found: Any) -> None:
+    words = logged(found, jax_texts.KEY_LOGGER, jax_texts.INGREDIENT)
+    names = tuple(name for name, digest in words[: len(jax_texts.INGREDIENTS)])
+    assert names == jax_texts.INGREDIENTS
+    assert {len(digest) for _, digest in words} == {64}
+    assert ["--xla_cpu_enable_fast_math=false"] in logged(
+        found, jax_texts.KEY_LOGGER, jax_texts.FLAG
+    )
+
+
+def test_hits_and_misses_are_logged_with_name_and_key(found: Any) -> None:
+    files = {Path(name).name for name in found["files"]}
+    for text, count in ((jax_texts.MISS, 2), (jax_texts.HIT, 1)):
+        words = logged(found, jax_texts.COMPILER_LOGGER, text)
+        mine = [key for name, key in words if name == "jit_score"]
+        assert len(mine) == count, text
+    assert f"{mine[0]}{jax_texts.FILE_SUFFIX}" in files
+
+
+def test_arguments_are_logged_when_a_program_is_lowered(found: Any) -> None:
+    names = [words[0] for words in logged(found, jax_texts.SHAPES_LOGGER, jax_texts.SHAPES)]
+    assert names.count("jit(score)") == 3
+
+
+def test_a_program_that_is_not_kept_is_logged(found: Any) -> None:
+    texts = [message for name, message, _ in found["seen"] if name == jax_texts.COMPILER_LOGGER]
+    mine = [text for text in texts if text.startswith(jax_texts.NOT_WRITTEN)]
+    assert mine
+    assert all(jax_texts.TOO_QUICK in text for text in mine)
+
+
+def test_the_events_of_one_program_have_this_order(found: Any) -> None:
+    wanted = {
+        jax_texts.COMPILE_EVENT,
+        jax_texts.REQUEST_EVENT,
+        jax_texts.HIT_EVENT,
+        jax_texts.SAVED_EVENT,
+    }
+    events = [(name, more.get("fun_name")) for name, more in found["events"] if name in wanted]
+    mine = (jax_texts.COMPILE_EVENT, "jit(score)")
+    miss = [mine, (jax_texts.REQUEST_EVENT, None), mine]
+    hit = [*miss[:2], (jax_texts.HIT_EVENT, None), (jax_texts.SAVED_EVENT, None), mine]
+    starts = [place for place, event in enumerate(events) if event == mine][::2]
+    assert [events[start : start + 3] == miss for start in starts] == [True, False, True]
+    assert events[starts[1] : starts[1] + 5] == hit
