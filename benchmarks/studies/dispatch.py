@@ -99,7 +99,8 @@ def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
         "Bundle.call, jax.Array": lambda: bundle.call(name, *on_device),
         "jax.jit, NumPy": lambda: plain(*host),
         "jit from a bundle, NumPy": lambda: ours(*host),
-        "Bundle.call, NumPy": lambda: bundle.call(name, *host),
+        "jax.jit, NumPy to NumPy": lambda: jax.tree.map(np.asarray, plain(*host)),
+        "Bundle.call, NumPy to NumPy": lambda: bundle.call(name, *host),
     }
     if name == "decay":
         bound = bundle.bind(name, *host)

@@ -64,6 +64,9 @@ class DispatchedCalls:
         calls, device = self._calls, self._calls.device
         if device.cpu_sharding is None or calls.static_names(name):
             return None
+        first = calls.buckets(name)[0]
+        if any(array.donated for array in calls.programs.arguments(first.name)):
+            return None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return calls.call(name, args, kwargs)

@@ -146,6 +146,8 @@ def test_settings_of_jax_do_not_matter(bundle: Bundle) -> None:
         for setting in (jax.disable_jit, jax.debug_nans, jax.enable_x64):
             with setting(True):
                 np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+        with jax.default_device(jax.devices()[0]):
+            np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
         nan = np.full((2, 8), np.nan, np.float32)
         with jax.debug_nans(True):
             assert np.isnan(bundle.call("weighted", nan)).all()
