@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 RUNTIME = """
-Axis Batch Bundle ContextError Defaults EncodeStats Encoded FallbackWarning Fingerprint Logprob
+Axis Batch Bundle ContextError Defaults EncodeStats Encoded FallbackWarning Fingerprint JitStats Logprob
 MismatchError Options Piece Prefix PrejitError PrejitWarning RejectError Request Result Sampling Session
-StartReport Stats StoreError Token TruncationWarning UsageError Usage fallback_counts load
+StartReport Stats StoreError Token TruncationWarning UsageError Usage fallback_counts jit load
 """
 COMPILER = """
 BuildError Built BundleTable CheckpointError Encode Generate GpuTable Manifest ManifestError Mesh Model
-NetworkError PlannedExecutable Program TargetTable build plan read_manifest
+NetworkError PlannedExecutable Program TargetTable build plan program read_manifest
 """
 ROOTS = [
     Path(importlib.import_module(door).__path__[0])

@@ -1,13 +1,12 @@
 """The build side of prejit: compile JAX programs ahead of time and package them.
 
-    from prejit.compiler import Manifest, Program, build
+    from prejit.compiler import build, program
 
-    args = {"x": "float32[{batch}, 128]"}
-    program = Program("score", fn=score, args=args, buckets={"batch": [1, 8]}, params=tree)
-    build(Manifest("score", programs=[program], targets=["cpu-host"]), output="artifacts")
+    build(program(score, params, x))
 
-`read_manifest` reads the same from TOML, and `plan` returns what a build would do. The names in `__all__` are
-the public ones; they are imported when they are first used (PEP 562).
+`Manifest` and `Program` say more: buckets, parameters, targets. `read_manifest` reads the same from TOML, and
+`plan` returns what a build would do. The names in `__all__` are the public ones; they are imported when they
+are first used (PEP 562).
 
 The packages, from the lowest layer up: `base`, `progress`, `store`; `targets`; `manifest`, `native`;
 `models`; `checkpoint`, `lowering`, `compile`; `pipeline`; `api`; `cli`. Begin with
@@ -18,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prejit.compiler.api import build, plan
+    from prejit.compiler.api import build, plan, program
     from prejit.compiler.manifest.manifest import (
         BundleTable,
         Encode,
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from prejit.runtime.format.arrays import Mesh
 
 _HOMES = {
-    "prejit.compiler.api": ("build", "plan"),
+    "prejit.compiler.api": ("build", "plan", "program"),
     "prejit.compiler.manifest.manifest": (
         *("BundleTable", "Encode", "Generate", "Manifest", "Model", "Program"),
     ),
@@ -65,6 +64,7 @@ __all__ = [
     "TargetTable",
     "build",
     "plan",
+    "program",
     "read_manifest",
 ]
 

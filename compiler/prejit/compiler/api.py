@@ -1,19 +1,24 @@
-"""The steps of the command line as Python functions: `plan` and `build`."""
+"""The steps of the command line as Python functions: `plan`, `build`, and `program` for one function."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from prejit.compiler.compile.pool import WorkerPool
 from prejit.compiler.compile.worker_process import JOB_SECONDS
-from prejit.compiler.manifest.manifest import Manifest
+from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned_executables
 from prejit.compiler.pipeline.run import Built
 from prejit.compiler.pipeline.run import build as run_build
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.store.directory import DirectoryStore
+from prejit.runtime.device._jaxlib import Dispatch
+from prejit.runtime.errors import ManifestError, UsageError
+from prejit.runtime.jitted.calls import Parameters
 
 AnyManifest = Manifest | str | os.PathLike[str]
 """A manifest, or the path of its TOML file."""
@@ -48,10 +53,62 @@ def plan(
     return planned_executables(found, store)
 
 
+def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
+    """Return a program of a function, with the arguments of one call as examples.
+
+        build(program(score, params, x))
+
+    The program's name is the function's, or the name that `prejit.runtime.jit` looks for. Static and donated
+    arguments are those that `prejit.runtime.jit` or jax.jit was given.
+
+    Args:
+        function: a function, or what `prejit.runtime.jit` or jax.jit returned.
+        *args: the arguments as in a call. In place of an array a shape string such as `float32[8, 128]` or a
+            jax.ShapeDtypeStruct will do.
+        **kwargs: the same, by name.
+
+    Raises:
+        ManifestError: the function does not take these arguments, or has no name.
+    """
+    static: tuple[int | str, ...] = ()
+    donated: tuple[int | str, ...] = ()
+    if (jitted := Dispatch.of(function)) is not None:
+        static, donated = jitted.static, jitted.donated
+    name = getattr(function, "program_name", None) or getattr(function, "__name__", None)
+    if name is None or name == "<lambda>":
+        raise ManifestError(
+            f"program: expected a function with a name, found {function!r}",
+            hint="give the name: Program('name', fn=function, args=[...])",
+        )
+    try:
+        call = Parameters(function, static=static, donated=donated).bind(args, kwargs)
+    except TypeError as error:
+        raise ManifestError(f"program {name!r}: args: {error}") from error
+    if len(call.placed) < len(call.arrays) and not call.nameable:
+        raise ManifestError(
+            f"program {name!r}: args: expected all arrays by position or all by name, found a function that "
+            "takes some by position only and others by name only",
+            hint="wrap it in a function that takes all by name",
+        )
+    by_place = len(call.placed) == len(call.arrays)
+    return Program(
+        name,
+        fn=getattr(function, "__wrapped__", function) if jitted is not None else function,
+        args=[*call.arrays.values()] if by_place else dict(call.arrays),
+        static={key: (value,) for key, value in call.static.items()},
+        donate=[
+            place if by_place else key
+            for place, key in enumerate(call.arrays)
+            if key in call.donated
+        ],
+    )
+
+
 def build(
-    manifest: AnyManifest,
+    manifest: AnyManifest | Program | Iterable[Program],
     output: str | os.PathLike[str] = "artifacts",
     *,
+    name: str | None = None,
     targets: tuple[str, ...] = (),
     cache: str | os.PathLike[str] | None = None,
     forms: Path | None = None,
@@ -63,9 +120,10 @@ def build(
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
     Args:
-        manifest: a manifest, or the path of a TOML file.
+        manifest: a manifest, or the path of a TOML file; or programs, or one.
         output: directory of bundles.
-        targets: names of targets; empty: all targets of the manifest.
+        name: the bundle's name, for programs; None: that of the only program.
+        targets: names of targets; empty: all targets of the manifest, and for programs this machine's CPU.
         cache: directory of the build cache; None: $PREJIT_CACHE or ~/.cache/prejit/build.
         forms: a table of measured forms.
         measure: which products are measured. True: those that this machine has not measured itself; False:
@@ -78,9 +136,15 @@ def build(
         ManifestError: the manifest has mistakes.
         BuildError: a program does not compile. What was finished stays in the build cache.
         CheckpointError, NetworkError, StoreError: something cannot be read, fetched or written.
-        UsageError: a name in `targets` is no target of the manifest.
+        UsageError: a name in `targets` is no target of the manifest; or several programs, and no name.
     """
-    checked, store = _manifest(manifest), _store(cache)
+    store = _store(cache)
+    if isinstance(manifest, Manifest | str | os.PathLike):
+        if name is not None:
+            raise UsageError("name: expected none, because the manifest has the name of the bundle")
+        checked = _manifest(manifest)
+    else:
+        checked = _manifest(_of_programs(manifest, name, targets))
     display: Progress = Quiet() if quiet else open_progress()
     with display as progress:
         executor = WorkerPool(
@@ -97,6 +161,24 @@ def build(
             measure=measure,
             timeout_seconds=timeout_seconds,
         )
+
+
+def _of_programs(
+    given: Program | Iterable[Program], name: str | None, targets: tuple[str, ...]
+) -> Manifest:
+    programs = (given,) if isinstance(given, Program) else tuple(given)
+    for place, each in enumerate(programs):
+        if not isinstance(each, Program):
+            raise UsageError(
+                f"manifest: expected a manifest or programs, found {type(each).__name__} at {place}",
+                hint="build(program(function, *example_arguments))",
+            )
+    if name is None and len(programs) != 1:
+        raise UsageError(
+            f"name: expected the bundle's name, because there are {len(programs)} programs",
+            hint='build([...], name="mine")',
+        )
+    return Manifest(name or programs[0].name, programs=programs, targets=targets or ("cpu-host",))
 
 
 def _manifest(given: AnyManifest) -> Manifest:

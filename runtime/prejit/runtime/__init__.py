@@ -10,6 +10,7 @@ Names are imported when they are first used (PEP 562): `prejit --help` and `prej
 How to read the code, from the outside in: `loader.load` opens, checks and verifies a bundle and returns a
 `bundle.Bundle`; its methods lead to `generation`, `encoding` and `programs`. Imports run one way:
 
+    jitted                                   `jit`: jax.jit that takes executables from a bundle
     bundle, loader, session, fallback        the public face
     start                                    where the time of a start went
     generation, encoding                     tokens from a decoder; vectors from an encoder
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from prejit.runtime.generation.options import Options, Request, Sampling
     from prejit.runtime.generation.rows import Token, Usage
     from prejit.runtime.generation.sampling import Logprob
+    from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.session import Session
@@ -74,6 +76,7 @@ _HOMES = {
     "generation.options": ("Options", "Request", "Sampling"),
     "generation.rows": ("Token", "Usage"),
     "generation.sampling": ("Logprob",),
+    "jitted.decorator": ("JitStats", "jit"),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
     "session": ("Session",),
@@ -91,6 +94,7 @@ __all__ = [
     "Encoded",
     "FallbackWarning",
     "Fingerprint",
+    "JitStats",
     "Logprob",
     "MismatchError",
     "Options",
@@ -111,6 +115,7 @@ __all__ = [
     "UsageError",
     "Usage",
     "fallback_counts",
+    "jit",
     "load",
 ]
 

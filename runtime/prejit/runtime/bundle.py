@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
+    from prejit.runtime.programs.dispatched import DispatchedCalls
+    from prejit.runtime.programs.on_jax import JaxPrograms
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
 
@@ -480,7 +482,7 @@ class Bundle:
             RejectError: the program is damaged.
         """
         self._programs.ask()
-        return self._calls.call(name, args, kwargs)
+        return self._dispatched.call(name, args, kwargs)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> Pending:
         """Run a program as `call` does, without waiting for it: `bundle.call_async(...).result()`."""
@@ -541,10 +543,23 @@ class Bundle:
         return self._calls.runner_with_zeros(program)
 
     @once
+    def _dispatched(self) -> DispatchedCalls:
+        from prejit.runtime.programs.dispatched import DispatchedCalls
+
+        return DispatchedCalls(self._calls)
+
+    @once
     def _calls(self) -> Calls:
         from prejit.runtime.programs.calls import Calls
 
         return Calls(self._programs, self._device, self._types, compiles=self._compiles)
+
+    @once
+    def on_jax(self) -> JaxPrograms:
+        """The programs of the user on jax's own client, for `prejit.runtime.jit`."""
+        from prejit.runtime.programs.on_jax import JaxPrograms
+
+        return JaxPrograms(self._programs, self.config.programs, self._device.platform)
 
     # ------------------------------------------------------------------ all programs
 

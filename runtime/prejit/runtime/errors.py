@@ -167,4 +167,4 @@ class TruncationWarning(PrejitWarning):
 
 
 class FallbackWarning(PrejitWarning):
-    """Programs are compiled here: this machine matches no target, or no bucket has the sizes of a call."""
+    """Programs are compiled here: this machine matches no target, or no program takes a call."""

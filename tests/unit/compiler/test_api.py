@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 from tests.decoders import write_random
 
 import prejit.compiler
+import prejit.runtime
 from prejit.compiler import Generate, Manifest, Mesh, Model, Program, TargetTable
 from prejit.runtime import load
 from prejit.runtime.errors import ManifestError, StoreError, UsageError
@@ -221,3 +223,72 @@ def test_a_build_shows_its_progress_unless_it_is_quiet(
     assert "compiled score/batch1 for cpu-host" in captured.err
     index = json.loads((tmp_path / "out" / "score" / "index.json").read_bytes())
     assert len(index["manifests"]) == 1
+
+
+def keyed(x: Any, *, y: Any, mode: str = "sum") -> Any:
+    return x + y if mode == "sum" else x - y
+
+
+def placed(a: Any, /, *, b: Any) -> Any:
+    return a + b
+
+
+def test_a_program_has_the_arguments_of_an_example_call() -> None:
+    x, y = np.ones(3, np.float32), "float32[3]"
+    by_place = prejit.compiler.program(score, tree(), x)
+    assert (by_place.name, by_place.fn, len(by_place.args)) == ("score", score, 2)
+    assert by_place.args[1] is x
+    jitted = jax.jit(keyed, static_argnames="mode", donate_argnames="y")
+    by_name = prejit.compiler.program(jitted, x, y=y, mode="difference")
+    assert by_name.fn is keyed
+    assert list(by_name.args) == ["x", "y"]
+    assert by_name.static == {"mode": ("difference",)}
+    assert by_name.donate == ["y"]
+    decorated = prejit.runtime.jit(score, bundle="none", name="other", donate_argnums=1)
+    renamed = prejit.compiler.program(decorated, tree(), x)
+    assert (renamed.name, renamed.fn, renamed.donate) == ("other", score, [1])
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "problem"),
+    [
+        (lambda x: x, {"x": "float32[]"}, "expected a function with a name"),
+        (score, {"x": "float32[]"}, "program 'score': args: missing a required argument: 'params'"),
+        (keyed, {"z": 1}, "program 'keyed': args: missing a required argument: 'x'"),
+    ],
+)
+def test_an_example_call_with_mistakes_is_an_error(
+    function: Any, arguments: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ManifestError) as caught:
+        prejit.compiler.program(function, **arguments)
+    assert problem in str(caught.value)
+
+
+def test_a_call_that_no_manifest_can_say_is_an_error() -> None:
+    with pytest.raises(ManifestError, match="all arrays by position or all by name"):
+        prejit.compiler.program(placed, "float32[]", b="float32[]")
+
+
+def test_functions_build_without_a_manifest(tmp_path: Path, options: dict[str, Any]) -> None:
+    x = np.ones((2, 4), np.float32)
+    one = prejit.compiler.program(score, tree(), x)
+    built = prejit.compiler.build(one, tmp_path, **options)
+    assert built.path == tmp_path / "score"
+    found = load(built.path, on_mismatch="error").call("score", tree(), x)
+    np.testing.assert_allclose(found, score(tree(), x), rtol=1e-5, atol=1e-6)
+    two = [one, prejit.compiler.program(keyed, "float32[3]", y="float32[3]")]
+    both = prejit.compiler.build(two, tmp_path, name="both", targets=("cpu-host",), **options)
+    assert (both.path, both.compiled, both.cached) == (tmp_path / "both", 1, 1)
+
+
+def test_a_build_of_functions_without_a_name_is_an_error(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    one = prejit.compiler.program(score, tree(), "float32[2,4]")
+    with pytest.raises(UsageError, match="there are 2 programs"):
+        prejit.compiler.build([one, one], tmp_path, **options)
+    with pytest.raises(UsageError, match="expected a manifest or programs, found function at 0"):
+        prejit.compiler.build([score], tmp_path, **options)  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="the manifest has the name"):
+        prejit.compiler.build(tmp_path / "m.toml", tmp_path, name="other", **options)

@@ -36,12 +36,15 @@ class Device:
         in_cluster: whether the process takes part in a cluster.
     """
 
-    def __init__(self, platform: str = "cpu", mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, platform: str = "cpu", mesh: Mesh | None = None, *, of_jax: bool = False
+    ) -> None:
         """Start the client.
 
         Args:
             platform: `cpu`, `cuda`, `tpu`.
             mesh: its size is the number of devices that are used; None: one.
+            of_jax: use jax's client on a CPU too, for programs on arrays of the host program's jax.
 
         Raises:
             UsageError: the machine has fewer devices, or jax has no such platform.
@@ -50,7 +53,7 @@ class Device:
         self.mesh = mesh
         self.in_cluster = _jaxlib.in_cluster()
         count = 1 if mesh is None else mesh.size
-        if platform == "cpu" and not self.in_cluster:
+        if platform == "cpu" and not self.in_cluster and not of_jax:
             self._client = _jaxlib.new_cpu_client(count)
         else:
             self._client = _client_of_jax(platform)
@@ -73,11 +76,21 @@ class Device:
         self._devices = _jaxlib.device_list(self._all)
         # One CPU device works without jax's Python, whose import takes as long as all of ours.
         without_jax = platform == "cpu" and mesh is None and not self.in_cluster
-        without_jax = without_jax and not is_plain_start()
+        without_jax = without_jax and not of_jax and not is_plain_start()
         self._cpu_sharding = _jaxlib.cpu_sharding(self._all[0]) if without_jax else None
         self._shardings: dict[tuple[str, ...], Any] = {}
         self._begun = False
         self._lock = threading.Lock()
+
+    @property
+    def cpu_sharding(self) -> Any:
+        """The sharding of arrays that are made without jax's Python; None: the device needs jax."""
+        return self._cpu_sharding
+
+    @property
+    def first(self) -> Any:
+        """The device of the client, the first one of a mesh; a jax.Device if the client is jax's."""
+        return self._local[0]
 
     def put(self, array: np.ndarray[Any, Any], sharding: tuple[str, ...] = ()) -> DeviceArray:
         """Return the array on this device, or split over the mesh.

@@ -27,7 +27,11 @@ class Signature:
 
 @final
 class Executable:
-    """A program loaded on a device or a mesh, ready to run."""
+    """A program loaded on a device or a mesh, ready to run.
+
+    Attributes:
+        loaded: jaxlib's executable.
+    """
 
     def __init__(self, loaded: Any, assemble: Callable[[Any], list[DeviceArray]] | None) -> None:
         """Wrap an executable of jaxlib.
@@ -36,7 +40,7 @@ class Executable:
             loaded: jaxlib's executable.
             assemble: makes arrays of its results; None: jaxlib makes them itself.
         """
-        self._loaded = loaded
+        self.loaded = loaded
         self._assemble = assemble
         self.run: Callable[[list[DeviceArray]], list[DeviceArray]] = (
             loaded.execute if assemble is None else self._run_assembled
@@ -48,18 +52,18 @@ class Executable:
 
     def _run_assembled(self, arguments: list[DeviceArray]) -> list[DeviceArray]:
         assert self._assemble is not None
-        return self._assemble(self._loaded.execute_sharded(arguments))
+        return self._assemble(self.loaded.execute_sharded(arguments))
 
     def serialize(self) -> bytes:
         """Return the executable's bytes, for `Device.load` on the same kind of machine."""
-        return bytes(self._loaded.serialize())
+        return bytes(self.loaded.serialize())
 
     def signature(self) -> Signature | None:
         """Return the arguments and results that XLA compiled; None: its plugin does not have them.
 
         Takes 0.3 ms for a program of 500 instructions.
         """
-        head = _jaxlib.hlo_head(self._loaded)
+        head = _jaxlib.hlo_head(self.loaded)
         return None if head is None else _parse_signature(head)
 
 

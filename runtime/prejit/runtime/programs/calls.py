@@ -147,11 +147,17 @@ class Calls:
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
+        return self.call_in_bucket(name, args, kwargs)[1]
+
+    def call_in_bucket(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[ChosenBucket, Any]:
+        """Run a program as `call` does; return its bucket and its results."""
         chosen = self._chosen(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen))
         result = self.rebuild(chosen, results)
         self._finish()
-        return result
+        return chosen, result
 
     def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""

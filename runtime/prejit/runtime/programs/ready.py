@@ -149,11 +149,25 @@ class Programs:
         """Return the executable of a program and its source: loaded, compiled or kept."""
         if self._executables is None or program.name in self._specialized:
             return self._compiler.obtain(program, self.results(program.name))
-        path = self._executables.path
+        return self.load_on(program.name, self._device), "loaded"
+
+    def load_on(self, name: str, device: Device) -> Executable:
+        """Load a program's executable from the bundle, which must match this machine, and do not keep it.
+
+        Args:
+            name: of the program.
+            device: where it will run.
+
+        Raises:
+            RejectError: its bytes are not those in the program table.
+            MismatchError: XLA cannot load it on this machine.
+        """
+        assert self._executables is not None
+        program, path = self.table[name], self._executables.path
         serialized = self._executables.unpack(program.executable)
-        executable = self._device.load(serialized, path, self.results(program.name))
+        executable = device.load(serialized, path, self.results(name))
         self._check_signature(program, executable, path)
-        return executable, "loaded"
+        return executable
 
     @once
     def _compiler(self) -> LocalCompiler:

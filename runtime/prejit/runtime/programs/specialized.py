@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,6 @@ from prejit.runtime.format.schema import ProgramEntry, Segment
 
 SIZE_AXIS = "bucket"
 """What `fallback_counts` calls a program that is compiled because no bucket has its sizes."""
-_CALLER = 8
-"""Stack level of the code that calls `Bundle.call`, for a warning."""
 
 
 def specialized(
@@ -69,8 +68,16 @@ def count_open_size(bundle: str, name: str) -> None:
         f"{bundle}: no bucket has the sizes of {name}, so it is compiled here, once; add them to the "
         "manifest's buckets to compile it ahead of time",
         FallbackWarning,
-        stacklevel=_CALLER,
+        stacklevel=_callers_level(),
     )
+
+
+def _callers_level() -> int:
+    """Return the stack level, as the function that calls this one sees it, of the code that called prejit."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("prejit."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _resized(array: Array, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,0 +1,203 @@
+"""Measure what one call of a tiny program costs: jax.jit, `jit` from a bundle, and the calls of a Bundle.
+
+    python -m benchmarks.studies.dispatch [--rounds 15] [--calls 2000] [--name NAME]
+
+Writes benchmarks/results/NAME.json and .md. The ways run in turns. A time is that of many calls in a row and
+of waiting for the last result, by the number of calls; each call takes the same arguments, but a bound state
+takes what the call before returned. The first calls are measured in fresh processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.measure import machine, progress
+from benchmarks.harness.report import Table
+from benchmarks.harness.results import save
+from benchmarks.harness.workspace import RESULTS, bench_directory
+from prejit.compiler import build, program
+from prejit.runtime import jit, load
+from prejit.runtime.device import _jaxlib
+
+LEAVES = 20
+FIRST_CALL = """
+import json, sys, time
+import jax, jax.numpy as jnp
+jax.devices()
+from benchmarks.studies import dispatch
+way, path, name = sys.argv[1:]
+function, arguments = dispatch.PROGRAMS[name]
+given = jax.block_until_ready(arguments(jnp.asarray))
+if way == "jit from a bundle":
+    from prejit.runtime import jit, load
+start = time.perf_counter()
+called = jax.jit(function) if way == "jax.jit" else jit(function, bundle=path, on_miss="error")
+jax.block_until_ready(called(*given))
+print(json.dumps(time.perf_counter() - start))
+"""
+
+
+def tanh(x: Any) -> Any:
+    """Return the hyperbolic tangent of 128 numbers."""
+    return jnp.tanh(x)
+
+
+def decay(state: Any) -> Any:
+    """Return a state of 20 arrays of 256 numbers, each a little smaller."""
+    return jax.tree.map(lambda x: x * 0.9, state)
+
+
+def layers(x: Any, weights: Any) -> Any:
+    """Return 24 layers of 64 numbers: a program whose compile takes longer."""
+    for weight in weights:
+        x = jax.nn.gelu(x @ weight) + x
+    return x
+
+
+def _state(of: Callable[[Any], Any]) -> tuple[Any, ...]:
+    return ({f"layer{n}": of(np.full(256, n, np.float32)) for n in range(LEAVES)},)
+
+
+PROGRAMS: Mapping[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]] = {
+    "tanh": (tanh, lambda of: (of(np.ones(128, np.float32)),)),
+    "decay": (decay, _state),
+    "layers": (
+        layers,
+        lambda of: (of(np.ones(64, np.float32)), [of(np.eye(64, dtype=np.float32))] * 24),
+    ),
+}
+"""Functions, each with a function that makes its arguments of NumPy arrays."""
+
+
+def ways(name: str, path: Path) -> dict[str, Callable[[], Any]]:
+    """Return the ways to call a program, each with its arguments."""
+    function, arguments = PROGRAMS[name]
+    bundle = load(path, on_mismatch="error")
+    on_device, host = arguments(jnp.asarray), arguments(lambda array: array)
+    plain, ours = jax.jit(function), jit(function, bundle=bundle, on_miss="error")
+    compiled = plain.lower(*on_device).compile()
+    with patch.object(_jaxlib.Dispatch, "of", lambda _: None):  # as on a jax without its parts
+        interpreted = jit(function, bundle=bundle, on_miss="error")
+    found: dict[str, Callable[[], Any]] = {
+        "jax.jit, jax.Array": lambda: plain(*on_device),
+        "jit from a bundle, jax.Array": lambda: ours(*on_device),
+        "jax.stages.Compiled, jax.Array": lambda: compiled(*on_device),
+        "jit from a bundle, each call looked up in Python": lambda: interpreted(*on_device),
+        "Bundle.call, jax.Array": lambda: bundle.call(name, *on_device),
+        "jax.jit, NumPy": lambda: plain(*host),
+        "jit from a bundle, NumPy": lambda: ours(*host),
+        "jax.jit, NumPy to NumPy": lambda: jax.tree.map(np.asarray, plain(*host)),
+        "Bundle.call, NumPy to NumPy": lambda: bundle.call(name, *host),
+    }
+    if name == "decay":
+        bound = bundle.bind(name, *host)
+        found["Bundle.bind, the state stays"] = lambda: bound.call_async()
+    return found
+
+
+def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
+    """Return how long one of many calls takes."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    if not hasattr(result, "result"):  # a Pending has nothing to wait for if all of it is state
+        jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def first_call(way: str, path: Path, name: str) -> float:
+    """Return how long the first call takes in a fresh process that has imported jax, with its arguments."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL, way, str(path), name],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def median(values: list[float]) -> float:
+    """Return the middle one."""
+    return sorted(values)[len(values) // 2]
+
+
+def main() -> None:
+    """Build, measure and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-dispatch")
+    given = parser.parse_args()
+    programs = [program(f, *arguments(jnp.asarray)) for f, arguments in PROGRAMS.values()]
+    path = build(programs, bench_directory() / "dispatch", name="dispatch", quiet=True).path
+    facts: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "rounds": given.rounds,
+        "calls": given.calls,
+        "machine": machine(),
+        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
+        "seconds_per_call": {},
+        "first_call_seconds": {},
+    }
+    tables = []
+    for name in ("tanh", "decay"):
+        called = ways(name, path)
+        times: dict[str, list[float]] = {way: [] for way in called}
+        for number in range(given.rounds + 1):  # the first one warms up
+            progress(f"{name}: round {number} of {given.rounds}")
+            for way, call in called.items():
+                took = seconds_per_call(call, given.calls)
+                times[way] += [took] if number else []
+        facts["seconds_per_call"][name] = times
+        rows = [
+            (way, f"{1e6 * min(taken):.1f}", f"{1e6 * median(taken):.1f}", f"{ratio:.2f}")
+            for way, taken in times.items()
+            for ratio in [min(taken) / min(times["jax.jit, jax.Array"])]
+        ]
+        doc = PROGRAMS[name][0].__doc__ or ""
+        heads = ("", "least, us", "median, us", "least by that of jax.jit")
+        tables.append(Table(f"A call of {name}", heads, rows, doc))
+    firsts: list[tuple[str, ...]] = []
+    for name in PROGRAMS:
+        found: dict[str, list[float]] = {}
+        for _ in range(max(3, given.rounds // 3)):
+            for way in ("jax.jit", "jit from a bundle"):
+                found.setdefault(way, []).append(first_call(way, path, name))
+        facts["first_call_seconds"][name] = found
+        firsts.append((name, *(f"{1e3 * median(each):.1f}" for each in found.values())))
+    tables.append(
+        Table(
+            "The first call",
+            ("median, ms", "jax.jit", "jit from a bundle"),
+            firsts,
+            "In a fresh process after `import jax`; from a bundle with its load, without imports of prejit.",
+        )
+    )
+    facts["load_average_after"] = os.getloadavg()[0]
+    on = facts["machine"]
+    head = (
+        f"# Dispatch\n\n{facts['date']}, {on['cpu']} ({on['family_model']}), {on['cores']} cores, Python "
+        f"{facts['versions']['python']}, jax {facts['versions']['jax']}. {given.rounds} rounds of "
+        f"{given.calls} calls in turns, on a machine with a load of {on['load_average']:.1f} before and "
+        f"{facts['load_average_after']:.1f} after. `python -m benchmarks.studies.dispatch` repeats it.\n\n"
+    )
+    save(RESULTS, given.name, facts, head + "\n".join(each.markdown() for each in tables))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,402 @@
+"""`jit`: jax.jit that takes executables from a bundle where one fits the call, and else compiles."""
+
+from __future__ import annotations
+
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, final, overload
+
+from prejit.runtime.base import arguments
+from prejit.runtime.base.once import once
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import is_jax_array
+from prejit.runtime.errors import FallbackWarning, MismatchError, UsageError
+from prejit.runtime.fallback import count_axis
+from prejit.runtime.jitted.calls import Parameters
+from prejit.runtime.jitted.fitting import Fit, MissError, find
+from prejit.runtime.jitted.returned import Returned, from_bundle, from_trace
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+
+Places = int | str | Sequence[int | str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class JitStats:
+    """Where the executables of a function of `jit` came from, so far.
+
+    Attributes:
+        loaded: the programs of the bundle that ran, in the order of their first calls.
+        traced: those of them for which the function was traced, because the bundle does not tell all of its
+            results: see `jit`. Nothing was compiled for it.
+        compiled: why jax compiled the function, a reason for each difference from the bundle.
+    """
+
+    loaded: tuple[str, ...]
+    traced: tuple[str, ...]
+    compiled: tuple[str, ...]
+
+
+class JitFunction(Protocol[P, R_co]):
+    """What `jit` returns: a function of jax.jit (jax.stages.Wrapped) with statistics.
+
+    Attributes:
+        program_name: the name of its program in the bundle.
+    """
+
+    program_name: str
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run the function."""
+
+    def stats(self) -> JitStats:
+        """Return where its executables came from so far."""
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Trace the function, as jax.jit's `trace`: the bundle is not used."""
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Lower the function, as jax.jit's `lower`: the bundle is not used."""
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Return the shapes of the results, as jax.jit's `eval_shape`."""
+
+    def clear_cache(self) -> None:
+        """Forget all signatures; the next calls look them up in the bundle again."""
+
+
+@overload
+def jit(
+    fun: Callable[P, R],
+    *,
+    bundle: str | os.PathLike[str] | Bundle,
+    name: str | None = None,
+    on_miss: Literal["compile", "error"] = "compile",
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+) -> JitFunction[P, R]: ...
+
+
+@overload
+def jit(
+    *,
+    bundle: str | os.PathLike[str] | Bundle,
+    name: str | None = None,
+    on_miss: Literal["compile", "error"] = "compile",
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    bundle: str | os.PathLike[str] | Bundle,
+    name: str | None = None,
+    on_miss: Literal["compile", "error"] = "compile",
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+) -> Any:
+    """Return a function like `jax.jit(fun)` that takes its executables from a bundle where they fit.
+
+        @jit(bundle="artifacts/score")
+        def score(params, x):
+            ...
+
+    The first call of a signature (structure, shapes, dtypes and places of the arguments, static values) looks
+    for the program that fits exactly. Later calls of it take as long as those of jax.jit. If no program
+    fits, jax compiles the function, with one FallbackWarning that says what differs; `fallback_counts` counts
+    it. Inside other transformations of jax (`grad`, `vmap`, `jit`, `scan`) it is the jitted function alone.
+
+    The function is traced, not compiled, where the bundle does not tell all of its results: an argument has a
+    weak type, such as a Python number; or arguments or results have classes other than list, tuple, dict,
+    named tuples and dataclasses whose constant fields are texts, integers and booleans. In all other cases
+    results have no weak type.
+
+    The bundle runs the function as it was when it was built: build again after a change. Constants in the
+    arguments that a bundle does not tell, such as a function in a field of a dataclass, are taken to be those
+    of the build; a call with others than the first call's does not fit.
+
+    Args:
+        fun: the function; None: return a decorator.
+        bundle: a bundle of `load`, or its path, which the first call loads.
+        name: of the program in the bundle; None: the function's own.
+        on_miss: what a call does that no program fits. `compile`: jax compiles it. `error`: raise.
+        static_argnums: as for jax.jit. Values must be texts, integers or booleans for a program to fit.
+        static_argnames: the same, by name.
+        donate_argnums: as for jax.jit. The program must donate the same arguments.
+        donate_argnames: the same, by name.
+
+    Raises:
+        UsageError: an argument is wrong. At a call: no program fits, and on_miss is `error`.
+        MismatchError: at a call: this machine matches no target of the bundle, and on_miss is `error`.
+        RejectError: at a call: the bundle is damaged.
+        StoreError: at a call: the bundle cannot be opened.
+    """
+    arguments.choice("on_miss", on_miss, ("compile", "error"))
+    source = bundle if isinstance(bundle, Bundle) else arguments.path("bundle", bundle)
+    options = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        arguments.function("fun", function)
+        program = name if name is not None else getattr(function, "__name__", None)
+        if program is None:
+            raise UsageError(
+                f"name: expected the name of a program, because {arguments.described(function)} has none",
+                hint="give the name that the build uses: jit(fun, bundle=..., name=...)",
+            )
+        arguments.text("name", program)
+        return _Jitted(function, source, program, on_miss, options).function
+
+    return wrap if fun is None else wrap(fun)
+
+
+@final
+class _Jitted:
+    """A function of `jit`: what happens at the first call of each signature.
+
+    Attributes:
+        function: what the caller gets.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        bundle: str | os.PathLike[str] | Bundle,
+        name: str,
+        on_miss: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        import jax
+
+        self._given = bundle
+        self._name = name
+        self._on_miss = on_miss
+        self._parameters = Parameters(
+            function,
+            static=(*_listed(options["static_argnums"]), *_listed(options["static_argnames"])),
+            donated=(*_listed(options["donate_argnums"]), *_listed(options["donate_argnames"])),
+        )
+        self._jitted = jax.jit(function, **options)
+        self._dispatch = _jaxlib.Dispatch.of(self._jitted)
+        self._lock = threading.Lock()
+        self._by_name: set[tuple[int | str, ...]] = set()
+        """Forms of calls whose arrays come in another order than by name, in which the program takes them:
+        the number of arguments by position, and the names of the others."""
+        self._constants: dict[str, Any] = {}
+        """Jax's structures of the arguments of first calls, by the text of the program's tree."""
+        self._loaded: dict[str, None] = {}
+        self._traced: dict[str, None] = {}
+        self._compiled: dict[str, None] = {}
+        self.function: Any
+        if self._dispatch is not None:
+            self.function = self._dispatch.function(self._jitted, self.miss)
+        else:
+            self.function = _Interpreted(self._jitted, self.miss)
+        self.function.stats = self.stats
+        self.function.program_name = name  # for `prejit.compiler.program`
+
+    def stats(self) -> JitStats:
+        """Return where its executables came from so far."""
+        with self._lock:
+            return JitStats(tuple(self._loaded), tuple(self._traced), tuple(self._compiled))
+
+    def miss(self, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
+        """Run a call whose signature is new, and return its results and how to dispatch later calls."""
+        form: tuple[int | str, ...] = (len(args), *kwargs)
+        if form in self._by_name:
+            return self.function(**self._parameters.named(args, kwargs)), None, False
+        if _jaxlib.is_tracing() or _has_tracer((args, kwargs)):
+            return self._miss_of_jax(args, kwargs)
+        try:
+            call = self._parameters.bind(args, kwargs)
+        except TypeError:
+            return self._miss_of_jax(args, kwargs)  # it says what is wrong
+        bundle = self._bundle
+        try:
+            self._check_settings(bundle)
+            fit = find(bundle.on_jax, self._name, call, self._parameters.defaults)
+            self._check_constants(fit)
+            if fit.order != call.order:
+                # jaxlib passes arrays in the call's order. The same call in the program's order is another
+                # signature.
+                if fit.order == call.placed:
+                    args, kwargs = call.by_place()
+                else:
+                    args, kwargs = call.by_name()
+                    self._by_name.add(form)
+                return self.function(*args, **kwargs), None, False
+            returned = self._returned(bundle, fit, args, kwargs)
+        except MissError as error:
+            missed = error
+        else:
+            return self._run(bundle, fit, returned)
+        # Not in the except block, or errors of the function would look as if they came of this one.
+        self._report(bundle, missed)
+        return self._miss_of_jax(args, kwargs)
+
+    @once
+    def _bundle(self) -> Bundle:
+        """The bundle, loaded at the first call: importing a module with a decorated function is quick."""
+        if isinstance(self._given, Bundle):
+            return self._given
+        from prejit.runtime.loader import load
+
+        return load(self._given, on_mismatch="error" if self._on_miss == "error" else "jit")
+
+    def _miss_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _jaxlib.Missed:
+        if self._dispatch is None:
+            return self._jitted(*args, **kwargs), None, False
+        return self._dispatch.jax_miss(*args, **kwargs)
+
+    def _check_settings(self, bundle: Bundle) -> None:
+        """Compare what holds for all calls.
+
+        Raises:
+            MissError: no program fits any call.
+            MismatchError: the same, because this machine matches no target; the caller wants no compiling.
+        """
+        import jax
+
+        if not bundle.matched:
+            reasons = "; or ".join(f"{each.target} ({each.reason()})" for each in bundle.verdicts)
+            if self._on_miss == "error":
+                raise MismatchError(
+                    f"{bundle.name}: this machine matches none of the bundle's targets: {reasons}",
+                    verdicts=bundle.verdicts,
+                    hint='add a [[target]] for this machine and build again, or allow on_miss="compile"',
+                )
+            raise MissError("fingerprint", f"this machine matches none of the targets: {reasons}")
+        if bundle.config.mesh is not None:
+            raise MissError("mesh", "its programs run on a mesh, which only Bundle.call uses")
+        if not jax.sharding.get_abstract_mesh().empty:
+            raise MissError(
+                "mesh", "jax.set_mesh has set a mesh, and its programs run on one device"
+            )
+        for setting in ("jax_debug_nans", "jax_debug_infs"):
+            if getattr(jax.config, setting):
+                raise MissError("settings", f"{setting} is on, which executables cannot obey")
+
+    def _check_constants(self, fit: Fit) -> None:
+        """Compare constants of the arguments that the bundle does not tell with those of the first call.
+
+        Raises:
+            MissError: they differ.
+        """
+        if fit.constants is None:
+            return
+        with self._lock:
+            first = self._constants.setdefault(fit.program.arguments_tree or "", fit.constants)
+        if first != fit.constants:
+            raise MissError(
+                "structure",
+                "the constant fields of its arguments are not those of the first call, which stand for "
+                f"those of the build: expected {first}, found {fit.constants}",
+            )
+
+    def _returned(
+        self, bundle: Bundle, fit: Fit, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Returned:
+        """Return what the results are made into, by the bundle if it tells, else by tracing the function."""
+        programs, name = bundle.on_jax.programs, fit.program.name
+        tree = programs.results_tree(name)
+        if fit.is_exact and (known := from_bundle(tree)) is not None:
+            return known
+        shapes = self._jitted.eval_shape(*args, **kwargs)
+        returned = from_trace(shapes, tree, programs.results(name))
+        with self._lock:
+            self._traced[name] = None
+        return returned
+
+    def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jaxlib.Missed:
+        import jax
+
+        on_jax, name = bundle.on_jax, fit.program.name
+        on_jax.programs.ask()
+        executable, device = on_jax.executable(name), on_jax.device.first
+        avals = [(array.shape, dtype_of(array.dtype)) for array in on_jax.programs.results(name)]
+        assemble = _jaxlib.assembler_for_jax(avals, returned.weak, device, fit.committed)
+        inputs = [
+            value if is_jax_array(value) else jax.device_put(value, device, may_alias=False)
+            for value in fit.arrays
+        ]
+        value = returned.value(assemble(executable.loaded.execute_sharded(inputs)))
+        on_jax.programs.verification.finish()
+        on_jax.programs.answer()
+        with self._lock:
+            self._loaded[name] = None
+        path = None
+        if self._dispatch is not None:
+            path = self._dispatch.path(executable.loaded, len(inputs), value, device)
+        return value, path, False
+
+    def _report(self, bundle: Bundle, miss: MissError) -> None:
+        """Say once why jax compiles the function, and count it."""
+        if self._on_miss == "error":
+            raise UsageError(
+                f"{bundle.name}: no program {self._name!r} takes this call: {miss.reason}",
+                hint='build the bundle for such calls, or allow on_miss="compile"',
+            )
+        with self._lock:
+            if miss.reason in self._compiled:
+                return
+            self._compiled[miss.reason] = None
+        if miss.axis == "fingerprint":  # `load` has said and counted it
+            return
+        count_axis(miss.axis)
+        warnings.warn(
+            f"{bundle.name}: jax compiles {self._name!r} here, because no program of the bundle takes this "
+            f"call: {miss.reason}",
+            FallbackWarning,
+            stacklevel=3,
+        )
+
+
+@final
+class _Interpreted:
+    """A function of `jit` on a jax without the parts that `_jaxlib.Dispatch` needs: no call is remembered."""
+
+    def __init__(self, jitted: Any, miss: Callable[..., _jaxlib.Missed]) -> None:
+        self._jitted = jitted
+        self._miss = miss
+        vars(self).update(vars(jitted))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._miss(*args, **kwargs)[0]
+
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def _listed(given: Places) -> tuple[int | str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int | str) else tuple(given)
+
+
+def _has_tracer(values: Any) -> bool:
+    import jax
+
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))

@@ -1,0 +1,326 @@
+"""Find the program of a bundle that takes a call of a jitted function, or what differs from the closest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prejit.runtime.base import arguments
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import is_jax_array
+from prejit.runtime.format import trees
+from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.jitted.calls import JittedCall
+from prejit.runtime.programs.on_jax import JaxPrograms
+from prejit.runtime.programs.pytree import spell
+
+AXES = ("weights", "structure", "static", "dtype", "shape", "donation", "device")
+"""What a call and a program may differ in, in the order in which they are compared."""
+_SHOWN = 3
+"""Maximum number of programs whose difference a message shows."""
+
+
+class MissError(Exception):
+    """No program takes a call.
+
+    Attributes:
+        axis: what differs, one word.
+        reason: what differs, in words.
+    """
+
+    def __init__(self, axis: str, reason: str) -> None:
+        super().__init__(reason)
+        self.axis = axis
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A program that takes a call.
+
+    Attributes:
+        program: its row of the program table.
+        arrays: the arguments in the program's order, random keys as their data.
+        order: the names of the call's arguments in the order that the program takes.
+        committed: whether an argument is committed to its device, and so the results are.
+        is_exact: whether the bundle tells all of the results: no argument has a weak type, and none is of a
+            class like dict, which the results could be of too.
+        constants: jax's structure of the arguments, where they have constants that the bundle does not tell,
+            such as functions; else None.
+    """
+
+    program: ProgramEntry
+    arrays: tuple[Any, ...]
+    order: tuple[str, ...]
+    committed: bool
+    is_exact: bool
+    constants: Any
+
+
+@dataclass(slots=True)
+class _Leaves:
+    """What a walk through the arguments of a call finds.
+
+    Attributes:
+        found: each leaf, with the program's.
+        has_likes: whether there is something of a class like dict that is not dict.
+        has_constants: whether there is something with constants that the bundle does not tell.
+    """
+
+    found: list[tuple[trees.Leaf, Any]] = field(default_factory=list)
+    has_likes: bool = False
+    has_constants: bool = False
+
+
+def find(programs: JaxPrograms, name: str, call: JittedCall, defaults: Mapping[str, Any]) -> Fit:
+    """Return the first bucket of a program that takes a call.
+
+    Args:
+        programs: the programs.
+        name: of the program.
+        call: the call.
+        defaults: default values of the function's parameters.
+
+    Raises:
+        MissError: there is no such program, or none of its buckets takes the call.
+    """
+    buckets = programs.buckets(name)
+    if not buckets:
+        known = ", ".join(programs.names()) or "none"
+        raise MissError("program", f"the bundle has no program {name!r}; its programs are: {known}")
+    misses: list[MissError] = []
+    for program in buckets:
+        try:
+            return _fit(programs, program, call, defaults)
+        except MissError as miss:
+            misses.append(miss)
+    farthest = max(misses, key=lambda miss: AXES.index(miss.axis)).axis
+    reasons = list(dict.fromkeys(miss.reason for miss in misses if miss.axis == farthest))
+    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    raise MissError(farthest, "; ".join(reasons[:_SHOWN]) + more)
+
+
+def _fit(
+    programs: JaxPrograms, program: ProgramEntry, call: JittedCall, defaults: Mapping[str, Any]
+) -> Fit:
+    import jax
+
+    table = programs.programs
+    if program.weights is not None:
+        raise MissError(
+            "weights",
+            f"{program.name} has its weights in the bundle, which only Bundle.call passes; build it "
+            "without params, with the weights among its arguments",
+        )
+    root = table.arguments_tree(program.name)
+    assert isinstance(root, trees.Node)
+    order = _order(program.name, root, call)
+    leaves = _Leaves()
+    for name, child in zip(order, root.children, strict=True):
+        _collect(child, call.arrays[name], (name,), leaves)
+    _compare_static(program.name, table.static(program.name), call, defaults)
+    names = [
+        name for name, child in zip(order, root.children, strict=True) for _ in trees.leaves(child)
+    ]
+    expected = table.arguments(program.name)
+    places = [(name, *array.path[1:]) for name, array in zip(names, expected, strict=True)]
+    values = [_data(value) for _, value in leaves.found]
+    types = [_type_of(at, value) for at, value in zip(places, values, strict=True)]
+    committed = False
+    for at, array, is_type in zip(places, expected, types, strict=True):
+        if is_type.dtype != dtype_of(array.dtype):
+            raise MissError("dtype", _differs(at, array, is_type))
+    for at, array, is_type in zip(places, expected, types, strict=True):
+        if is_type.shape != array.shape:
+            raise MissError("shape", _differs(at, array, is_type))
+    for at, array in zip(places, expected, strict=True):
+        if array.donated != (at[0] in call.donated):
+            sides = ("donated", "kept") if array.donated else ("kept", "donated")
+            raise MissError("donation", f"{spell(at)}: expected it {sides[0]}, found it {sides[1]}")
+    for at, value in zip(places, values, strict=True):
+        if is_jax_array(value):
+            committed |= _compare_device(at, value, programs.device.first)
+    if not committed and (default := _default_device()) != programs.device.first:
+        raise MissError(
+            "device", f"expected {programs.device.first} as jax's device, found {default}"
+        )
+    is_exact = not leaves.has_likes and not any(is_type.weak_type for is_type in types)
+    given = [call.arrays[name] for name in order]
+    constants = jax.tree.structure(given) if leaves.has_constants else None
+    return Fit(program, tuple(values), order, committed, is_exact, constants)
+
+
+def _order(program: str, root: trees.Node, call: JittedCall) -> tuple[str, ...]:
+    """Return the names of a call's arguments in the order that a program takes."""
+    if root.kind == "dict":
+        keys = tuple(map(str, root.keys))
+        if call.nameable and call.arrays.keys() == set(keys):
+            return keys
+        expected = f"the arguments {', '.join(keys) or 'none'}"
+    else:
+        if len(call.placed) == len(call.arrays) == len(root.keys):
+            return call.placed
+        expected = f"{len(root.keys)} arguments by position"
+    found = ", ".join(call.arrays) or "none"
+    raise MissError("structure", f"{program}: expected {expected}, found {found}")
+
+
+def _compare_static(
+    program: str, expected: Mapping[str, Any], call: JittedCall, defaults: Mapping[str, Any]
+) -> None:
+    """Compare static values. One that the call or the program does not give is the parameter's default."""
+    nothing = object()
+    for name in (*expected, *(call.static.keys() - expected.keys())):
+        wanted = expected.get(name, defaults.get(name, nothing))
+        value = call.static.get(name, defaults.get(name, nothing))
+        if type(value) is not type(wanted) or value != wanted:
+            sides = [
+                "none" if each is nothing else arguments.described(each) for each in (wanted, value)
+            ]
+            raise MissError("static", f"{program}: {name}: expected {sides[0]}, found {sides[1]}")
+
+
+def _collect(tree: trees.Tree, value: Any, at: trees.Path, leaves: _Leaves) -> None:
+    """Add the leaves of a value that is nested exactly as a tree says."""
+    if isinstance(tree, trees.Leaf):
+        if value is None or not _is_leaf(value):
+            raise _misfit(at, "an array", value)
+        if (key := _key_name(value)) != tree.key:
+            wanted = f"a random key of {tree.key}" if tree.key else "an array"
+            raise _misfit(at, wanted, f"a random key of {key}" if key else value)
+        leaves.found.append((tree, value))
+        return
+    if tree.kind == "none" or value is None:
+        if tree.kind != "none" or value is not None:
+            raise _misfit(at, _kind(tree), value)
+        return
+    parts = list(_parts(value))
+    if not _is_kind(tree, value):
+        raise _misfit(at, _kind(tree), value)
+    if len(parts) != len(tree.children):
+        raise _misfit(at, f"{len(tree.children)} parts", f"{len(parts)}")
+    keys = tuple(key for key, _ in parts)
+    if tree.kind in ("dict", "record") and keys != tree.keys:
+        raise _misfit(at, f"the keys {_listed(tree.keys)}", _listed(keys))
+    for name, constant in tree.constants:
+        if type(kept := getattr(value, name, None)) is not type(constant) or kept != constant:
+            raise _misfit((*at, name), repr(constant), arguments.described(kept))
+    match tree.kind:
+        case "dict":
+            leaves.has_likes |= type(value) is not dict
+        case "record":
+            known = {*tree.keys, *(name for name, _ in tree.constants)}
+            leaves.has_constants |= getattr(value, "__dataclass_fields__", {}).keys() != known
+        case "node":
+            leaves.has_constants = True
+    for place, child, (_, part) in zip(tree.keys, tree.children, parts, strict=True):
+        _collect(child, part, (*at, place), leaves)
+
+
+def _is_kind(tree: trees.Node, value: Any) -> bool:
+    """Return whether a value is of the class of a node. Many classes are as dict."""
+    kind = type(value)
+    match tree.kind:
+        case "list" | "tuple":
+            return kind is (list if tree.kind == "list" else tuple)
+        case "dict":
+            return isinstance(value, dict) or hasattr(value, "keys")
+        case _:
+            return f"{kind.__module__}:{kind.__qualname__}" == tree.type
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of a container and their keys, in jax's order."""
+    import jax
+
+    nested, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    for path, part in nested:
+        if path:
+            names = ("key", "name", "idx")  # of DictKey, GetAttrKey and SequenceKey
+            yield next((getattr(path[0], n) for n in names if hasattr(path[0], n)), None), part
+
+
+def _is_leaf(value: Any) -> bool:
+    import jax
+
+    return bool(jax.tree_util.all_leaves([value]))
+
+
+def _key_name(value: Any) -> str:
+    """Return jax's implementation of random keys; empty for any other value."""
+    import jax
+    import jax.numpy as jnp
+
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return ""
+    return str(jax.random.key_impl(value))
+
+
+def _data(value: Any) -> Any:
+    """Return the data of a random key, or another value as it is."""
+    import jax
+
+    return jax.random.key_data(value) if _key_name(value) else value
+
+
+def _type_of(at: trees.Path, value: Any) -> Any:
+    """Return jax's type of an argument, as its dtypes are set."""
+    import jax
+
+    try:
+        return jax.typeof(value)
+    except (TypeError, OverflowError) as error:
+        raise MissError("dtype", f"{spell(at)}: expected what jax takes: {error}") from None
+
+
+def _compare_device(at: trees.Path, array: Any, device: Any) -> bool:
+    """Compare where an array is with where programs run, and return whether it must stay there."""
+    import jax
+
+    sharding = array.sharding
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or sharding.device_set != {
+        device
+    }:
+        raise MissError("device", f"{spell(at)}: expected it on {device}, found {sharding}")
+    if sharding.memory_kind not in (None, device.default_memory().kind):
+        raise MissError(
+            "device",
+            f"{spell(at)}: expected it in the memory {device.default_memory().kind}, found "
+            f"{sharding.memory_kind}",
+        )
+    layout = array.format.layout
+    if layout is not None and layout.major_to_minor != tuple(range(array.ndim)):
+        raise MissError("device", f"{spell(at)}: expected jax's own layout, found {layout}")
+    return bool(array.committed)
+
+
+def _default_device() -> Any:
+    """Return the device on which jax runs what is committed to none."""
+    import jax
+
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
+
+
+def _differs(at: trees.Path, expected: Any, found: Any) -> str:
+    return (
+        f"{spell(at)}: expected {expected.dtype}{list(expected.shape)}, "
+        f"found {found.dtype}{list(found.shape)}"
+    )
+
+
+def _misfit(at: trees.Path, expected: str, found: Any) -> MissError:
+    shown = found if isinstance(found, str) else arguments.described(found)
+    return MissError("structure", f"{spell(at)}: expected {expected}, found {shown}")
+
+
+def _kind(tree: trees.Node) -> str:
+    return "None" if tree.kind == "none" else f"a {tree.kind}{f' {tree.type}' if tree.type else ''}"
+
+
+def _listed(keys: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, keys)) or "none"

@@ -1,0 +1,151 @@
+"""What the results of a program are made into: the structure and types that jax.jit would return."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.jitted.fitting import MissError
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a function returns.
+
+    Attributes:
+        structure: jax's PyTreeDef.
+        keys: for each leaf jax's implementation of random keys; empty: it is no key.
+        weak: for each leaf whether its type is weak.
+    """
+
+    structure: Any
+    keys: tuple[str, ...]
+    weak: tuple[bool, ...]
+
+    def value(self, arrays: Sequence[Any]) -> Any:
+        """Return what the function returns, of the arrays of a program's results."""
+        import jax
+
+        leaves = [
+            jax.random.wrap_key_data(array, impl=key) if key else array
+            for array, key in zip(arrays, self.keys, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+class _UnknownError(Exception):
+    """The bundle does not tell everything of a class."""
+
+
+def from_bundle(tree: trees.Tree) -> Returned | None:
+    """Return what a program's results tree says, without tracing the function; None: it does not say enough.
+
+    Named tuples and dataclasses are of the application's own classes, as far as it has imported them. The
+    tree does not say enough of a class that is not imported or has constant fields other than texts, integers
+    and booleans, nor of any other class that is registered with jax.
+    """
+    import jax
+
+    keys = tuple(leaf.key for leaf in trees.leaves(tree))
+    stand_ins = [jax.ShapeDtypeStruct((), "float32") for _ in keys]
+    try:
+        value = _value(tree, iter(stand_ins))
+        leaves, structure = jax.tree.flatten(value)
+    except _UnknownError:
+        return None
+    except Exception:  # a class of the application that does not take stand-ins
+        return None
+    same = len(leaves) == len(stand_ins) and all(map(_is, leaves, stand_ins))
+    return Returned(structure, keys, (False,) * len(keys)) if same else None
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _value(tree: trees.Tree, leaves: Iterator[Any]) -> Any:
+    if isinstance(tree, trees.Leaf):
+        return next(leaves)
+    children = [_value(child, leaves) for child in tree.children]
+    match tree.kind:
+        case "none":
+            return None
+        case "list":
+            return children
+        case "tuple":
+            return tuple(children)
+        case "dict":
+            return dict(zip(tree.keys, children, strict=True))
+        case "namedtuple":
+            return _imported(tree.type)(*children)
+        case "record":
+            known = dict(zip(map(str, tree.keys), children, strict=True)) | dict(tree.constants)
+            class_ = _imported(tree.type)
+            fields = getattr(class_, "__dataclass_fields__", {})
+            if fields.keys() != known.keys():  # other constant fields, or no dataclass
+                raise _UnknownError
+            return class_(**known)
+        case _:
+            raise _UnknownError
+
+
+def _imported(type_: str) -> Any:
+    """Return the class `module:Name` if the application has imported it. This imports nothing."""
+    module, _, name = type_.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or f"{found.__module__}:{found.__qualname__}" != type_:
+        raise _UnknownError
+    return found
+
+
+def from_trace(shapes: Any, tree: trees.Tree, arrays: Sequence[Array]) -> Returned:
+    """Return what a traced function returns.
+
+    Args:
+        shapes: the traced results, a pytree of jax.ShapeDtypeStruct.
+        tree: the program's results tree.
+        arrays: the program's results.
+
+    Raises:
+        MissError: the program returns something else, because the function has changed since the build.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    leaves, structure = jax.tree.flatten(shapes)
+    expected = [
+        (leaf.key, dtype_of(array.dtype), array.shape)
+        for leaf, array in zip(trees.leaves(tree), arrays, strict=True)
+    ]
+    found = []
+    for leaf in leaves:
+        key = ""
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            key, leaf = _key_name(leaf), jax.eval_shape(jax.random.key_data, leaf)
+        found.append((key, leaf.dtype, leaf.shape))
+    if found != expected:
+        sides = [
+            ", ".join(f"{d}{list(s)}" for _, d, s in side) or "none" for side in (expected, found)
+        ]
+        raise MissError(
+            "results",
+            f"expected a function that returns {sides[0]}, found one that returns {sides[1]}: it has "
+            "changed since the build",
+        )
+    weak = tuple(bool(getattr(leaf, "weak_type", False)) for leaf in leaves)
+    return Returned(structure, tuple(key for key, _, _ in found), weak)
+
+
+def _key_name(shape: Any) -> str:
+    import jax
+
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), shape)
+    return names[0]

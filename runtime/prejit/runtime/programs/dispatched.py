@@ -1,0 +1,117 @@
+"""Calls of a user's program on NumPy arrays that jaxlib's C++ dispatches, without jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.device.transfer import DeviceArray, to_numpy
+from prejit.runtime.format import trees
+from prejit.runtime.programs.calls import Calls, ChosenBucket
+
+_DTYPES = frozenset(
+    dtype_of(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32"),
+        *("float16", "bfloat16", "float32", "complex64"),
+    )
+)
+"""Dtypes of arguments that jaxlib's dispatch passes as they are."""
+_PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes of less than a byte, which a device holds in another way than NumPy."""
+
+
+@final
+class DispatchedCalls:
+    """The user's programs of a bundle. Safe to use from many threads.
+
+    The first call of a signature (structure, shapes and dtypes) is one of `Calls`. If all of its arguments
+    are NumPy arrays, and the program takes them as they are, later calls of it do not enter Python before the
+    program runs.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        """Dispatch nothing yet.
+
+        Args:
+            calls: how to call a program.
+        """
+        self._calls = calls
+        self._functions: dict[str, Callable[..., Any] | None] = {}
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program on nested arguments. Arguments, results and errors as `Bundle.call`."""
+        try:
+            function = self._functions[name]
+        except (KeyError, TypeError):
+            self._calls.buckets(name)  # raises if there is none
+            function = self._functions.setdefault(name, self._function(name))
+        if function is not None:
+            for value in _jaxlib.leaves_for_dispatch((args, kwargs)):
+                if type(value) is not np.ndarray or value.dtype not in _DTYPES:
+                    break
+            else:
+                return function(*args, **kwargs)
+        return self._calls.call(name, args, kwargs)
+
+    def _function(self, name: str) -> Callable[..., Any] | None:
+        """Return what jaxlib dispatches; None: the program cannot be dispatched."""
+        calls, device = self._calls, self._calls.device
+        if device.cpu_sharding is None or calls.static_names(name):
+            return None
+        first = calls.buckets(name)[0]
+        if any(array.donated for array in calls.programs.arguments(first.name)):
+            return None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return calls.call(name, args, kwargs)
+
+        return _jaxlib.cpu_function(call, partial(self._miss, name), device.put)
+
+    def _miss(self, name: str, /, *args: Any, **kwargs: Any) -> _jaxlib.Missed:
+        """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
+        chosen, result = self._calls.call_in_bucket(name, args, kwargs)
+        given = _jaxlib.leaves_for_dispatch((args, kwargs))
+        return result, self._path(chosen) if self._is_plain(chosen, given) else None, False
+
+    def _is_plain(self, chosen: ChosenBucket, given: Sequence[Any]) -> bool:
+        """Return whether a program takes the arrays of a call as they are, in jaxlib's order."""
+        programs = self._calls.programs
+        arrays = programs.arguments(chosen.program.name)
+        results = programs.results(chosen.program.name)
+        return (
+            not chosen.sizes
+            and len(given) == len(chosen.values)
+            and all(map(_is, given, chosen.values))
+            and not any(array.donated for array in arrays)
+            and not any(array.dtype in _PACKED for array in (*arrays, *results))
+        )
+
+    def _path(self, chosen: ChosenBucket) -> Any:
+        programs, program = self._calls.programs, chosen.program
+        results = programs.results(program.name)
+        tree = programs.results_tree(program.name)
+
+        def nest(arrays: list[DeviceArray]) -> Any:
+            return self._calls.nested(tree, arrays, to_numpy)
+
+        def single(arrays: list[DeviceArray]) -> Any:
+            return to_numpy(arrays[0])
+
+        return _jaxlib.cpu_path(
+            programs[program.name].loaded,
+            programs.weights(program.weights),
+            len(chosen.values),
+            [(array.shape, dtype_of(array.dtype)) for array in results],
+            self._calls.device.cpu_sharding,
+            single if isinstance(tree, trees.Leaf) else nest,
+        )
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

@@ -1,0 +1,61 @@
+"""The user's programs of a bundle on jax's own client: their results are arrays of the host program's jax."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import final
+
+from prejit.runtime.base.once import once
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.executable import Executable
+from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.programs.ready import Programs
+
+
+@final
+class JaxPrograms:
+    """The user's programs of a bundle that matches this machine. Safe to use from many threads.
+
+    Attributes:
+        programs: the program table, and what its texts mean.
+    """
+
+    def __init__(self, programs: Programs, table: Iterable[ProgramEntry], platform: str) -> None:
+        """Keep what loading needs.
+
+        Args:
+            programs: the programs of a bundle.
+            table: those that are in the bundle; others may have been compiled here.
+            platform: its platform: `cpu`, `cuda`, `tpu`.
+        """
+        self.programs = programs
+        self._table = [program for program in table if program.kind == "call"]
+        self._platform = platform
+        self._loaded: dict[str, Executable] = {}
+        self._lock = threading.Lock()
+
+    @once
+    def device(self) -> Device:
+        """The first device of jax's client for the bundle's platform."""
+        return Device(self._platform, of_jax=True)
+
+    def buckets(self, name: str) -> list[ProgramEntry]:
+        """Return the buckets of a program; none: there is no such program."""
+        return [p for p in self._table if p.name.partition("/")[0] == name]
+
+    def names(self) -> list[str]:
+        """Return the names of the programs, sorted."""
+        return sorted({program.name.partition("/")[0] for program in self._table})
+
+    def executable(self, name: str) -> Executable:
+        """Return the executable of a bucket, loaded when it is first used.
+
+        Raises:
+            RejectError: its bytes are not those in the program table.
+            MismatchError: XLA cannot load it on this machine.
+        """
+        with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = self.programs.load_on(name, self.device)
+            return self._loaded[name]

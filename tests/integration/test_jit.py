@@ -1,0 +1,493 @@
+"""`jit`: the same results as jax.jit, from the executables of a bundle where they fit."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from jax import monitoring
+
+from prejit.compiler import Program, build, program
+from prejit.runtime import (
+    Fingerprint,
+    MismatchError,
+    RejectError,
+    StoreError,
+    UsageError,
+    fallback_counts,
+    jit,
+    load,
+)
+from prejit.runtime.device import _jaxlib
+
+BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+TRACE = "/jax/core/compile/jaxpr_trace_duration"
+
+
+class Metrics(NamedTuple):
+    loss: Any
+    norm: Any
+
+
+@struct.dataclass
+class State:
+    params: Any
+    key: Any
+    name: str = struct.field(pytree_node=False, default="sgd")
+
+
+@struct.dataclass
+class Trained:
+    params: Any
+    apply: Callable[..., Any] = struct.field(pytree_node=False)
+
+
+def score(x):
+    return jnp.tanh(x) * 2
+
+
+def scaled(x, mode="double"):
+    return x * 2 if mode == "double" else x * 3
+
+
+def affine(z, a):
+    """Its names are not in the order of the alphabet."""
+    return z * 2 + a
+
+
+def step(state, x):
+    key, noise = jax.random.split(state.key)
+    x = x + jax.random.normal(noise, x.shape)
+    loss = jnp.mean((x @ state.params["w"]) ** 2)
+    params = {"w": state.params["w"] - 0.1 * loss}
+    return state.replace(params=params, key=key), Metrics(loss, None)
+
+
+def linear(params, x):
+    return x @ params
+
+
+def train(state, x):
+    return state.replace(params=state.params - state.apply(state.params, x).mean())
+
+
+def weak(x, rate):
+    return {"x": x * rate, "rate": rate * 2}
+
+
+def accumulate(total, x):
+    return total + x
+
+
+def parts(x, *others):
+    return [x, *(each + 1 for each in others)], {"none": None, "sum": sum(others)}
+
+
+def first_state() -> State:
+    return State({"w": jnp.ones((4, 2))}, jax.random.key(3))
+
+
+def first_trained() -> Trained:
+    return Trained(jnp.ones((4, 2)), linear)
+
+
+@pytest.fixture(scope="module")
+def bundle_path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    x = jnp.ones((3, 4))
+    programs = [
+        program(score, jnp.ones(8)),
+        Program("bucketed", fn=score, args=["float32[{n}]"], buckets={"n": (2, 4)}),
+        Program("open", fn=score, args=["float32[{n}]"], buckets={"n": (2,)}, open_sizes=["n"]),
+        Program("scaled", fn=scaled, args=[x], static={"mode": ("double", "triple")}),
+        Program("affine", fn=affine, args={"z": "float32[4]", "a": "float32[4]"}),
+        program(step, first_state(), x),
+        program(train, first_trained(), x),
+        program(weak, jnp.ones(4), 0.5),
+        program(jax.jit(accumulate, donate_argnums=0), jnp.ones(1024), jnp.ones(1024)),
+        program(parts, jnp.ones(2), jnp.ones(3), jnp.ones(3)),
+        Program(
+            "trained",
+            fn=train,
+            args=lambda n: [first_trained(), jnp.ones((n, 4))],
+            buckets={"n": (1, 2)},
+        ),
+        Program("weighted", fn=linear, args={"x": "float32[3,4]"}, params=np.ones((4, 2), "f")),
+    ]
+    output = tmp_path_factory.mktemp("jit")
+    return build(programs, output, name="jit", cache=build_cache, quiet=True).path
+
+
+@pytest.fixture
+def events() -> Iterator[list[str]]:
+    """Names of what jax does from here on: traces, compiles."""
+    found: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        found.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    monitoring.unregister_event_duration_listener(listen)
+
+
+def same(one: Any, other: Any) -> None:
+    """Fail if two pytrees of jax's arrays differ in anything that a program can see."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert jax.typeof(mine) == jax.typeof(theirs)
+        assert mine.committed == theirs.committed
+        assert mine.sharding == theirs.sharding
+        if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine, theirs = jax.random.key_data(mine), jax.random.key_data(theirs)
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-6)
+
+
+def test_a_call_that_fits_compiles_nothing(bundle_path: Path, events: list[str]) -> None:
+    x, on_device = jnp.arange(8.0), jax.device_put(jnp.arange(8.0), jax.devices()[0])
+    host = np.arange(8, dtype=np.float64)  # jax makes it float32
+    scored = jit(score, bundle=bundle_path)
+    events.clear()
+    results = [scored(each) for each in (x, on_device, host, x, on_device, host)]
+    assert events == []
+    assert scored.stats() == type(scored.stats())(("score",), (), ())
+    for result, each in zip(results, (x, on_device, host) * 2, strict=True):
+        same(result, jax.jit(score)(each))
+
+
+def test_a_loaded_bundle_and_its_buckets(bundle_path: Path) -> None:
+    bundle = load(bundle_path)
+    bucketed = jit(score, bundle=bundle, name="bucketed", on_miss="error")
+    for size in (2, 4):
+        same(bucketed(jnp.ones(size)), score(jnp.ones(size)))
+    assert bucketed.stats().loaded == ("bucketed/n2", "bucketed/n4")
+    with pytest.raises(UsageError, match=r"x: expected float32\[2\], found float32\[3\]; .*\[4\]"):
+        bucketed(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("x", "axis", "reason"),
+    [
+        (np.ones(9, "f"), "shape", r"x: expected float32\[8\], found float32\[9\]"),
+        (np.ones(8, "i"), "dtype", r"x: expected float32\[8\], found int32\[8\]"),
+        ([np.ones(8, "f")], "structure", r"x: expected an array, found "),
+    ],
+)
+def test_what_does_not_fit_is_compiled_and_said_once(
+    bundle_path: Path, events: list[str], x: Any, axis: str, reason: str
+) -> None:
+    scored = jit(lambda x: score(jnp.asarray(x)), bundle=bundle_path, name="score")
+    before = fallback_counts().get(axis, 0)
+    with pytest.warns(match=f"jit: jax compiles 'score' here, .*: {reason}") as warned:
+        results = [scored(x) for _ in range(3)]
+    assert [each.filename for each in warned] == [__file__]
+    assert fallback_counts()[axis] == before + 1
+    assert events.count(BACKEND_COMPILE) >= 1
+    assert scored.stats().loaded == ()
+    (why,) = scored.stats().compiled
+    assert why in str(warned[0].message)
+    same(results[-1], jax.jit(score)(jnp.asarray(x)))
+
+
+def test_programs_that_a_bundle_compiled_here_are_not_taken(bundle_path: Path) -> None:
+    bundle = load(bundle_path)
+    with pytest.warns(match="no bucket has the sizes of open/n3"):
+        bundle.call("open", np.ones(3, "f"))
+    opened = jit(score, bundle=bundle, name="open", on_miss="error")
+    same(opened(jnp.ones(2)), jax.jit(score)(jnp.ones(2)))
+    with pytest.raises(UsageError, match=r"x: expected float32\[2\], found float32\[3\]"):
+        opened(jnp.ones(3))
+
+
+def test_static_values_choose_the_program(bundle_path: Path, events: list[str]) -> None:
+    x = jnp.ones((3, 4))
+    jitted = jit(scaled, bundle=bundle_path, static_argnames="mode", on_miss="error")
+    events.clear()
+    doubled, tripled = jitted(x), jitted(x, mode="triple")
+    by_place = jitted(x, "triple")
+    assert events == []
+    same([doubled, tripled, by_place], [x * 2, x * 3, x * 3])
+    with pytest.raises(UsageError, match=r"mode: expected 'double', found 'half'"):
+        jitted(x, mode="half")
+
+
+@pytest.mark.parametrize("call", [lambda f, z, a: f(z, a), lambda f, z, a: f(a=a, z=z)])
+def test_arguments_by_place_and_by_name(bundle_path: Path, call: Any, events: list[str]) -> None:
+    z, a = jnp.arange(4.0), jnp.ones(4)
+    jitted = jit(affine, bundle=bundle_path, on_miss="error")
+    events.clear()
+    results = [call(jitted, z, a) for _ in range(3)]
+    assert events == []
+    for result in results:
+        same(result, jnp.asarray(np.arange(4, dtype="f") * 2 + 1))
+    with pytest.raises(UsageError, match=r"z: expected float32\[4\], found float32\[5\]"):
+        call(jitted, jnp.ones(5), a)
+    same(jax.vmap(jitted)(jnp.stack([z, z]), jnp.stack([a, a])), jnp.stack(results[:2]))
+    with pytest.raises(TypeError, match="argument"):
+        jitted(z, b=a)
+
+
+def test_varargs_none_and_containers(bundle_path: Path) -> None:
+    arguments = jnp.ones(2), jnp.ones(3), jnp.ones(3)
+    same(jit(parts, bundle=bundle_path, on_miss="error")(*arguments), jax.jit(parts)(*arguments))
+
+
+def test_state_with_random_keys_comes_back_as_the_applications_classes(
+    bundle_path: Path, events: list[str]
+) -> None:
+    stepped, state, x = jit(step, bundle=bundle_path), first_state(), jnp.ones((3, 4))
+    expected_state, expected_metrics = jax.jit(step)(state, x)
+    events.clear()
+    found_state, found_metrics = stepped(state, x)
+    again, _ = stepped(found_state, x)  # what it returns fits it
+    assert events == []
+    assert stepped.stats().compiled == ()
+    assert isinstance(found_state, State)
+    assert type(found_metrics) is Metrics
+    same((found_state, found_metrics), (expected_state, expected_metrics))
+    same(again, jax.jit(step)(expected_state, x)[0])
+    renamed = jit(step, bundle=bundle_path, on_miss="error")
+    with pytest.raises(UsageError, match=r"state\['name'\]: expected 'sgd', found 'adam'"):
+        renamed(state.replace(name="adam"), x)
+    with pytest.raises(UsageError, match=r"state\['key'\]: expected a random key of threefry2x32"):
+        renamed(state.replace(key=jnp.zeros(2, "uint32")), x)
+    with pytest.raises(UsageError, match=r"expected a random key of threefry2x32, found .* rbg"):
+        renamed(state.replace(key=jax.random.key(0, impl="rbg")), x)
+
+
+def test_a_class_that_the_bundle_does_not_tell_is_traced(
+    bundle_path: Path, events: list[str]
+) -> None:
+    trained, state, x = jit(train, bundle=bundle_path), first_trained(), jnp.ones((3, 4))
+    expected = jax.jit(train)(state, x)
+    events.clear()
+    found = trained(state, x)
+    assert BACKEND_COMPILE not in events
+    assert TRACE in events
+    assert trained.stats().traced == ("train",)
+    assert found.apply is linear
+    same(found, expected)
+    other = state.replace(apply=lambda params, x: x @ params * 2)
+    with pytest.warns(match="constant fields of its arguments are not those of the first call"):
+        same(trained(other, x).params, jax.jit(train)(other, x).params)
+
+
+def test_constants_are_those_of_the_first_call_in_every_bucket(bundle_path: Path) -> None:
+    trained = jit(train, bundle=bundle_path, name="trained", on_miss="error")
+    state, x = first_trained(), jnp.ones((2, 4))
+    same(trained(state, x), jax.jit(train)(state, x))
+    same(trained(state, x[:1]), jax.jit(train)(state, x[:1]))
+    again = jit(train, bundle=bundle_path, name="trained", on_miss="error")
+    again(state, x)
+    with pytest.raises(UsageError, match="constant fields of its arguments are not those"):
+        again(state.replace(apply=lambda params, x: x @ params * 2), x[:1])
+
+
+def test_weak_types_are_those_of_jax(bundle_path: Path, events: list[str]) -> None:
+    jitted, x = jit(weak, bundle=bundle_path), jnp.ones(4)
+    expected = jax.jit(weak)(x, 0.25)
+    events.clear()
+    found = [jitted(x, 0.25) for _ in range(2)]
+    assert BACKEND_COMPILE not in events
+    assert found[1]["rate"].weak_type
+    for each in found:
+        same(each, expected)
+
+
+def test_a_changed_function_is_noticed_where_it_is_traced(bundle_path: Path) -> None:
+    changed = jit(lambda x, rate: x * rate, bundle=bundle_path, name="weak", on_miss="error")
+    with pytest.raises(UsageError, match="it has changed since the build"):
+        changed(jnp.ones(4), 0.25)
+
+
+def test_donated_arguments_are_deleted(bundle_path: Path) -> None:
+    donating = jit(accumulate, bundle=bundle_path, donate_argnums=0, on_miss="error")
+    total, x = jnp.zeros(1024), jnp.ones(1024)
+    for _ in range(3):
+        before, total = total, donating(total, x)
+        assert before.is_deleted()
+        assert not x.is_deleted()
+    np.testing.assert_array_equal(total, np.full(1024, 3))
+    host = np.zeros(1024, "f")
+    for _ in range(2):
+        donating(host, x)
+        np.testing.assert_array_equal(host, np.zeros(1024))
+    first_call = jit(accumulate, bundle=bundle_path, donate_argnums=0, on_miss="error")
+    for function in (donating, first_call):
+        with pytest.raises((RuntimeError, ValueError), match="deleted"):
+            function(before, x)
+    keeping = jit(accumulate, bundle=bundle_path, on_miss="error")
+    with pytest.raises(UsageError, match="total: expected it donated, found it kept"):
+        keeping(total, x)
+
+
+def test_transformations_use_the_function_itself(bundle_path: Path) -> None:
+    scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.arange(8.0)
+    rows = jnp.ones((2, 8))
+    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
+    same(jax.vmap(scored)(rows), jax.vmap(jax.jit(score))(rows))
+    same(jax.jit(lambda: scored(x))(), jax.jit(lambda: score(x))())
+    same(
+        jax.lax.scan(lambda c, _: (scored(c), c), x, length=3),
+        jax.lax.scan(lambda c, _: (score(c), c), x, length=3),
+    )
+    assert scored.stats() == type(scored.stats())((), (), ())
+    scored(x)  # the bundle's, after all of them
+    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
+    assert scored.stats().loaded == ("score",)
+    with jax.disable_jit():
+        same(scored(x), score(x))
+
+
+def test_it_is_a_function_of_jax_jit(bundle_path: Path) -> None:
+    scored, x = jit(score, bundle=bundle_path), jnp.ones(8)
+    assert scored.__name__ == "score"
+    assert "tanh" in scored.lower(x).as_text()
+    assert scored.eval_shape(x).shape == scored.trace(x).out_info.shape == (8,)
+
+    class Model:
+        @jit(bundle=bundle_path, name="score", static_argnums=0)
+        def __call__(self, x: Any) -> Any:
+            return score(x)
+
+    model = Model()
+    with pytest.warns(match="score: expected 1 arguments by position, found x"):  # and `self`
+        same(model(x), jax.jit(score)(x))
+    scored.clear_cache()
+    same(scored(x), jax.jit(score)(x))
+
+
+def test_arguments_elsewhere_do_not_fit(bundle_path: Path) -> None:
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    scored = jit(score, bundle=bundle_path, on_miss="error")
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    split = jax.device_put(jnp.ones(8), NamedSharding(mesh, PartitionSpec("data")))
+    with pytest.raises(UsageError, match=r"x: expected it on cpu:0, found NamedSharding"):
+        scored(split)
+    with jax.set_mesh(mesh), pytest.raises(UsageError, match=r"jax.set_mesh has set a mesh"):
+        scored(jnp.ones(8))
+
+
+def test_settings_that_executables_cannot_obey(bundle_path: Path) -> None:
+    scored = jit(score, bundle=bundle_path)
+    with jax.debug_nans(True), pytest.warns(match="jax_debug_nans is on"):
+        scored(jnp.ones(8))
+    assert scored.stats().loaded == ()
+    scored.clear_cache()
+    scored(jnp.ones(8))
+    assert scored.stats().loaded == ("score",)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        scored(jnp.full(8, jnp.nan))
+
+
+def test_weights_of_the_bundle_are_for_bundle_call(bundle_path: Path) -> None:
+    weighted = jit(linear, bundle=bundle_path, name="weighted", on_miss="error")
+    with pytest.raises(UsageError, match="weighted has its weights in the bundle"):
+        weighted(jnp.ones((4, 2)), jnp.ones((3, 4)))
+
+
+def test_many_threads_share_a_function(bundle_path: Path, events: list[str]) -> None:
+    scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.arange(8.0)
+    expected, found = np.asarray(score(x)), []
+    events.clear()
+    ready = threading.Barrier(4)
+
+    def run() -> None:
+        ready.wait()
+        for _ in range(50):
+            found.append(np.asarray(scored(x)))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(found) == 200
+    np.testing.assert_allclose(np.stack(found), np.broadcast_to(expected, (200, 8)), rtol=1e-6)
+    assert events == []
+
+
+def test_a_machine_that_does_not_match_compiles_everything(bundle_path: Path) -> None:
+    machine = replace(Fingerprint.current(), cpu_features=("sse2",))
+    with pytest.warns(match="matches none of the bundle's targets"):
+        bundle = load(bundle_path, fingerprint=machine)
+    scored = jit(score, bundle=bundle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # `load` has said it
+        same(scored(jnp.ones(8)), jax.jit(score)(jnp.ones(8)))
+    assert scored.stats().loaded == ()
+    assert "cpu_features" in scored.stats().compiled[0]
+    with pytest.raises(MismatchError, match="cpu_features"):
+        jit(score, bundle=bundle, on_miss="error")(jnp.ones(8))
+
+
+def test_a_damaged_bundle_never_runs(bundle_path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle_path, damaged)
+    blob = max((damaged / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(content)
+    with pytest.raises(RejectError):
+        jit(score, bundle=damaged)(jnp.ones(8))
+    with pytest.raises(StoreError):
+        jit(score, bundle=tmp_path / "nothing")(jnp.ones(8))
+
+
+def test_mistakes_of_the_caller(bundle_path: Path) -> None:
+    scored = jit(score, bundle=bundle_path, name="other", on_miss="error")
+    with pytest.raises(UsageError, match="has no program 'other'; its programs are: accumulate, "):
+        scored(jnp.ones(8))
+    with pytest.warns(match="x: expected what jax takes"):
+        with pytest.raises(TypeError, match="Error interpreting argument"):  # that of jax.jit
+            jit(score, bundle=bundle_path)("text")
+    with pytest.raises(UsageError, match="on_miss: expected"):
+        jit(score, bundle=bundle_path, on_miss="never")  # type: ignore[call-overload]
+
+
+def test_a_jax_without_its_private_parts(
+    bundle_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[str]
+) -> None:
+    monkeypatch.setattr(_jaxlib.Dispatch, "of", lambda jitted: None)
+    x = jnp.arange(8.0)
+    scored = jit(score, bundle=bundle_path)
+    events.clear()
+    results = [scored(x) for _ in range(2)]
+    assert events == []
+    assert scored.stats().loaded == ("score",)
+    same(results[1], jax.jit(score)(x))
+    same(jax.grad(lambda x: scored(x).sum())(x), jax.grad(lambda x: score(x).sum())(x))
+    assert scored.eval_shape(x).shape == (8,)
+    with pytest.warns(match="found float32"):
+        same(scored(jnp.ones(9)), jax.jit(score)(jnp.ones(9)))
+    z, a = jnp.arange(4.0), jnp.ones(4)
+    same(jit(affine, bundle=bundle_path, on_miss="error")(z, a), jax.jit(affine)(z, a))
+
+
+def test_a_call_that_raised_raises_again(bundle_path: Path) -> None:
+    scored = jit(score, bundle=bundle_path, on_miss="error")
+    for _ in range(3):
+        with pytest.raises(UsageError, match="found float32"):
+            scored(jnp.ones(9))
+    same(scored(jnp.ones(8)), jax.jit(score)(jnp.ones(8)))
+
+
+def test_caches_of_jax_may_be_cleared(bundle_path: Path, events: list[str]) -> None:
+    scored, x = jit(score, bundle=bundle_path, on_miss="error"), jnp.ones(8)
+    first = scored(x)
+    jax.clear_caches()
+    events.clear()
+    again = scored(x)
+    assert BACKEND_COMPILE not in events
+    same(again, first)

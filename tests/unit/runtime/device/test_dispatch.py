@@ -1,0 +1,110 @@
+"""Calls of a jitted function, dispatched by jaxlib's C++, on every version of jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.device import Device
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device(of_jax=True)
+
+
+class Doubling:
+    """A function `x * 2` whose executable is our own, and the number of its misses."""
+
+    def __init__(self, device: Device, *, donate: bool = False) -> None:
+        options: dict[str, Any] = {"donate_argnums": 0} if donate else {}
+        self.jitted = jax.jit(lambda x, n=0: x * 2, static_argnames="n", **options)
+        exported = jax.export.export(
+            jax.jit(lambda x: x * 2, keep_unused=True, **options), platforms=("cpu",)
+        )(jnp.ones(4))
+        self.device = device.first
+        self.loaded = device.compile(exported.mlir_module_serialized).loaded
+        dispatch = _jaxlib.Dispatch.of(self.jitted)
+        assert dispatch is not None
+        self.dispatch = dispatch
+        self.function = dispatch.function(self.jitted, self.miss)
+        self.misses = 0
+
+    def miss(self, x: Any, n: int = 0) -> _jaxlib.Missed:
+        self.misses += 1
+        x = jnp.asarray(x)
+        assemble = _jaxlib.assembler_for_jax(
+            [((4,), np.dtype("float32"))], [n == 1], self.device, committed=bool(x.committed)
+        )
+        (result,) = assemble(self.loaded.execute_sharded([x]))
+        return result, self.dispatch.path(self.loaded, 1, result, self.device), False
+
+
+def test_a_signature_misses_once(device: Device) -> None:
+    doubling, x = Doubling(device), jnp.arange(4.0)
+    results = [doubling.function(x) for _ in range(5)]
+    assert doubling.misses == 1
+    for result in results:
+        np.testing.assert_array_equal(result, [0, 2, 4, 6])
+        assert not result.committed
+    committed = doubling.function(jax.device_put(x, device.first))
+    assert committed.committed
+    weak = [doubling.function(x, n=1) for _ in range(2)]
+    assert [each.weak_type for each in weak] == [True, True]
+    assert doubling.misses == 3
+
+
+def test_later_calls_take_host_arrays(device: Device) -> None:
+    doubling, host = Doubling(device), np.arange(4, dtype=np.float32)
+    for _ in range(3):
+        np.testing.assert_array_equal(doubling.function(host), host * 2)
+    assert doubling.misses == 1
+
+
+def test_donated_arguments_are_deleted_at_later_calls_too(device: Device) -> None:
+    doubling, x = Doubling(device, donate=True), jnp.ones(4)
+    for _ in range(3):
+        before, x = x, doubling.function(x)
+        assert before.is_deleted()
+    assert doubling.misses == 1
+    np.testing.assert_array_equal(x, np.full(4, 8))
+
+
+def test_it_tells_the_options_of_a_jitted_function() -> None:
+    dispatch = _jaxlib.Dispatch.of(
+        jax.jit(lambda x, mode, y: x, static_argnames="mode", donate_argnums=(0, 2))
+    )
+    assert dispatch is not None
+    assert {"mode"} <= set(dispatch.static) <= {"mode", 1}
+    assert {0, 2} <= set(dispatch.donated) <= {0, 2, "x", "y"}
+
+
+def test_what_jax_jit_did_not_return_has_no_dispatch() -> None:
+    assert _jaxlib.Dispatch.of(lambda x: x) is None
+    assert _jaxlib.Dispatch.of(object()) is None
+
+
+def test_a_jax_with_other_parts_has_no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    jitted = jax.jit(lambda x: x)
+    monkeypatch.setattr(_jaxlib, "_PATH_FIELDS", (*_jaxlib._PATH_FIELDS, "new"))
+    assert _jaxlib.Dispatch.of(jitted) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(_jaxlib, "_STATE_KEYS", {*_jaxlib._STATE_KEYS, "new"})
+    assert _jaxlib.Dispatch.of(jitted) is None
+
+
+def test_tracing_is_seen() -> None:
+    seen = []
+
+    def function(x: Any) -> Any:
+        seen.append(_jaxlib.is_tracing())
+        return x
+
+    function(1.0)
+    jax.jit(function)(1.0)
+    assert seen == [False, True]

@@ -1,0 +1,74 @@
+"""A call of a jitted function by its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from prejit.runtime.jitted.calls import JittedCall, Parameters
+
+
+def plain(x: Any, y: Any = 0, *, z: Any = 0, **more: Any) -> None: ...
+def static_between(x: Any, mode: str, y: Any) -> None: ...
+def many(first: Any, *others: Any) -> None: ...
+def placed(x: Any, /, y: Any) -> None: ...
+
+
+def call(
+    function: Any, *args: Any, static: Any = (), donated: Any = (), **kwargs: Any
+) -> JittedCall:
+    return Parameters(function, static=static, donated=donated).bind(args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("bound", "placed_", "order", "nameable"),
+    [
+        (call(plain, 1, 2), "x y", "x y", True),
+        (call(plain, y=2, x=1), "x y", "x y", True),
+        (call(plain, 1, z=3), "x", "x z", True),
+        (call(plain, 1, z=3, a=4), "x", "x a z", True),
+        (call(static_between, 1, "m", 2, static=["mode"]), "x", "x y", True),
+        (call(static_between, 1, "m", 2, static=[1]), "x", "x y", True),
+        (call(static_between, y=2, x=1, mode="m", static=[-2]), "x", "x y", True),
+        (call(many, 1, 2, 3), "first args[0] args[1]", "first args[0] args[1]", False),
+        (call(placed, 1, y=2), "x y", "x y", False),
+        (call(max, 1, 2), "args[0] args[1]", "args[0] args[1]", False),
+    ],
+)
+def test_arguments_by_place_and_in_jaxs_order(
+    bound: JittedCall, placed_: str, order: str, nameable: bool
+) -> None:
+    assert bound.placed == tuple(placed_.split())
+    assert bound.order == tuple(order.split())
+    assert bound.nameable == nameable
+
+
+def test_the_order_is_that_in_which_jax_flattens_a_call() -> None:
+    traced = jax.jit(plain).trace(1.0, z=2.0, b=3.0, a=4.0)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.in_avals)[0]]
+    order = call(plain, 1.0, z=2.0, b=3.0, a=4.0).order
+    assert len(paths) == len(order) == 4
+    assert [path[-1].key for path in paths[1:]] == list(order[1:])
+
+
+def test_static_and_donated_arguments() -> None:
+    bound = call(static_between, 1, "m", 2, static=["mode"], donated=[0, 2])
+    assert (dict(bound.arrays), bound.static) == ({"x": 1, "y": 2}, {"mode": "m"})
+    assert bound.donated == {"x", "y"}
+    assert call(many, 1, 2, 3, donated=[2]).donated == {"args[1]"}
+    assert call(plain, 1, static=["s"], s="t").static == {"s": "t"}
+
+
+def test_the_same_call_in_other_forms() -> None:
+    bound = call(plain, 1, y=2, static=["z"], z=3)
+    assert bound.by_place() == ((1, 2), {"z": 3})
+    assert bound.by_name() == ((), {"x": 1, "y": 2, "z": 3})
+    parameters = Parameters(plain, static=["z"], donated=())
+    assert parameters.named([1], {"y": 2, "z": 3}) == bound.by_name()[1]
+
+
+def test_arguments_that_the_function_does_not_take() -> None:
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):
+        call(placed, 1)

@@ -1,0 +1,100 @@
+"""What results are made into, without tracing the function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.trees import Leaf, Node
+from prejit.runtime.jitted.fitting import MissError
+from prejit.runtime.jitted.returned import from_bundle, from_trace
+
+HERE = __name__
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A class that only takes arrays of two numbers."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        if self.x.shape != (2,):
+            raise ValueError("expected two numbers")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    x: Any
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
+def node(kind: Any, type_: str, *keys: str, constants: Any = ()) -> Node:
+    return Node(kind, keys, tuple(Leaf() for _ in keys), type_, constants)
+
+
+def test_containers_and_the_applications_own_classes() -> None:
+    tree = Node("dict", ("a", "b"), (node("namedtuple", f"{HERE}:Point", "x", "y"), trees.NONE))
+    returned = from_bundle(tree)
+    assert returned is not None
+    value = returned.value([jnp.ones(1), jnp.ones(2)])
+    assert value == {"a": Point(value["a"].x, value["a"].y), "b": None}
+    scaled = from_bundle(node("record", f"{HERE}:Scaled", "x", constants=(("scale", 2),)))
+    assert scaled is not None
+    assert scaled.value([jnp.ones(1)]).scale == 2
+
+
+def test_random_keys_are_keys_again() -> None:
+    returned = from_bundle(Node("list", (0,), (Leaf("threefry2x32"),)))
+    assert returned is not None
+    key = jax.random.key(7)
+    assert (returned.value([jax.random.key_data(key)])[0] == key).all()
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        node("namedtuple", "a_module_that_nobody_imported:Point", "x", "y"),
+        node("namedtuple", f"{HERE}:Nothing", "x", "y"),
+        node("namedtuple", f"{HERE}:Point.x", "x", "y"),
+        node("namedtuple", f"{HERE}:OrderedDict", "x", "y"),  # the class says another module
+        node("record", f"{HERE}:Checked", "x"),
+        node("record", f"{HERE}:Scaled", "x"),  # its scale is not told
+        node("record", f"{HERE}:Point", "x", "y"),
+        Node("node", (0,), (Leaf(),), f"{HERE}:Point"),
+    ],
+)
+def test_what_the_bundle_does_not_tell(tree: Node) -> None:
+    assert OrderedDict.__module__ == "collections"
+    assert from_bundle(tree) is None
+    assert from_bundle(Node("list", (0,), (tree,))) is None
+
+
+def test_a_trace_is_compared_with_the_program() -> None:
+    shapes = jax.jit(lambda x: {"a": x, "k": jax.random.key(0)}).eval_shape(1.0)
+    tree = Node("dict", ("a", "k"), (Leaf(), Leaf("threefry2x32")))
+    arrays = [Array(("a",), "float32", ()), Array(("k",), "uint32", (2,))]
+    returned = from_trace(shapes, tree, arrays)
+    assert (returned.keys, returned.weak) == (("", "threefry2x32"), (True, False))
+    for other in (
+        [Array(("a",), "float16", ()), arrays[1]],
+        [Array(("a",), "float32", (1,)), arrays[1]],
+    ):
+        with pytest.raises(MissError, match="it has changed since the build"):
+            from_trace(shapes, tree, other)
+    with pytest.raises(MissError, match=r"float32\[\], uint32\[2\], found one that returns"):
+        from_trace(shapes["a"], tree, arrays)

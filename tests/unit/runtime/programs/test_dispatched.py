@@ -1,0 +1,201 @@
+"""`Bundle.call` on NumPy arrays, dispatched by jaxlib's C++ without jax."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, UsageError, load
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.programs.calls import Calls
+
+
+def nested(z: Any, a: Any) -> Any:
+    return {"z": [z["one"] * 2, None], "a": (a + 1, z["two"].astype(jnp.bfloat16))}
+
+
+def weighted(params: Any, x: Any) -> Any:
+    return x @ params
+
+
+def scaled(x: Any, factor: int) -> Any:
+    return x * factor
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> Path:
+    z = {"one": "float32[{n}]", "two": "int32[3]"}
+    programs = [
+        Program("named", fn=nested, args={"z": z, "a": "float32[2]"}, buckets={"n": (2, 4)}),
+        Program("placed", fn=nested, args=[z, "float32[2]"], buckets={"n": (2,)}),
+        Program("weighted", fn=weighted, args=["float32[2,8]"], params=np.eye(8, dtype="f") * 3),
+        Program("donated", fn=lambda x: x + 1, args=["float32[4]"], donate=[0]),
+        Program("scaled", fn=scaled, args=["float32[4]"], static={"factor": (2, 3)}),
+        Program(
+            "padded", fn=lambda x: x + 1, args=["float32[{n}]"], buckets={"n": (4,)}, pad=["n"]
+        ),
+    ]
+    output = tmp_path_factory.mktemp("dispatched")
+    return build(programs, output, name="d", cache=build_cache, quiet=True).path
+
+
+@pytest.fixture
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the programs that Python called."""
+    names: list[str] = []
+    original = Calls.call_in_bucket
+
+    def record(self: Calls, name: str, *rest: Any) -> Any:
+        names.append(name)
+        return original(self, name, *rest)
+
+    monkeypatch.setattr(Calls, "call_in_bucket", record)
+    return names
+
+
+def z_of(size: int) -> dict[str, Any]:
+    return {"two": np.arange(3, dtype=np.int32), "one": np.arange(size, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_are_those_of_the_first_call(bundle: Bundle, entered: list[str], size: int) -> None:
+    z, a = z_of(size), np.ones(2, np.float32)
+    first, *others = (bundle.call("named", a=a, z=z) for _ in range(4))
+    assert entered == ["named"]
+    for found in others:
+        assert list(found) == list(first)
+        assert found["z"][1] is None
+        assert type(found["a"]) is tuple
+        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(first), strict=True):
+            assert type(mine) is np.ndarray
+            assert mine.dtype == theirs.dtype
+            np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(first["z"][0], np.arange(size) * 2)
+
+
+def test_new_values_are_read_at_every_call(bundle: Bundle, entered: list[str]) -> None:
+    z, a = z_of(2), np.ones(2, np.float32)
+    kept = []
+    for number in range(5):
+        a[:] = number
+        kept.append(bundle.call("placed", z, a)["a"][0])
+    assert entered == ["placed"]
+    np.testing.assert_array_equal(kept, np.repeat(np.arange(1, 6), 2).reshape(5, 2))
+
+
+def test_weights_come_from_the_bundle(bundle: Bundle, entered: list[str]) -> None:
+    for number in range(3):
+        x = np.full((2, 8), number, np.float32)
+        np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+    assert entered == ["weighted"]
+
+
+@pytest.mark.parametrize("view", [np.arange(8, dtype="f")[::2], np.arange(9, dtype="f")[1::2]])
+def test_arrays_that_are_not_contiguous(bundle: Bundle, view: Any) -> None:
+    z = {"two": np.arange(6, dtype=np.int32)[::2], "one": view}
+    for _ in range(3):
+        found = bundle.call("named", a=np.arange(4, dtype="f")[1::2], z=z)
+        np.testing.assert_array_equal(found["z"][0], view * 2)
+        np.testing.assert_array_equal(found["a"][0], [2, 4])
+        np.testing.assert_array_equal(found["a"][1].astype(int), [0, 2, 4])
+
+
+def test_what_python_must_see_is_called_in_python(bundle: Bundle, entered: list[str]) -> None:
+    x = np.ones(4, np.float32)
+    for _ in range(2):
+        np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
+        np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
+        np.testing.assert_array_equal(bundle.call("padded", x[:2]), x[:2] + 1)
+        assert isinstance(bundle.call("padded", jnp.ones(4)), jax.Array)
+        z = {**z_of(2), "one": jnp.ones(2)}
+        np.testing.assert_array_equal(bundle.call("placed", z, x[:2])["a"][0], [2, 2])
+    assert len(entered) == 10
+    np.testing.assert_array_equal(x, np.ones(4))
+
+
+def test_mistakes_are_found_after_calls_that_fit(bundle: Bundle) -> None:
+    x = np.ones((2, 8), np.float32)
+    bundle.call("weighted", x)
+    doubles, ints, swapped = x.astype("f8"), x.astype("i8"), x.astype(">f4")
+    for wrong in ((x[:1],), (x, x), (doubles,), (ints,), (swapped,), ("text",), ()):
+        for _ in range(2):
+            with pytest.raises(UsageError, match="no bucket of 'weighted' takes these arguments"):
+                bundle.call("weighted", *wrong)
+    for name in ("nothing", ["weighted"], 3):
+        with pytest.raises(UsageError):
+            bundle.call(name, x)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+
+
+def test_settings_of_jax_do_not_matter(bundle: Bundle) -> None:
+    x = np.ones((2, 8), np.float32)
+    for _ in range(2):
+        for setting in (jax.disable_jit, jax.debug_nans, jax.enable_x64):
+            with setting(True):
+                np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+        with jax.default_device(jax.devices()[0]):
+            np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+        nan = np.full((2, 8), np.nan, np.float32)
+        with jax.debug_nans(True):
+            assert np.isnan(bundle.call("weighted", nan)).all()
+        jax.clear_caches()
+
+
+def test_many_threads_call_one_program(bundle: Bundle) -> None:
+    wrong = []
+
+    def run(number: int) -> None:
+        x = np.full((2, 8), number, np.float32)
+        wrong.extend(1 for _ in range(200) if not (bundle.call("weighted", x) == x * 3).all())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+
+
+def test_it_needs_no_jax_and_leaves_jax_as_it_is(path: Path, run_python: Any) -> None:
+    run_python(
+        "import sys, numpy as np\n"
+        "from prejit.runtime import UsageError, load\n"
+        "bundle, x = load(sys.argv[1], on_mismatch='error'), np.ones((2, 8), 'f')\n"
+        "def check():\n"
+        "    for _ in range(3): assert (bundle.call('weighted', x) == 3).all()\n"
+        "    try: bundle.call('weighted', x.astype('f8'))\n"
+        "    except UsageError: return\n"
+        "    assert False\n"
+        "check()\n"
+        "assert 'jax' not in sys.modules\n"
+        "import jax, jax.numpy as jnp\n"
+        "assert jnp.asarray(np.ones(3)).dtype == 'float32'\n"
+        "assert jax.jit(lambda x: x + 1)(1.0) == 2\n"
+        "with jax.enable_x64(True): assert jax.jit(lambda x: x + 1)(np.ones(3)).dtype == 'float64'\n"
+        "check()\n"
+        "assert not jax.config.jax_enable_x64\n",
+        path,
+    )
+
+
+def test_a_jaxlib_without_these_parts(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, entered: list[str]
+) -> None:
+    monkeypatch.setattr(_jaxlib, "cpu_function", lambda *_: None)
+    x = np.ones((2, 8), np.float32)
+    for _ in range(2):
+        np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
+    assert len(entered) == 2
