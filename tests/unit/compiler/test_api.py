@@ -156,7 +156,10 @@ def dotted() -> Program:
         ),
         (
             lambda: Manifest("s", programs=[scoring(fn=3)], targets=["cpu-host"]),
-            ['program[0].function: expected "package.module:attribute"; found "3"'],
+            [
+                'program[0].function: expected "package.module:attribute", or the path of a jax.export '
+                'artifact or of StableHLO; found "3"'
+            ],
         ),
         (
             lambda: Manifest("s", programs=[scoring(), scoring()], targets=["cpu-host"]),
