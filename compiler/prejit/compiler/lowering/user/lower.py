@@ -90,8 +90,11 @@ def lower_function(
     results = split_results(shardings, (taken.tree, arguments), (given.tree, given.arrays))
     shardings.check_all_used()
 
+    def data_at(bucket: Mapping[str, Any]) -> list[Any]:
+        return _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
+
     def shapes_at(bucket: Mapping[str, int]) -> tuple[Shapes, Shapes]:
-        data = _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
+        data = data_at(bucket)
         outputs = jax.eval_shape(function, user.weights, *data)
         return [shape.shape for shape in data], [shape.shape for shape in outputs]
 
@@ -99,16 +102,7 @@ def lower_function(
         variables = variables_of(shapes_at, spec.bucket, program.pad, program.open_sizes, section)
     arguments = _with_variables(arguments, variables[0])
     results = _with_variables(results, variables[1])
-    options: dict[str, Any] = {
-        "donate_argnums": tuple(1 + n for n, array in enumerate(arguments) if array.donated)
-    }
-    if mesh is not None:
-        place = partial(sharding_on, abstract_mesh(mesh))
-        options["in_shardings"] = (
-            {name: place(axes) for name, axes in weights.items()},
-            *(place(array.sharding) for array in arguments),
-        )
-        options["out_shardings"] = [place(array.sharding) for array in results]
+    options = _options(weights, arguments, results, mesh)
     wanted = tuple(name for name in PLATFORMS if name in platforms)
     with user.modules.tracing(what), _on(mesh):
         exported, refused = _export_where_possible(function, values, wanted, options)
@@ -125,9 +119,9 @@ def lower_function(
         with user.modules.tracing(
             f"{section}: open_sizes: cannot lower {program.label} for any size"
         ):
-            data = _data_shapes(jax.tree.leaves(user.example(bucket, f"{section}: args")))
-            of_any = export_program(function, (user.weights, *data), exported.platforms, **options)
-        symbolic = of_any.mlir_module_serialized
+            values = (user.weights, *data_at(bucket))
+            of_any_size = export_program(function, values, exported.platforms, **options)
+        symbolic = of_any_size.mlir_module_serialized
     return LoweredProgram(
         portable,
         exported.platforms,
@@ -139,6 +133,27 @@ def lower_function(
         results_tree=trees.to_text(given.tree),
         symbolic=symbolic,
     )
+
+
+def _options(
+    weights: Mapping[str, tuple[str, ...]],
+    arguments: Sequence[Array],
+    results: Sequence[Array],
+    mesh: Mesh | None,
+) -> dict[str, Any]:
+    """Return the options of jax.jit for donated arguments, and for what a mesh splits."""
+    donated = tuple(1 + place for place, array in enumerate(arguments) if array.donated)
+    if mesh is None:
+        return {"donate_argnums": donated}
+    place_on = partial(sharding_on, abstract_mesh(mesh))
+    return {
+        "donate_argnums": donated,
+        "in_shardings": (
+            {name: place_on(axes) for name, axes in weights.items()},
+            *(place_on(array.sharding) for array in arguments),
+        ),
+        "out_shardings": [place_on(array.sharding) for array in results],
+    }
 
 
 def _with_static(
