@@ -138,7 +138,7 @@ def test_devices_send_activations_and_never_weights_or_the_cache(
 ) -> None:
     lowered = _lowered(family, kind, mesh, tmp_path)
     compiled = Device("cpu", mesh).compile(lowered.portable, lowered.platforms, lowered.results)
-    text = "\n".join(module.to_string() for module in compiled._loaded.hlo_modules())
+    text = "\n".join(module.to_string() for module in compiled.loaded.hlo_modules())
     sent = re.findall(
         r"= \S+?\[([\d,]*)\]\S* (all-[a-z]+|collective-permute|reduce-scatter)\(", text
     )
