@@ -42,18 +42,18 @@ def test_an_example_gives_what_jit_gives(
     assert done.stdout.strip()
 
     monkeypatch.syspath_prepend(str(example))
-    for module in ("use", "model"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    import use
+    try:
+        import use
 
-    found = example_child.leaves(use.run(load(bundle, on_mismatch="error").call))
-    expected = example_child.leaves(use.run(example_child.jitted(example)))
+        found = example_child.leaves(use.run(load(bundle, on_mismatch="error").call))
+        expected = example_child.leaves(use.run(example_child.jitted(example)))
+    finally:  # each example has modules of these names
+        for module in ("use", "model"):
+            sys.modules.pop(module, None)
     tolerance = TOLERANCE.get(example.name, 1e-4)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-    for module in ("use", "model"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 SCRIPT = """

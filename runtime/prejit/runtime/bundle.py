@@ -514,7 +514,7 @@ class Bundle:
             The bucket that ran, and its results by path.
         """
         self._programs.ask()
-        return self._calls.call_by_path(name, given, static or {})
+        return self._calls.call_by_path(name, given, {} if static is None else static)
 
     def bind(self, name: str, /, *args: Any, **kwargs: Any) -> Bound:
         """Return a program that keeps some of its arguments on the device, as the state of a training step.

@@ -482,8 +482,15 @@ def cpu_path(
 
 
 def leaves_for_dispatch(values: Any) -> list[Any]:
-    """Return the leaves of a call's arguments in the order in which `cpu_function` passes them."""
-    leaves: list[Any] = _registry().flatten(values, None)[0]
+    """Return the leaves of a call's arguments in the order in which `cpu_function` passes them.
+
+    Raises:
+        RecursionError: they are nested too deeply.
+    """
+    try:
+        leaves: list[Any] = _registry().flatten(values, None)[0]
+    except SystemError as error:  # how nanobind reports the RecursionError of some calls
+        raise RecursionError(str(error)) from error
     return leaves
 
 

@@ -188,6 +188,8 @@ class Calls:
         """Run a program on arrays by path; return its bucket and its results by path. Errors as `call`."""
         if not isinstance(given, Mapping) or not all(isinstance(path, tuple) for path in given):
             arguments.refuse("given", "a mapping of paths to arrays", given)
+        if not isinstance(static, Mapping):
+            arguments.refuse("static", "a mapping of names to values", static)
         chosen = self.choose(name, static, lambda tree: pytree.by_path(tree, given))
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)

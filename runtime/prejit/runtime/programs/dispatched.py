@@ -26,6 +26,18 @@ _PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 """Dtypes of less than a byte, which a device holds in another way than NumPy."""
 
 
+def _are_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether all leaves of a call's arguments are arrays that jaxlib reads as NumPy does."""
+    try:
+        leaves = _jaxlib.leaves_for_dispatch((args, kwargs))
+    except (
+        RecursionError,
+        Warning,
+    ):  # too deep, or a leaf that jaxlib warns of: `Calls` has the error
+        return False
+    return all(type(value) is np.ndarray and value.dtype in _DTYPES for value in leaves)
+
+
 @final
 class DispatchedCalls:
     """The user's programs of a bundle. Safe to use from many threads.
@@ -51,12 +63,8 @@ class DispatchedCalls:
         except (KeyError, TypeError):
             self._calls.buckets(name)  # raises if there is none
             function = self._functions.setdefault(name, self._function(name))
-        if function is not None:
-            for value in _jaxlib.leaves_for_dispatch((args, kwargs)):
-                if type(value) is not np.ndarray or value.dtype not in _DTYPES:
-                    break
-            else:
-                return function(*args, **kwargs)
+        if function is not None and _are_plain(args, kwargs):
+            return function(*args, **kwargs)
         return self._calls.call(name, args, kwargs)
 
     def _function(self, name: str) -> Callable[..., Any] | None:

@@ -47,7 +47,7 @@ def bundles(settled_dir: Path) -> dict[str, Bundle]:
         warnings.simplefilter("ignore", PrejitWarning)  # golden bundles fit no machine of today
         decoder, encoder = load(GOLDEN / "v3" / "decoder"), load(GOLDEN / "v3" / "encoder")
     functions = load(settled_dir, on_mismatch="error")
-    return {"generate": decoder, "encode": encoder, "call": functions, "call_leaves": functions}
+    return {"generate": decoder, "encode": encoder, "call": functions, "call_by_path": functions}
 
 
 class Hostile:
@@ -145,7 +145,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "batch": (),
     "encode": ("on_too_long",),
     "call": ("x",),
-    "call_leaves": ("given",),
+    "call_by_path": ("given", "static"),
     "apply_chat_template": (
         *("template", "add_generation_prompt", "continue_final_message", "tools", "documents"),
         "other",
@@ -365,7 +365,7 @@ def test_a_deleted_array_is_an_error_of_usage(settled_dir: Path) -> None:
     array.delete()
     with pytest.raises(UsageError, match="x: expected an array that NumPy or DLPack reads"):
         functions.call("score", x=array)
-    with pytest.raises(UsageError, match="nested less deeply"):
+    with pytest.raises(UsageError, match="x: expected an array that NumPy or DLPack reads"):
         functions.call("score", x=nested(5000))
     for name in (5, nested(5000), Hostile(), 10**6000):
         with pytest.raises(UsageError, match="name: expected text, found"):

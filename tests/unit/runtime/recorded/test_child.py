@@ -38,8 +38,10 @@ def test_a_command_that_does_not_exist_is_named() -> None:
 
 
 WRAPPER = """
-import os, sys
+import os, signal, sys
 from prejit.runtime.recorded.child import become, run_command
+# A shell ignores it for what it starts in the background, and the command would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 start = run_command if sys.argv[1] == "run" else become
 sys.exit(start(sys.argv[2:], dict(os.environ)))
 """
