@@ -151,7 +151,12 @@ class Bound:
         return self._calls.pending(chosen, arrays, rebuild)
 
     def read(self) -> dict[trees.Key, Any]:
-        """Return a copy of the state on the host, by the name of the argument."""
+        """Return a copy of the state on the host, by the name of the argument.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        self._calls.finish()
         with self._lock:
             return {
                 key: self._calls.nested(branch.tree, self._alive(key), _copied)
@@ -173,9 +178,11 @@ class Bound:
         Raises:
             UsageError: the package that writes it is not installed.
             StoreError: it cannot be written. A file that was there stays as it was.
+            RejectError: the bundle is damaged.
         """
         from prejit.runtime.programs.state_files import write_state
 
+        self._calls.finish()
         with self._lock:
             arrays = {
                 path: _copied(array)

@@ -156,7 +156,7 @@ class Calls:
         chosen = self._chosen(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen))
         result = self.rebuild(chosen, results)
-        self._finish()
+        self.finish()
         return chosen, result
 
     def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
@@ -179,7 +179,7 @@ class Calls:
             OnDevice(result, dtype_of(array.dtype), array.shape, array.sharding, self.device)
             for array, result in zip(arrays, results, strict=True)
         ]
-        self._finish()
+        self.finish()
         return self._nested(self.programs.results_tree(chosen.program.name), kept)
 
     def call_by_path(
@@ -198,7 +198,7 @@ class Calls:
             array.path: convert(array, result)
             for array, result in zip(arrays, results, strict=True)
         }
-        self._finish()
+        self.finish()
         return chosen, values
 
     def buckets(self, name: str) -> list[ProgramEntry]:
@@ -366,7 +366,7 @@ class Calls:
 
         def wait() -> Any:
             result = rebuild()
-            self._finish()
+            self.finish()
             return result
 
         return Pending(chosen, results, wait)
@@ -412,7 +412,12 @@ class Calls:
 
         return self.choose(name, static, flatten)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait until all bytes of the target are verified, before a caller gets a result.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
         self.programs.verification.finish()
         self.programs.answer()
 
