@@ -408,8 +408,8 @@ def _has_jit_state() -> bool:
     """
     _, _jax = import_jaxlib()
     probe = _jax.pjit(
-        *("probe", _has_jit_state, lambda: (None, None, False), [], [], "probe", _registry()),
-        *(_has_jit_state, _jax.PjitFunctionCache(capacity=1)),
+        *("probe", lambda: None, lambda: (None, None, False), [], [], "probe", _registry()),
+        *(lambda *_: None, _jax.PjitFunctionCache(capacity=1)),
     )
     try:
         probe()

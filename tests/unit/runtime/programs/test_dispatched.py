@@ -154,6 +154,13 @@ def test_settings_of_jax_do_not_matter(bundle: Bundle) -> None:
         jax.clear_caches()
 
 
+def test_the_first_call_of_a_process_may_be_one_without_jit(path: Path) -> None:
+    _jaxlib._has_jit_state.cache_clear()
+    x = np.ones((2, 8), np.float32)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(load(path).call("weighted", x), x * 3)
+
+
 def test_many_threads_call_one_program(bundle: Bundle) -> None:
     wrong = []
 
