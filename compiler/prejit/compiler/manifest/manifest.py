@@ -137,10 +137,10 @@ class Program:
             are cut. What the function returns for a row must not depend on padding, or it must take a mask.
         mask: name or position of a boolean argument that is true for what the caller gave and false for
             padding. Callers may leave it out.
-        open_sizes: variables of `buckets` of which a machine compiles other sizes where they are wanted, from
-            a program in the bundle with symbolic sizes. Without them another size is an error.
+        open_sizes: variables of `buckets` that a call may give other sizes. The server compiles a new size
+            once, from a program with symbolic sizes in the bundle. For other variables it is an error.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
-            `carry`; a static argument of the program, for each of which there is a program.
+            `carry`. A call chooses one by the static argument `repeat`; each has a program of its own.
         carry: names or positions of the arguments that a repeated function returns anew.
         shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
             by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays

@@ -27,7 +27,7 @@ class ProgramSpec:
         static: values of static arguments by name.
         mask: name or position of the argument that masks padding; empty: there is none.
         pad: variables that a caller may have less of.
-        open_sizes: variables of which other sizes are compiled where they are wanted.
+        open_sizes: variables that a call may give other sizes; the server compiles for them.
     """
 
     name: str

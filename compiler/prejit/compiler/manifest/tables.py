@@ -50,7 +50,7 @@ class ProgramTable:
         pad: variables of buckets that a call may have less of; arrays are padded with zeros, results are cut.
         mask: name or position of a boolean argument that is true for what the caller gave and false for
             padding; callers may leave it out.
-        open_sizes: variables of buckets of which a machine compiles other sizes where they are wanted.
+        open_sizes: variables of buckets that a call may give other sizes; the server compiles for them, once.
         repeat: numbers of steps that one call runs, each on what the step before returned of the arguments in
             carry. Callers give one of them as `repeat`.
         carry: names or positions of the arguments that a repeated function returns anew.

@@ -49,7 +49,7 @@ class RecordedFile:
 
 @dataclass(frozen=True)
 class RecordedTarget:
-    """What a recorded bundle holds for one class of machines.
+    """The contents of a recorded bundle for one class of machines.
 
     Attributes:
         requirement: what its programs need of a machine.

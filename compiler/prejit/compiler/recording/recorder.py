@@ -30,7 +30,7 @@ from prejit.runtime.recorded.hook.watch import Orders
 
 @dataclass(frozen=True)
 class Recording:
-    """What a recording did.
+    """The result of a recording.
 
     Attributes:
         path: the directory of the bundle.

@@ -41,8 +41,8 @@ class Array:
         shape: the shape, in elements.
         donated: whether the program reuses the argument's memory; the caller must not use it again.
         sharding: the mesh axis that splits each dimension, `""` for none; empty: no dimension is split.
-        variables: the bucket variable that each dimension is, `""` for none, of which a caller's array may
-            have another size. Empty: every dimension is fixed.
+        variables: the bucket variable that each dimension follows, `""` for none. A caller's array may have
+            another size there. Empty: every dimension is fixed.
     """
 
     path: tuple[str | int, ...]

@@ -159,7 +159,7 @@ class ProgramEntry:
         pad: variables of the bucket that a caller may have less of; None: there are none.
         symbolic: frame in the portable pack of the program for any size of the variables in `open_sizes`;
             None: there is none.
-        open_sizes: variables of the bucket of which other sizes are compiled where they are wanted.
+        open_sizes: variables of the bucket that a call may give other sizes; the reader compiles for them.
         mask: name or position of the argument that is true for what the caller gave and false for padding; a
             caller may leave it out. None: there is none.
     """

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from os import PathLike
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 
@@ -15,38 +14,10 @@ from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.branches import Branch, branches, whole
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.programs.calls import Calls, ChosenBucket, Held, Pending, fit
-
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """An argument or a result of a program: one branch of its tree.
-
-    Attributes:
-        key: its name, or its place.
-        tree: how it is nested.
-        arrays: its arrays, in order.
-        start: the place of the first one among all arrays of the program.
-    """
-
-    key: trees.Key
-    tree: trees.Tree
-    arrays: tuple[Array, ...]
-    start: int
-
-    def of(self, values: Sequence[_T]) -> list[_T]:
-        """Return the branch's part of a list with a value for each argument or result."""
-        return list(values[self.start : self.start + len(self.arrays)])
-
-    def holds_what(self, other: _Branch) -> bool:
-        """Return whether another branch has the same structure, shapes and dtypes."""
-        return self.tree == other.tree and [(a.dtype, a.shape) for a in self.arrays] == [
-            (a.dtype, a.shape) for a in other.arrays
-        ]
 
 
 @final
@@ -64,8 +35,8 @@ class Bound:
         self._calls = calls
         self._name = name
         self._lock = threading.Lock()
-        self._taken: dict[str, list[_Branch]] = {}
-        self._given: dict[str, list[_Branch]] = {}
+        self._taken: dict[str, list[Branch]] = {}
+        self._given: dict[str, list[Branch]] = {}
         given: dict[trees.Key, Any] = dict(enumerate(args))
         given.update(kwargs)
         self._static = {str(key): given.pop(key) for key in calls.static_names(name) & given.keys()}
@@ -134,7 +105,7 @@ class Bound:
         tree = self._calls.programs.results_tree(chosen.program.name)
         rest = [branch for branch in self._results(chosen.program) if branch.start not in kept]
 
-        def value(branch: _Branch) -> Any:
+        def value(branch: Branch) -> Any:
             return self._calls.nested(branch.tree, branch.of(results), chosen.convert)
 
         def rebuild() -> Any:
@@ -284,7 +255,7 @@ class Bound:
             )
         return held
 
-    def _slots_of(self, program: ProgramEntry) -> dict[trees.Key, _Branch]:
+    def _slots_of(self, program: ProgramEntry) -> dict[trees.Key, Branch]:
         """Return the results that take the place of the state, by argument.
 
         It is the result of the same name, or else the first one with the same structure, shapes and dtypes
@@ -294,7 +265,7 @@ class Bound:
             UsageError: there is none.
         """
         results = list(self._results(program))
-        slots: dict[trees.Key, _Branch] = {}
+        slots: dict[trees.Key, Branch] = {}
         taken = {branch.key: branch for branch in self._arguments(program)}
         for key, branch in self._state.items():
             if key not in taken or not branch.holds_what(taken[key]):
@@ -313,37 +284,26 @@ class Bound:
             results.remove(slots[key])
         return slots
 
-    def _arguments(self, program: ProgramEntry) -> list[_Branch]:
+    def _arguments(self, program: ProgramEntry) -> list[Branch]:
         """Return the arguments of a program."""
         programs = self._calls.programs
         if (known := self._taken.get(program.name)) is None:
             tree = programs.arguments_tree(program.name)
-            known = self._taken[program.name] = list(
-                _branches(tree, programs.arguments(program.name))
-            )
+            known = self._taken[program.name] = branches(tree, programs.arguments(program.name))
         return known
 
-    def _results(self, program: ProgramEntry) -> list[_Branch]:
+    def _results(self, program: ProgramEntry) -> list[Branch]:
         """Return the results of a program; all of them as one, if together they can be the state."""
         programs = self._calls.programs
         if (known := self._given.get(program.name)) is None:
             tree, arrays = programs.results_tree(program.name), programs.results(program.name)
-            whole = _Branch("", tree, arrays, 0)
-            alone = isinstance(tree, trees.Leaf) or any(map(whole.holds_what, self._state.values()))
-            known = self._given[program.name] = [whole] if alone else list(_branches(tree, arrays))
+            together = whole(tree, arrays)
+            alone = any(map(together.holds_what, self._state.values()))
+            known = self._given[program.name] = [together] if alone else branches(tree, arrays)
         return known
 
 
-def _branches(tree: trees.Tree, arrays: tuple[Array, ...]) -> Iterator[_Branch]:
-    assert isinstance(tree, trees.Node)
-    start = 0
-    for key, child in zip(tree.keys, tree.children, strict=True):
-        count = sum(1 for _ in trees.leaves(child))
-        yield _Branch(key, child, arrays[start : start + count], start)
-        start += count
-
-
-def _paths(branch: _Branch) -> list[trees.Path]:
+def _paths(branch: Branch) -> list[trees.Path]:
     return [array.path for array in branch.arrays]
 
 

@@ -1,4 +1,4 @@
-"""Which dimensions of a function's arrays are bucket variables of which a call may have another size."""
+"""Find the dimensions of a function's arrays that follow a bucket variable, so that their size may vary."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def variables_of(
         shapes_at: returns the shapes of all arguments and all results at a bucket.
         bucket: the size of each variable.
         pad: the variables that a call may have less of.
-        open_sizes: the variables of which a call may have any size. Results are compiled for it, so their
-            dimensions may depend on it in any way.
+        open_sizes: the variables that a call may give any size. The program is compiled again for that size,
+            so dimensions of results may depend on it in any way.
         where: the program, for errors.
 
     Raises:

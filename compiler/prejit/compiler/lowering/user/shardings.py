@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array, Mesh
+from prejit.runtime.format.branches import branches, whole
 
 
 @final
@@ -76,12 +77,6 @@ class Shardings:
             )
 
 
-@dataclass(frozen=True)
-class _Branch:
-    tree: trees.Tree
-    arrays: tuple[Array, ...]
-
-
 def split_results(
     shardings: Shardings,
     arguments: tuple[trees.Tree, tuple[Array, ...]],
@@ -92,31 +87,13 @@ def split_results(
     A result with the structure, shapes and dtypes of an argument is split as that argument is, as the new
     state of a training step.
     """
-    taken = [branch for branch in _branches(*arguments) if any(a.sharding for a in branch.arrays)]
-    whole = _Branch(*results)
+    taken = [branch for branch in branches(*arguments) if any(a.sharding for a in branch.arrays)]
+    together = whole(*results)
     split: list[Array] = []
-    for branch in [whole] if any(_alike(whole, each) for each in taken) else _branches(*results):
-        same = next((other for other in taken if _alike(branch, other)), None)
+    for branch in [together] if any(map(together.holds_what, taken)) else branches(*results):
+        same = next(filter(branch.holds_what, taken), None)
         for place, array in enumerate(branch.arrays):
             own = shardings.of(("result", *array.path), array.shape)
             inherited = () if same is None else same.arrays[place].sharding
             split.append(replace(array, sharding=own or inherited))
     return tuple(split)
-
-
-def _alike(one: _Branch, other: _Branch) -> bool:
-    return one.tree == other.tree and [(a.dtype, a.shape) for a in one.arrays] == [
-        (a.dtype, a.shape) for a in other.arrays
-    ]
-
-
-def _branches(tree: trees.Tree, arrays: tuple[Array, ...]) -> list[_Branch]:
-    """Return the parts of a tree's root with their arrays, or the tree itself if it is one array."""
-    if isinstance(tree, trees.Leaf):
-        return [_Branch(tree, arrays)]
-    found, start = [], 0
-    for child in tree.children:
-        count = sum(1 for _ in trees.leaves(child))
-        found.append(_Branch(child, arrays[start : start + count]))
-        start += count
-    return found
