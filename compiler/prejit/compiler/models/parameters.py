@@ -1,8 +1,8 @@
-"""The parameters of a module, by the names of the published tensors."""
+"""The parameters of a model, by the names of the published tensors, apart from what it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,29 @@ class Parameter:
 
     shape: tuple[int, ...]
     in_out: bool
+
+
+@dataclass(frozen=True)
+class Parametrized:
+    """A model apart from its parameters: programs take them as arguments.
+
+    Attributes:
+        weights: shape and dtype of each parameter by name, in alphabetical order.
+        bind: returns the model that has these values, by the same names; they may be traced.
+    """
+
+    weights: Mapping[str, jax.ShapeDtypeStruct]
+    bind: Callable[[Mapping[str, jax.Array]], Any]
+
+
+def parametrized(module: nnx.Module) -> Parametrized:
+    """Return a module apart from its parameters. They may be abstract."""
+    graph, state = nnx.split(module)
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for name, leaf in flat_parameters(state).items()
+    }
+    return Parametrized(shapes, lambda values: nnx.merge(graph, with_parameters(state, values)))
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Parameter]:
