@@ -83,7 +83,10 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     # Each batch and context has prefill, decode, verify and two copies: see specs.py.
     contexts = _length(generate.get("batch")) * _length(generate.get("context"))
     counts: list[tuple[KeyPath, int]] = [
-        (("generate",), contexts * (_length(generate.get("prompt")) + 4)),
+        (
+            ("generate",),
+            contexts * (_length(generate.get("prompt")) + 4 + _length(generate.get("source"))),
+        ),
         (("encode", "shapes"), 3 * _length(encode.get("shapes"))),
     ]
     programs = data.get("program")
@@ -176,7 +179,7 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
-    for name in ("batch", "prompt", "context"):
+    for name in ("batch", "prompt", "context", "source"):
         for where, problem in _size_problems(generate.get(name)):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")

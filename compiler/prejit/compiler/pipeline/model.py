@@ -6,6 +6,7 @@ that has to lower or pack something calls it: a build that changes nothing never
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,11 @@ def longest_context(manifest: Manifest) -> int | None:
     return None if manifest.generate is None else max(manifest.generate.context)
 
 
+def longest_source(manifest: Manifest) -> int | None:
+    """Return the number of places of the longest source of an encoder-decoder; None for other models."""
+    return None if manifest.generate is None else max(manifest.generate.source, default=None)
+
+
 def read_model(manifest: Manifest, files: ModelFiles) -> ModelSource:
     """Read a model's configuration and make its abstract module.
 
@@ -161,7 +167,7 @@ def check_model(
         from prejit.compiler.models.sharding import check_mesh
 
         config = model.files.directory / "config.json"
-        check_mesh(manifest.mesh, model.module, model.shape, manifest.where, config)
+        check_mesh(manifest.mesh, model.module, manifest.where, config)
     _ = weights.names  # raises an error that lists every tensor that does not fit
 
 
@@ -197,11 +203,18 @@ def _array_bytes(manifest: Manifest, model: ModelSource, spec: ProgramSpec) -> i
         config = model.config.config
         tokens = rows * bucket["length"]
         return 4 * tokens * (config.hidden_size + config.num_attention_heads * bucket["length"])
-    shape = model.shape
-    heads = 2 * shape.num_layers * shape.num_kv_heads * shape.head_size
-    kv_cache = rows * bucket["context"] * heads * (2 if shape.cache_dtype == "bfloat16" else 4)
+    import jax.numpy as jnp
+
+    from prejit.compiler.lowering.cache import cache_layout
+    from prejit.compiler.models.parameters import parametrized
+
+    layout = cache_layout(parametrized(model.module), model.shape, longest_source(manifest))
+    cache = sum(
+        math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+        for array in layout.sized(rows, bucket["context"])
+    )
     # Logits after each token of a draft, biases, counts of tokens.
-    return kv_cache + 4 * rows * shape.vocab_size * (3 + bucket.get("draft", 0))
+    return cache + 4 * rows * model.shape.vocab_size * (3 + bucket.get("draft", 0))
 
 
 def file_digests(directory: Path, files: Iterable[Path]) -> tuple[tuple[str, str], ...]:

@@ -290,21 +290,19 @@ def _caller(module: nnx.Module) -> Callable[..., Any]:
     return call
 
 
-def _cache(shape: config.DecoderConfig, rows: int, slots: int) -> config.KVCache:
-    size = (rows, shape.num_kv_heads, slots, shape.head_size)
-    empty = jnp.zeros(size, jnp.dtype(shape.cache_dtype))
-    return ((empty, empty),) * shape.num_layers
+def _cache(model: ComparedModel, rows: int, slots: int) -> Any:
+    assert model.shape is not None
+    return model.module.make_cache(rows, slots, model.shape.cache_dtype)
 
 
 def _logits(model: ComparedModel) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
     """Return a function of weights and int32 [1, T] that returns all logits, float32 [T, V]."""
-    call, shape = _caller(model.module), model.shape
-    assert shape is not None
+    call = _caller(model.module)
 
     def logits(weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
         count = tokens.shape[1]
         length = jnp.full(1, count, jnp.int32)
-        cache = _cache(shape, 1, count)
+        cache = _cache(model, 1, count)
         found: jax.Array = call(weights, tokens, length * 0, length, cache, every=True)[0][0]
         return found
 
@@ -315,8 +313,7 @@ def _sampled(
     model: ComparedModel, weights: Mapping[str, jax.Array], bos: int, steps: int
 ) -> Arrays:
     """Return what a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
-    call, shape = _caller(model.module), model.shape
-    assert shape is not None
+    call = _caller(model.module)
     one = jnp.ones(_ROWS, jnp.int32)
 
     def write(weights: Mapping[str, jax.Array]) -> jax.Array:
@@ -327,7 +324,7 @@ def _sampled(
             following = jax.random.categorical(key, logits).astype(jnp.int32)
             return (following, cache), token
 
-        start = (one * bos, _cache(shape, _ROWS, steps))
+        start = (one * bos, _cache(model, _ROWS, steps))
         return jax.lax.scan(step, start, jnp.arange(steps))[1].T
 
     return np.asarray(jax.jit(write)(weights))

@@ -225,8 +225,13 @@ def _decoder(plan: Plan, executables: Iterable[CompiledExecutable]) -> Decoder |
     if shape is None:
         return None
     assert plan.model is not None
-    eos, bos = special_ids(plan.model.directory, shape["vocab_size"])
-    return Decoder(**shape, eos_token_ids=eos, bos_token_id=bos)
+    eos, bos, start = special_ids(plan.model.directory, shape["vocab_size"])
+    return Decoder(
+        **{**shape, "cache": tuple(shape["cache"])},
+        eos_token_ids=eos,
+        bos_token_id=bos,
+        start_token_ids=start if shape.get("source") is not None and start else None,
+    )
 
 
 def _encoder(executables: Iterable[CompiledExecutable]) -> Encoder | None:

@@ -89,15 +89,20 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from error
 
 
-def special_ids(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """Return the token ids that end a text, and the one that begins it.
+def special_ids(
+    directory: Path, vocab_size: int
+) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
+    """Return the token ids that end a text, the one that begins it, and those with which an answer begins.
+
+    The last are of encoder-decoders: `decoder_start_token_id`.
 
     Ids outside the vocabulary are left out: no token has them.
 
     Raises:
         CheckpointError: a file cannot be read, or an id is no integer.
     """
-    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    names = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+    found: dict[str, list[int]] = {name: [] for name in names}
     # generation_config.json goes before config.json, as in transformers.
     files = {
         directory / "config.json": read_object(directory / "config.json"),
@@ -115,7 +120,8 @@ def special_ids(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], int 
                     hint="correct the file, or take the one that was published with the weights",
                 )
             found[name] = sorted({each for each in ids if 0 <= each < vocab_size})
-    return tuple(found["eos_token_id"]), next(iter(found["bos_token_id"]), None)
+    eos, bos, start = (tuple(found[name]) for name in names)
+    return eos, next(iter(bos), None), start
 
 
 def check_generation(path: Path, content: bytes) -> None:
