@@ -180,7 +180,10 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
     for name in ("batch", "prompt", "context", "source"):
-        for where, problem in _size_problems(generate.get(name)):
+        sizes = generate.get(name)
+        if name == "source" and sizes == []:
+            continue  # as Python's default: the model is no encoder-decoder
+        for where, problem in _size_problems(sizes):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")
     if is_int_list(prompts) and is_int_list(contexts) and contexts:
