@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 COUNT = 12
 ROWS, PROMPT, STEPS = 2, 4, 24
-"""Sources, which are batched; tokens of a prompt, as many as published Whispers take; greedy tokens after it."""
+"""Sources, which are batched; tokens of a prompt, as many as published Whispers take; greedy tokens after."""
 
 REFERENCE = Path(__file__).parent / "whisper_reference.npz"
 
