@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from prejit.compiler.models.encoders import sentence
-from prejit.compiler.models.layers.attention import NewTokens, attention
+from prejit.compiler.models.layers.attention import NewTokens, attention_to_all
 from prejit.compiler.models.layers.config import (
     DecoderConfig,
     LayerCache,
@@ -35,9 +35,12 @@ NAMING = Naming(
     embedding="model.decoder.embed_tokens.weight",
 )
 
-TextCache = tuple[tuple[LayerCache, LayerCache], ...]
-"""For each layer of the decoder the keys and values of the text, [B, K, S, H], which new tokens extend, and
-those of the source, [B, K, N / 2, H], which do not change."""
+BlockCache = tuple[LayerCache, LayerCache]
+"""Keys and values of the text, [B, K, S, H], which new tokens extend; those of the source, [B, K, N / 2, H],
+which do not change."""
+
+TextCache = tuple[BlockCache, ...]
+"""One BlockCache for each block of the decoder."""
 
 _EPSILON = 1e-5
 """Epsilon of all norms; config.json has none."""
@@ -249,10 +252,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, TextCache]:
         """Return the hidden states that results need, [B, 1, D] or [B, T, D], and the cache."""
         x = self.embed_tokens(tokens) + self.embed_positions(new.positions)
-        layers: list[tuple[LayerCache, LayerCache]] = []
-        for block, (text, source) in zip(self.layers, cache, strict=True):
-            x, text = block(x, new, text, source, last=len(layers) == len(cache) - 1)
-            layers.append((text, source))
+        layers: list[BlockCache] = []
+        for block, layer in zip(self.layers, cache, strict=True):
+            x, layer = block(x, new, layer, last=len(layers) == len(cache) - 1)
+            layers.append(layer)
         return self.layer_norm(x), tuple(layers)
 
 
@@ -274,9 +277,7 @@ class DecoderBlock(nnx.Module):
         self.final_layer_norm = LayerNorm(width, _EPSILON)
         self.activation = config.activation_function
 
-    def make_cache(
-        self, hidden: jax.Array, positions: int, dtype: str
-    ) -> tuple[LayerCache, LayerCache]:
+    def make_cache(self, hidden: jax.Array, positions: int, dtype: str) -> BlockCache:
         """Return an empty cache of the text, and the keys and values of the source."""
         part = self.encoder_attn
         keys, values = (
@@ -288,9 +289,10 @@ class DecoderBlock(nnx.Module):
         return (empty, empty), (keys, values)
 
     def __call__(
-        self, x: jax.Array, new: NewTokens, text: LayerCache, source: LayerCache, *, last: bool
-    ) -> tuple[jax.Array, LayerCache]:
-        """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the text's cache."""
+        self, x: jax.Array, new: NewTokens, cache: BlockCache, *, last: bool
+    ) -> tuple[jax.Array, BlockCache]:
+        """Map x [B, T, D] to [B, T, D], or [B, 1, D] in the last block; return it and the cache."""
+        text, source = cache
         normed, part = self.self_attn_layer_norm(x), self.self_attn
         query, keys, values = (
             part.split(product(normed)) for product in (part.q_proj, part.k_proj, part.v_proj)
@@ -300,8 +302,8 @@ class DecoderBlock(nnx.Module):
 
         part = self.encoder_attn
         query = part.split(part.q_proj(self.encoder_attn_layer_norm(x)))
-        end = jnp.full(x.shape[:2], source[0].shape[2] - 1)
-        x = part.out_proj(attention(query, source, end, part.scale), residual=x)
+        mixed, source = attention_to_all(query, source, new.length, part.scale)
+        x = part.out_proj(mixed, residual=x)
 
         inner = self.fc1(self.final_layer_norm(x), activation=self.activation)
-        return self.fc2(inner, residual=x), text
+        return self.fc2(inner, residual=x), (text, source)
