@@ -24,7 +24,9 @@ from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
 from prejit.compiler.models.protocol import EncoderDecoder
+from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
+from prejit.runtime.format.arrays import Mesh
 
 Arrays = np.ndarray[Any, Any]
 
@@ -397,3 +399,10 @@ def test_a_setting_that_is_not_built_is_named(
         registry.make_decoder(config_file.load_config(tmp_path))
     assert str(tmp_path / "config.json") in str(caught.value)
     assert caught.value.hint
+
+
+def test_a_mesh_is_refused() -> None:
+    made, shape = registry.make_decoder(config()), registry.describe(config())
+    said = 'm.toml: mesh: expected none, because c.json has model_type "whisper"'
+    with pytest.raises(ManifestError, match=said):
+        check_mesh(Mesh(2, 1), made, shape, "m.toml", Path("c.json"))

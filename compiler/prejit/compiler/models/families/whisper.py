@@ -45,7 +45,7 @@ TextCache = tuple[BlockCache, ...]
 _EPSILON = 1e-5
 """Epsilon of all norms; config.json has none."""
 
-_KERNEL, _STRIDE = 3, 2
+_TAPS, _STRIDE = 3, 2
 """Frames that a convolution reads for one result; frames that the second one advances."""
 
 
@@ -175,7 +175,7 @@ class Convolution(nnx.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        self.weight = nnx.Param(jnp.zeros((outputs, inputs, _KERNEL)))
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs, _TAPS)))
         self.bias = nnx.Param(jnp.zeros(outputs))
         self.stride = stride
 
@@ -187,9 +187,9 @@ class Convolution(nnx.Module):
         """
         batch, count, inputs = x.shape
         padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
-        shifted = [padded[:, first : first + count : self.stride] for first in range(_KERNEL)]
-        read = jnp.stack(shifted, -1).reshape(batch, -1, inputs * _KERNEL)
-        weight = self.weight[...].reshape(-1, inputs * _KERNEL)
+        shifted = [padded[:, first : first + count : self.stride] for first in range(_TAPS)]
+        read = jnp.stack(shifted, -1).reshape(batch, -1, inputs * _TAPS)
+        weight = self.weight[...].reshape(-1, inputs * _TAPS)
         return dot(read, weight, 1) + self.bias[...]
 
 
