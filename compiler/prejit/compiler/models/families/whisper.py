@@ -83,7 +83,7 @@ class Whisper(nnx.Module):
     """A Whisper, as models.protocol.EncoderDecoder. Parameters have the names of the published tensors."""
 
     def __init__(self, config: Any) -> None:
-        self.model = Model(config)
+        self.model = Transformer(config)
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = config.max_target_positions
         self.mel_bins: int = config.num_mel_bins
@@ -139,15 +139,15 @@ class Whisper(nnx.Module):
             )
 
 
-class Model(nnx.Module):
+class Transformer(nnx.Module):
     """The encoder and the decoder, under the published name."""
 
     def __init__(self, config: Any) -> None:
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+        self.encoder = AudioEncoder(config)
+        self.decoder = TextDecoder(config)
 
 
-class Encoder(nnx.Module):
+class AudioEncoder(nnx.Module):
     """Two convolutions over time, positions, and blocks in which every frame sees all others."""
 
     def __init__(self, config: Any) -> None:
@@ -233,7 +233,7 @@ class Attention(nnx.Module):
         return x.reshape(*x.shape[:2], self.heads, -1)
 
 
-class Decoder(nnx.Module):
+class TextDecoder(nnx.Module):
     """Tokens with learned positions, and blocks that see the text so far and all of the source."""
 
     def __init__(self, config: Any) -> None:
