@@ -234,6 +234,30 @@ def attention(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
 
 
+def attention_to_all(
+    query: jax.Array, layer: LayerCache, length: jax.Array, scale: float
+) -> tuple[jax.Array, LayerCache]:
+    """Return attention of new tokens to all positions of a cache that does not change, such as a source's.
+
+    Args:
+        query: float32 [B, T, N, H]; N is K.
+        layer: the cache.
+        length: int32 [B], the number of valid tokens. What other tokens get is meaningless, but finite.
+        scale: factor of the scores.
+
+    Returns:
+        float32 [B, T, N * H]; the cache, which the kernel has to return because it gets its memory.
+    """
+    slots = layer[0].shape[2]
+    if not forms.has_kernels():
+        positions = jnp.full(query.shape[:2], slots - 1)
+        return attention(query, layer, positions, scale), layer
+    # Tokens behind the end of a cache see all of it, and none of them is written.
+    end = jnp.full(len(query), slots, jnp.int32)
+    behind = NewTokens(end, length, query.shape[1])
+    return behind.attend(query, query, query, layer, scale, last=False)
+
+
 def _batched_dot(x: jax.Array, cache: jax.Array, contracted: int) -> jax.Array:
     """Return the product over the last axis of x and one of the cache, for each row and key/value head."""
     cache = cache.astype(jnp.float32)
