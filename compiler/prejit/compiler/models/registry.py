@@ -17,7 +17,17 @@ from prejit.compiler.base.wording import shown
 from prejit.compiler.models import precision
 from prejit.compiler.models.encoders import bert, distilbert, roberta
 from prejit.compiler.models.encoders.sentence import EncoderConfig, EncoderSource, SentenceEncoder
-from prejit.compiler.models.families import gemma2, gemma3, gpt2, llama, mistral, phi3, qwen2, qwen3
+from prejit.compiler.models.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    t5,
+)
 from prejit.compiler.models.layers import forms
 from prejit.compiler.models.layers.config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
@@ -31,6 +41,7 @@ DECODERS: dict[str, ModuleType] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "t5": t5,
 }
 """The module of each decoder family, by model_type."""
 
@@ -57,7 +68,8 @@ def make_decoder(
 ) -> nnx.Module:
     """Return a decoder as an abstract module: its parameters are shapes without values.
 
-    The module is called as `layers.config.DecoderModule` describes.
+    The module is called as `layers.config.DecoderModule` describes, an encoder-decoder as
+    `protocol.EncoderDecoder`.
 
     Args:
         config: from `config_file.load_config`.
