@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flax import nnx
 
+from prejit.compiler.base.wording import shown
 from prejit.compiler.models.families import gpt2
 from prejit.compiler.models.layers.config import DecoderConfig, Split
 from prejit.compiler.models.layers.linear import Embedding, Linear
@@ -59,8 +60,15 @@ def check_mesh(mesh: Mesh, module: nnx.Module, shape: DecoderConfig, at: str, co
         config: the model's config.json, for errors.
 
     Raises:
-        ManifestError: `mesh.tensor` does not divide the heads or a matrix.
+        ManifestError: nothing splits models of this family, or `mesh.tensor` does not divide the heads or a
+            matrix.
     """
+    if type(module) not in _SPLITS:
+        raise ManifestError(
+            f"{at}: mesh: expected none for models of the family {shown(shape.family)}, found "
+            f"{mesh.data} x {mesh.tensor}",
+            hint="build it for one device: take [mesh] out of the manifest",
+        )
     sizes = {"key/value heads": shape.num_kv_heads, **_split_sizes(module)}
     for name, size in sizes.items():
         if size % mesh.tensor:
