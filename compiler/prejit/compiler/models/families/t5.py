@@ -261,8 +261,11 @@ class RelativeBias(nnx.Module):
 
     def __call__(self, positions: jax.Array, slots: int) -> jax.Array:
         """Return the bias of the scores of queries at int32 [B, T] with all slots: [B, T, K, S]."""
-        far = self.farthest
-        index = buckets(np.arange(-far, far + 1), len(self.weight[...]), far, causal=self.causal)
+        far = min(
+            self.farthest, slots
+        )  # no two places are farther apart, or all those share a bucket
+        count = self.weight.shape[0]
+        index = buckets(np.arange(-far, far + 1), count, self.farthest, causal=self.causal)
         of_distance = self.weight[...][index]
         distance = jnp.arange(slots) - positions[..., None]
         bias: jax.Array = of_distance[jnp.clip(distance, -far, far) + far]
@@ -274,8 +277,9 @@ def buckets(
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the bucket of each distance: Raffel et al. 2019, section 2.1, as modeling_t5.py computes it.
 
-    Half of the buckets of a direction have one distance each, the others are logarithmic. As many powers of
-    2 are exactly at the border of two, the logarithm is the correctly rounded one in float32, as torch's is.
+    Half of the buckets of a direction have one distance each, the others are logarithmic. Powers of 2 can lie
+    exactly at a border, where rounding decides. So the steps are torch's, in float32, with a logarithm that
+    is the same on every machine: the one of float64, rounded.
 
     Args:
         distance: integers, the position that is seen minus the one that sees it.
