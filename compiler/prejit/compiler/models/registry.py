@@ -43,7 +43,7 @@ DECODERS: dict[str, ModuleType] = {
     "qwen3": qwen3,
     "t5": t5,
 }
-"""The module of each decoder family, by model_type."""
+"""The module of each family that generates, by model_type: decoders and encoder-decoders."""
 
 ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
 """The module of each encoder family, by model_type."""
