@@ -87,8 +87,8 @@ class T5(nnx.Module):
         self.num_heads: int = config.num_heads
         self.head_size: int = config.d_kv
         self.shared = Embedding(config.vocab_size, config.d_model)
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+        self.encoder = EncoderStack(config)
+        self.decoder = DecoderStack(config)
         self.tied_scale: float = config.d_model**-0.5
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
@@ -123,7 +123,7 @@ class T5(nnx.Module):
         return self.shared.logits(x * self.tied_scale), cache
 
 
-class Encoder(nnx.Module):
+class EncoderStack(nnx.Module):
     """The encoder, which reads a source."""
 
     def __init__(self, config: Any) -> None:
@@ -145,7 +145,7 @@ class Encoder(nnx.Module):
         return self.final_layer_norm(x)
 
 
-class Decoder(nnx.Module):
+class DecoderStack(nnx.Module):
     """The decoder without its head."""
 
     def __init__(self, config: Any) -> None:
