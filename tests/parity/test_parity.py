@@ -25,6 +25,8 @@ from .record import TIE, nearest_tokens, torch_logits
 
 TOLERANCE = 1e-4
 CONTEXT = 96
+ENCODER_DECODERS = {"t5", "whisper"}
+"""Families whose cases have sources: each has a test of its own, such as test_t5.py."""
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -98,9 +100,6 @@ def named(chosen: Iterable[Case]) -> Any:
     return pytest.mark.parametrize("case", list(chosen), ids=lambda case: case.name)
 
 
-_ELSEWHERE = {"whisper"}
-"""Families with a source, which have cases, a record and tests of their own: test_whisper.py."""
-
 CASES = tuple(case for case in cases() if case.switch is None)
 FIRST = tuple(case for case in CASES if int(case.name.split("-")[1]) < 5)
 """Enough for the portable form: what a configuration changes is the same code in both forms."""
@@ -145,8 +144,8 @@ def test_longrope_equals_torch_up_to_its_context_where_programs_end_there_and_af
 def test_every_case_is_recorded_and_they_differ(reference: dict[str, Logits]) -> None:
     assert list(reference) == [case.name for case in cases()]
     families = Counter(name.split("-")[0] for name in reference)
-    known = {family.removesuffix("_text") for family in registry.DECODERS.keys() - _ELSEWHERE}
-    assert families.keys() == known
+    known = {family.removesuffix("_text") for family in registry.DECODERS}
+    assert families.keys() == known - ENCODER_DECODERS
     assert min(families.values()) >= 10
     for name, logits in reference.items():
         assert logits.shape[0] == STEPS

@@ -26,6 +26,7 @@ from prejit.compiler.models.families import (
     phi3,
     qwen2,
     qwen3,
+    t5,
     whisper,
 )
 from prejit.compiler.models.layers import forms
@@ -41,9 +42,10 @@ DECODERS: dict[str, ModuleType] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "t5": t5,
     "whisper": whisper,
 }
-"""The module of each decoder family, by model_type."""
+"""The module of each family that generates, by model_type: decoders and encoder-decoders."""
 
 ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
 """The module of each encoder family, by model_type."""

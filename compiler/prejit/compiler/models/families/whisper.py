@@ -66,9 +66,6 @@ def describe(config: Any) -> DecoderConfig:
     return DecoderConfig(
         family="whisper",
         vocab_size=config.vocab_size,
-        num_layers=config.decoder_layers,
-        num_kv_heads=config.decoder_attention_heads,
-        head_size=config.d_model // config.decoder_attention_heads,
         cache_dtype="float32",
         max_positions=config.max_target_positions,
     )
