@@ -161,6 +161,8 @@ def check_model(
             does not divide the model.
         CheckpointError: the weights do not fit config.json.
     """
+    if manifest.generate is not None:
+        _check_source(manifest, model)
     for spec in specs:
         _check_size(manifest, model, spec)
     if manifest.mesh is not None and manifest.encode is None:
@@ -169,6 +171,29 @@ def check_model(
         config = model.files.directory / "config.json"
         check_mesh(manifest.mesh, model.module, manifest.where, config)
     _ = weights.names  # raises an error that lists every tensor that does not fit
+
+
+def _check_source(manifest: Manifest, model: ModelSource) -> None:
+    """Check that the manifest has sizes of sources where the model reads one, and that it reads these."""
+    assert manifest.generate is not None
+    sizes, config = manifest.generate.source, model.files.directory / "config.json"
+    reads = hasattr(model.module, "encode")
+    if reads and not sizes:
+        raise ManifestError(
+            f"{manifest.where}: generate.source: missing; {config} is of an encoder-decoder",
+            hint="give the numbers of places that its encoder reads, such as source = [64, 512]",
+        )
+    if sizes and not reads:
+        raise ManifestError(
+            f"{manifest.where}: generate.source: expected none, because {config} is of a decoder that reads "
+            "prompts alone",
+            hint="remove it",
+        )
+    for size in sizes:
+        try:
+            model.module.source(1, size)
+        except ManifestError as error:
+            raise ManifestError(f"{manifest.where}: {error}", hint=error.hint) from None
 
 
 def _check_size(manifest: Manifest, model: ModelSource, spec: ProgramSpec) -> None:

@@ -130,7 +130,7 @@ class Whisper(nnx.Module):
     def _check_frames(self, size: int) -> None:
         if size != self.frames:
             raise ManifestError(
-                f"[generate] source: expected {self.frames} frames of a spectrogram, which is {_STRIDE} * "
+                f"generate.source: expected {self.frames} frames of a spectrogram, which is {_STRIDE} * "
                 f"max_source_positions of the model's config.json; found {size}",
                 hint=f"give source = [{self.frames}], and pad the sound with silence to that length",
             )
