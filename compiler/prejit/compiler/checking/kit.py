@@ -1,0 +1,132 @@
+"""All checks of a model, in order. Those of numbers run only where the shapes are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from prejit.compiler.checking import encoding, rules, shapes
+from prejit.compiler.checking.finding import TOLERANCE, Finding, difference
+from prejit.compiler.checking.subject import Subject
+from prejit.compiler.models.parameters import Parametrized
+
+Check = Callable[[Subject], Finding | None]
+"""A check; None: it does not concern the model."""
+
+SHAPES: tuple[Check, ...] = (shapes.attributes, shapes.cache, shapes.logits, shapes.returned)
+"""The checks that all others need."""
+
+RULES: tuple[Check, ...] = (
+    rules.finite,
+    rules.sensitive,
+    rules.chunks,
+    rules.padding,
+    rules.end,
+    rules.batch,
+    rules.idle,
+    rules.fresh,
+    rules.rewind,
+    rules.context,
+    rules.every,
+    encoding.encode,
+)
+"""The checks of the protocol's rules."""
+
+
+def check_model(
+    model: Parametrized,
+    values: Mapping[str, Any],
+    *,
+    against: Callable[..., Any] | None = None,
+    tolerance: float = TOLERANCE,
+    source_size: int = 16,
+    describe: Callable[[BaseException], str] = repr,
+) -> Iterator[Finding]:
+    """Yield the finding of each check that concerns a model.
+
+    Nothing raises what the model raises: that is a failed check. If a shape is wrong, the first such finding
+    is the last.
+
+    Args:
+        model: the model apart from its parameters; an encoder-decoder if it has `encode`.
+        values: the values of its parameters, by name.
+        against: a reference of the same model, which gives the logits after each token, [B, T, V]: of tokens
+            int32 [B, T], or for an encoder-decoder of sources, their lengths int32 [B], and tokens.
+        tolerance: the largest difference of logits that counts as none, relative to their spread.
+        source_size: N of an encoder-decoder's sources, for one that takes a certain size only.
+        describe: returns the text of an exception.
+    """
+    subject = Subject(model, values, tolerance, source_size)
+    for check in SHAPES:
+        found = _run(check, subject, describe)
+        assert found is not None
+        yield found
+        if not found.passed:
+            return
+    for check in RULES:
+        if (found := _run(check, subject, describe)) is not None:
+            yield found
+    if against is not None:
+        found = _run(lambda subject: _against(subject, against), subject, describe, "against")
+        assert found is not None
+        yield found
+
+
+def _run(
+    check: Check, subject: Subject, describe: Callable[[BaseException], str], name: str = ""
+) -> Finding | None:
+    name = name or check.__name__
+    try:
+        return check(subject)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Finding(
+            name,
+            False,
+            None,
+            f"expected a result, found {describe(error)}",
+            "run it on arrays of the same shapes, in Python, to see the whole traceback",
+        )
+
+
+def _against(subject: Subject, reference: Callable[..., Any]) -> Finding:
+    """Compare the logits after each token with those of a reference."""
+    texts = subject.texts[:, : 3 * subject.piece]
+    logits, _ = subject.feed(texts, subject.cache())
+    given: tuple[Any, ...] = (texts,)
+    if subject.encodes:
+        lengths = np.full(len(texts), subject.source_size, np.int32)
+        given = (subject.sources(), lengths, texts)
+    right = _as_numpy(reference(*given))
+    if right.shape != logits.shape:
+        return Finding(
+            "against",
+            False,
+            None,
+            f"expected logits {list(logits.shape)} of the reference, found {list(right.shape)}",
+            "return [B, T, V] from the reference: the logits after each token",
+        )
+    apart = [difference(logits[:, at], right[:, at]) for at in range(texts.shape[1])]
+    first = next((at for at, one in enumerate(apart) if one > subject.tolerance), None)
+    if first is None:
+        return Finding("against", True, max(apart))
+    return Finding(
+        "against",
+        False,
+        max(apart),
+        f"expected the logits of the reference, found a difference of {apart[first]:.1e} of their spread "
+        f"after token {first}, the first that differs",
+        "compare the layers one by one: weights, scales, norms and positions"
+        if first == 0
+        else "compare what later tokens read: positions, masks and the cache",
+    )
+
+
+def _as_numpy(logits: Any) -> np.ndarray[Any, Any]:
+    """Return logits of NumPy, jax or torch as NumPy array."""
+    if hasattr(logits, "detach"):  # torch: it may need gradients, be on a GPU, or be bfloat16
+        logits = logits.detach().float().cpu().numpy()
+    return np.asarray(logits, np.float32)
