@@ -8,5 +8,6 @@ results do not depend on that. Each rule has a check, which runs the model and r
     shapes.py    attributes, caches and logits: shapes and dtypes, nothing is computed
     rules.py     the rules of a decoder, by numbers
     encoding.py  the rules of an encoder-decoder's sources
+    parity.py    the logits of a reference
     kit.py       all checks in order: begin here
 """

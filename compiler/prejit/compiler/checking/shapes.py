@@ -63,10 +63,10 @@ def _wrong_cache(subject: Subject) -> Iterator[tuple[str, str]]:
     most = subject.bound.max_positions
     short = subject.positions
     longest = _LONGEST if most is None else most
-    base = _cache_shapes(subject, ROWS, short)
+    base = subject.cache_shapes(ROWS, short)
     compared = {
-        "rows": _cache_shapes(subject, ROWS + 1, short),
-        "positions": _cache_shapes(subject, ROWS, longest),
+        "rows": subject.cache_shapes(ROWS + 1, short),
+        "positions": subject.cache_shapes(ROWS, longest),
     }
     for what, other in compared.items():
         if jax.tree.structure(other) != jax.tree.structure(base):
@@ -137,7 +137,7 @@ def returned(subject: Subject) -> Finding:
 
 def _wrong_returned(subject: Subject) -> Iterator[tuple[str, str]]:
     for dtype in ("float32", "bfloat16"):
-        given = _cache_shapes(subject, ROWS, subject.positions, dtype)
+        given = subject.cache_shapes(ROWS, subject.positions, dtype)
         for width in (1, subject.piece):
             _, back = _result_shapes(subject, ROWS, width, dtype, every=False)
             if jax.tree.structure(back) != jax.tree.structure(given):
@@ -157,17 +157,13 @@ def _wrong_returned(subject: Subject) -> Iterator[tuple[str, str]]:
                     return
 
 
-def _cache_shapes(subject: Subject, rows: int, positions: int, dtype: str = "float32") -> Any:
-    return jax.eval_shape(lambda: subject.empty_cache(rows, positions, dtype))
-
-
 def _result_shapes(subject: Subject, rows: int, width: int, dtype: str, every: bool) -> Any:
     row = jax.ShapeDtypeStruct((rows,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-    given = _cache_shapes(subject, rows, subject.positions, dtype)
+    cache = subject.cache_shapes(rows, subject.positions, dtype)
     return jax.eval_shape(
-        lambda *inputs: subject.model.bind(subject.values)(*inputs, every=every),
-        *(tokens, row, row, given),
+        lambda values, *inputs: subject.model.bind(values)(*inputs, every=every),
+        *(subject.values, tokens, row, row, cache),
     )
 
 

@@ -89,7 +89,7 @@ class Subject:
         """Sizes N of sources: the one to check and its double, if the model takes both."""
         one, two = self.source_size, 2 * self.source_size
         try:
-            jax.eval_shape(lambda: self.empty_cache(1, self.positions, size=two))
+            self.cache_shapes(1, self.positions, size=two)
         except (
             Exception
         ):  # the model's own refusal: it takes one size, as one of spectrograms of 30 s
@@ -113,17 +113,21 @@ class Subject:
 
     # ---------------------------------------------------------------- caches
 
-    def empty_cache(
+    def cache_shapes(
         self, rows: int, positions: int, dtype: str = "float32", size: int | None = None
-    ) -> Cache:
-        """Return the cache of empty texts, for shapes: the sources of an encoder-decoder are zeros."""
-        model = self.model.bind(self.values)
-        if not self.encodes:
-            return model.make_cache(rows, positions, dtype)
+    ) -> Any:
+        """Return the shapes and dtypes of a new cache; an encoder-decoder's has sources of N = `size`."""
         size = size or self.source_size
-        shape = model.source(rows, size)
-        length = jnp.full(rows, size, jnp.int32)
-        return model.encode(jnp.zeros(shape.shape, shape.dtype), length, positions, dtype)
+
+        def make(values: Any) -> Cache:
+            model = self.model.bind(values)
+            if not self.encodes:
+                return model.make_cache(rows, positions, dtype)
+            shape = model.source(rows, size)
+            length = jnp.full(rows, size, jnp.int32)
+            return model.encode(jnp.zeros(shape.shape, shape.dtype), length, positions, dtype)
+
+        return jax.eval_shape(make, self.values)
 
     def cache(self, rows: Sequence[int] = range(ROWS), positions: int | None = None) -> Cache:
         """Return the cache of these rows' empty texts, each with its whole source.
@@ -144,10 +148,7 @@ class Subject:
 
     def position_axes(self, cache: Cache) -> list[int | None]:
         """Return the axis of positions of each array of a cache; None: it has none."""
-        longer = 1 + self.positions
-        one, two = (
-            jax.eval_shape(lambda p=p: self.empty_cache(ROWS, p)) for p in (self.positions, longer)
-        )
+        one, two = (self.cache_shapes(ROWS, self.positions - less) for less in (0, 1))
         return [
             next((i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b), None)
             for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
