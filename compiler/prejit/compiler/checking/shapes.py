@@ -19,12 +19,12 @@ _LONGEST = 5000
 
 def attributes(subject: Subject) -> Finding:
     """The model has the attributes and methods of the protocol."""
-    return _finding("attributes", _wrong_attributes(subject.bound))
+    return _finding("attributes", _wrong_attributes(subject))
 
 
-def _wrong_attributes(model: Any) -> Iterator[tuple[str, str]]:
-    kind = type(model).__name__
-    methods = ("source", "encode") if hasattr(model, "encode") else ("make_cache",)
+def _wrong_attributes(subject: Subject) -> Iterator[tuple[str, str]]:
+    model, kind = subject.bound, type(subject.bound).__name__
+    methods = ("source", "encode") if subject.encodes else ("make_cache",)
     for name in ("__call__", *methods):
         if not callable(getattr(model, name, None)):
             yield (

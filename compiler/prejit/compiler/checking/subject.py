@@ -52,8 +52,8 @@ class Subject:
 
     @property
     def encodes(self) -> bool:
-        """Whether the model is an encoder-decoder."""
-        return hasattr(self.bound, "encode")
+        """Whether the model is an encoder-decoder: `encode` takes the place of `make_cache`."""
+        return hasattr(self.bound, "encode") and not hasattr(self.bound, "make_cache")
 
     @cached_property
     def piece(self) -> int:

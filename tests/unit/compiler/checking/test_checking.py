@@ -15,13 +15,13 @@ from prejit.compiler.checking.finding import TOLERANCE, Finding, difference
 from prejit.compiler.checking.kit import RULES, SHAPES, check_model
 from prejit.compiler.checking.subject import Subject
 
-from .tiny_models import BROKEN, LONGEST, Tiny, TinyWriter, apart, random_model
+from .tiny_models import BROKEN, LONGEST, Layer, Tiny, TinyWriter, apart, random_model
 
 _CHECKS = {check.__name__: check for check in (*SHAPES, *RULES)}
 _OF_DECODERS = [*_CHECKS][:-1]
 
 
-def check(kind: type[Tiny], name: str, **changed: Any) -> Finding | None:
+def check(kind: type[Layer], name: str, **changed: Any) -> Finding | None:
     model, values = apart(replace(random_model(kind), **changed))
     return _CHECKS[name](Subject(model, values, TOLERANCE, 16))
 
@@ -43,7 +43,7 @@ def test_an_encoder_decoder_is_checked_with_its_sources() -> None:
     ("name", "kind", "says"), BROKEN, ids=[f"{name}-{kind.__name__}" for name, kind, _ in BROKEN]
 )
 def test_a_broken_rule_is_found_by_the_check_of_its_name(
-    name: str, kind: type[Tiny], says: str
+    name: str, kind: type[Layer], says: str
 ) -> None:
     found = check(kind, name)
     assert found is not None
@@ -146,7 +146,7 @@ def reference(tokens: Any) -> Any:
     return model(jnp.asarray(tokens), zeros, zeros + count, cache, every=True)[0]
 
 
-def against(function: Any, kind: type[Tiny] = Tiny, tolerance: float = TOLERANCE) -> Finding:
+def against(function: Any, kind: type[Layer] = Tiny, tolerance: float = TOLERANCE) -> Finding:
     return parity.against(Subject(*apart(random_model(kind)), tolerance, 16), function)
 
 
@@ -192,7 +192,7 @@ def test_an_encoder_decoder_is_compared_with_its_sources() -> None:
     def written(source: Any, length: Any, tokens: Any) -> Any:
         model = random_model(TinyWriter)
         rows, count = tokens.shape
-        cache = model.encode(source, length, count, "float32")  # type: ignore[attr-defined]
+        cache = model.encode(source, length, count, "float32")
         zeros = jnp.zeros(rows, jnp.int32)
         return model(tokens, zeros, zeros + count, cache, every=True)[0]
 
