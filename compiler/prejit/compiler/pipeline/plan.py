@@ -231,8 +231,9 @@ def plan_build(
                 f"{manifest.where}: target {target.name}: {reason}",
                 hint="leave the target out, or pass --skip-unbuildable",
             )
-    if directory is None and manifest.model is not None:
-        directory = find_source(manifest.model.source, manifest.directory)
+    source = None if manifest.model is None else manifest.model.source
+    if directory is None and source is not None:
+        directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
     return Plan(
         manifest,
