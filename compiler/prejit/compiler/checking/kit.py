@@ -13,6 +13,9 @@ from prejit.compiler.models.parameters import Parametrized
 Check = Callable[[Subject], Finding | None]
 """A check; None: it does not concern the model."""
 
+SOURCE_SIZE = 16
+"""Places of the sources of an encoder-decoder that takes any number."""
+
 SHAPES: tuple[Check, ...] = (shapes.attributes, shapes.cache, shapes.logits, shapes.returned)
 """The checks that all others need."""
 
@@ -39,7 +42,7 @@ def check_model(
     *,
     against: Callable[..., Any] | None = None,
     tolerance: float = TOLERANCE,
-    source_size: int = 16,
+    source_size: int = SOURCE_SIZE,
     describe: Callable[[BaseException], str] = repr,
 ) -> Iterator[Finding]:
     """Yield the finding of each check that concerns a model.
