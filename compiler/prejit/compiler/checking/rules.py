@@ -137,29 +137,27 @@ def padding(subject: Subject) -> Finding:
 
 
 def end(subject: Subject) -> Finding:
-    """Padding that runs past the end of the cache changes nothing."""
-    piece = subject.piece
-    most = 3 * piece
-    _, cache = subject.call(subject.texts[:, :most], 0, most, subject.cache())
+    """Padding that runs past the end of the cache changes nothing: a longer cache gives the same."""
+    piece, positions = subject.piece, subject.positions
+    most, length = 3 * piece, piece - 1
     last = subject.texts[:, most:]
-    length = piece - 1
     padded = np.pad(last, ((0, 0), (0, 2 * piece)))
-    right, after = subject.call(last, most, length, cache)
-    logits, after_padded = subject.call(padded, most, length, cache)
-    step = last[:, length:]
+    logits, later = [], []
+    for size in (positions, most + padded.shape[1]):
+        cache = subject.cache(positions=size)
+        _, cache = subject.call(subject.texts[:, :most], 0, most, cache)
+        found, cache = subject.call(padded, most, length, cache)
+        logits.append(found)
+        later.append(subject.call(last[:, length:], most + length, 1, cache)[0])
     return compare(
         subject,
         "end",
-        f"padding that runs past the last of {subject.positions} positions to change nothing",
+        f"padding that runs past the last of {positions} positions to change nothing",
         "write no token at t >= length: XLA moves a dynamic_update_slice that passes the end back over "
         "earlier positions, and a scatter needs mode='drop'",
         [
-            ("in the call", logits, right),
-            (
-                "in the next call",
-                subject.call(step, most + length, 1, after_padded)[0],
-                subject.call(step, most + length, 1, after)[0],
-            ),
+            ("in the call", logits[0], logits[1]),
+            ("in the next call", later[0], later[1]),
         ],
     )
 

@@ -1,7 +1,8 @@
 """A model under test, with the texts, sources and shapes that all checks use.
 
 Texts are random tokens from a fixed seed: ROWS rows of 4 P tokens. P, the piece, is 4 tokens, or less for a
-model of few positions. Whole prompts have 3 P tokens, which leaves P for decode steps.
+model of few positions. Whole prompts have 3 P tokens, which leaves P for decode steps. No cache has
+more than 6 P positions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 ROWS = 3
 """Rows of a batch: one beside another, and a third that differs from both."""
-FEWEST_POSITIONS = 8
+FEWEST_POSITIONS = 12
 """The fewest positions of a model that the checks can run."""
 _LARGEST_PIECE = 4
 _SOURCE_TOKENS = 32
@@ -59,7 +60,7 @@ class Subject:
     def piece(self) -> int:
         """P, the tokens of a piece."""
         most = self.bound.max_positions
-        return _LARGEST_PIECE if most is None else min(_LARGEST_PIECE, most // 4)
+        return _LARGEST_PIECE if most is None else min(_LARGEST_PIECE, most // 6)
 
     @property
     def positions(self) -> int:

@@ -95,15 +95,15 @@ def test_an_interrupt_is_no_finding() -> None:
 
 def test_a_model_of_few_positions_is_checked_within_them() -> None:
     class Short(Tiny):
-        max_positions = 9
+        max_positions = 13
 
         def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
-            assert positions <= 9
+            assert positions <= 13
             return super().make_cache(rows, positions, dtype)
 
     found = list(check_model(*apart(random_model(Short))))
     assert [one for one in found if not one.passed] == []
-    assert LONGEST > 9
+    assert LONGEST > 13
 
 
 def test_without_positions_nothing_is_rewound() -> None:

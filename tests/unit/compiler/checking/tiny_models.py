@@ -146,7 +146,7 @@ class WithoutVocabulary(Tiny):
         raise AttributeError
 
 
-@breaks("attributes", "max_positions: expected None or an integer of at least 8, found 4")
+@breaks("attributes", "max_positions: expected None or an integer of at least 12, found 4")
 class TooShort(Tiny):
     max_positions = 4
 
