@@ -266,6 +266,11 @@ class Manifest:
         set_(self, "targets", tuple(self._target(at, each) for at, each in enumerate(targets)))
 
     @property
+    def has_own_model(self) -> bool:
+        """Whether the model is a decoder of the user."""
+        return self.model is not None and self.model.module is not None
+
+    @property
     def where(self) -> str:
         """The manifest's file, or its bundle's name: the start of an error message."""
         return f"manifest {self.bundle.name!r}" if self.path is None else str(self.path)

@@ -74,8 +74,8 @@ ReadModel = Callable[[], ModelSource]
 
 
 def uses_kernels(manifest: Manifest) -> bool:
-    """Return whether programs may call kernels: those of a model on one device."""
-    return manifest.model is not None and manifest.mesh is None
+    """Return whether programs may call kernels: those of a published model on one device."""
+    return manifest.model is not None and not manifest.has_own_model and manifest.mesh is None
 
 
 def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path) -> ModelFiles:
@@ -85,12 +85,14 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         manifest: the manifest.
         targets: the targets of the build. All have the architecture of the build host, so no other target
             changes how matrices are stored. Without a compiler for kernels XLA reads the same weights.
-        directory: the model directory.
+        directory: the model directory; beside a decoder of the user only that of its tokenizer.
 
     Raises:
         CheckpointError: an encoder has a module or a setting that prejit does not build.
         StoreError: a file of the configuration cannot be read.
     """
+    if manifest.has_own_model:
+        return ModelFiles(directory, None, out_in=False, configuration=())
     layout = None if manifest.encode is None else read_layout(directory)
     out_in = uses_kernels(manifest) and targets[0].architecture == KERNELS_ARCHITECTURE
     if layout is None:

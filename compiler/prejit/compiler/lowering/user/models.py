@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from prejit.compiler.lowering.user.finding import nested_by_dots
 from prejit.compiler.lowering.user.flax_modules import own_values, variables_of
 from prejit.compiler.lowering.user.pytrees import Bind, arrays_in, differing_names
 from prejit.compiler.models import precision
@@ -75,7 +76,7 @@ def find_model(
     at: str,
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
-    nested: Callable[[Mapping[str, Any]], Any],
+    nested: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> OwnModel:
     """Import the decoder that a manifest names, and take its parameters apart from it.
 
@@ -87,7 +88,8 @@ def find_model(
         at: the manifest, for errors.
         parameters: values by flat name, joined by dots; None if the manifest gives no params.
         modules: the modules beside the manifest.
-        nested: makes the params of a flax.linen module from flat weights.
+        nested: makes the params of a flax.linen module from flat weights; None for nested dicts, by the dots
+            in names.
 
     Raises:
         ManifestError: the object does not exist, cannot be made, or is no decoder; or params does not fit it.
@@ -98,7 +100,7 @@ def find_model(
     if isinstance(found, str):
         found = modules.find(found, where)
     found = _instance(found, modules, where, label)
-    held = _held(found, parameters, nested, where, label)
+    held = _held(found, parameters, nested or nested_by_dots, where, label)
     arrays = held.arrays if parameters is None else _fitting(held.arrays, parameters, at, label)
     values = {name: _value(arrays[name], f"{where}: {label}: {name}") for name in sorted(arrays)}
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}

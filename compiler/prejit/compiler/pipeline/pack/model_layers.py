@@ -5,14 +5,14 @@ Each is checked here, before anything compiles: a file with a mistake would fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
 from prejit.compiler.checkpoint.chat_files import read_chat
 from prejit.compiler.pipeline.keys import tokenizer_key
-from prejit.compiler.pipeline.model import ReadModel, file_digest
+from prejit.compiler.pipeline.model import file_digest
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
 from prejit.compiler.pipeline.plan import Plan
@@ -31,13 +31,13 @@ from prejit.runtime.generation import defaults
 
 
 def read_layers(
-    plan: Plan, model: ReadModel, store: Store, progress: Progress
+    plan: Plan, vocab_size: Callable[[], int], store: Store, progress: Progress
 ) -> tuple[PackedLayer, ...]:
     """Return the layers of a model's files and of the licence, each checked.
 
     Args:
         plan: the plan of the build.
-        model: reads the model.
+        vocab_size: returns the number of tokens of the model.
         store: knows which tokenizers passed the check before.
         progress: shows that a tokenizer is checked.
 
@@ -45,21 +45,21 @@ def read_layers(
         CheckpointError: a file would fail where the bundle runs.
         StoreError: a file cannot be read.
     """
-    return tuple((*_model_layers(plan, model, store, progress), *_license(plan)))
+    return tuple((*_model_layers(plan, vocab_size, store, progress), *_license(plan)))
 
 
 def _model_layers(
-    plan: Plan, model: ReadModel, store: Store, progress: Progress
+    plan: Plan, vocab_size: Callable[[], int], store: Store, progress: Progress
 ) -> Iterator[PackedLayer]:
     if plan.model is None:
         return
     directory, decodes = plan.model.transformer, plan.model.layout is None
     if decodes:
-        special_ids(directory, limits.MAX_SIZE)
+        special_ids(directory, limits.MAX_SIZE, own=plan.manifest.has_own_model)
     tokenizer, generation = directory / "tokenizer.json", directory / "generation_config.json"
     if tokenizer.is_file():
         content = _read(tokenizer)
-        _check_tokenizer(plan, tokenizer, content, model, store, progress)
+        _check_tokenizer(plan, tokenizer, content, vocab_size, store, progress)
         yield bundle_files.layer(TOKENIZER_MEDIA_TYPE, content, tokenizer.name)
     if generation.is_file():
         content = _read(generation)
@@ -137,13 +137,21 @@ def check_generation(path: Path, content: bytes) -> None:
 
 
 def _check_tokenizer(
-    plan: Plan, path: Path, content: bytes, model: ReadModel, store: Store, progress: Progress
+    plan: Plan,
+    path: Path,
+    content: bytes,
+    vocab_size: Callable[[], int],
+    store: Store,
+    progress: Progress,
 ) -> None:
     """Check a tokenizer, unless it passed before."""
-    key = tokenizer_key(plan.manifest, content, file_digest(path.with_name("config.json")))
+    if plan.manifest.has_own_model:
+        config = f"vocab_size {vocab_size()}"
+    else:
+        config = file_digest(path.with_name("config.json"))
+    key = tokenizer_key(plan.manifest, content, config)
     if store.get(key) is not None:
         return
-    vocab_size = model().shape.vocab_size
     with progress.phase("checking tokenizer.json"):
-        tokenizer_check.check_tokenizer(path, content, vocab_size)
+        tokenizer_check.check_tokenizer(path, content, vocab_size())
     store.put(key, {"passed": True})
