@@ -164,7 +164,7 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     third = built(other)
     assert (third.compiled, third.cached) == (0, 3)
     assert third.digest != first.digest
-    assert load(third.path).decoder.family == "EquinoxDecoder"
+    assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_source_without_config_json_gives_the_tokenizer(
     assert built.accuracy is not None
     assert built.accuracy.text == "text.txt"
     bundle = load(built.path)
-    assert bundle.decoder.eos_token_ids == (own_decoders.VOCAB - 1,)
+    assert bundle.decoder.decoder.eos_token_ids == (own_decoders.VOCAB - 1,)
     assert bundle.generate("w5 w17 w3", max_new_tokens=3).text
 
 

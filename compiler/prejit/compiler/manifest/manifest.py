@@ -3,7 +3,7 @@
     [bundle]      BundleTable        name, license
     [model]       Model              source, or module and params; dtype, evaluation;
                                      it needs one of the next two
-    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype
+    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
@@ -103,6 +103,7 @@ class Generate:
         draft_tokens: largest number of draft tokens (prompt lookup) that one pass verifies; 0 builds no
             programs for drafts.
         cache_dtype: dtype of the KV cache.
+        source: of an encoder-decoder: numbers of places that its encoder reads, such as tokens or frames.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -112,6 +113,7 @@ class Generate:
     context: tuple[int, ...]
     draft_tokens: int = 0
     cache_dtype: str = "float32"
+    source: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,12 @@ from prejit.compiler.compile.keys import executable_key
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.model import ModelFiles, cache_dtype, longest_context
+from prejit.compiler.pipeline.model import (
+    ModelFiles,
+    cache_dtype,
+    longest_context,
+    longest_source,
+)
 from prejit.compiler.store.code import (
     ACCURACY,
     LOWERING,
@@ -64,6 +69,7 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
             ("dtype", manifest.model.dtype),
             ("cache_dtype", cache_dtype(manifest)),
             ("longest context", str(longest_context(manifest))),
+            ("longest source", str(longest_source(manifest))),
             ("mesh", "none" if mesh is None else f"{mesh.data} x {mesh.tensor}"),
             ("matrices", model.matrices),
             *model.configuration,

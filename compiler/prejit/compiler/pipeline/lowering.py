@@ -251,12 +251,19 @@ def lower_native(
     from prejit.compiler.lowering.decoder import lower_decoder
     from prejit.compiler.lowering.encoder import lower_encoder
     from prejit.compiler.models.layers.forms import Forms
+    from prejit.compiler.models.parameters import parametrized
 
     read, chosen = model(), Forms(forms)
     if plan.manifest.encode is not None:
         made = lower_encoder(read.module, program.spec, chosen)
     else:
-        made = lower_decoder(read.module, read.shape, program.spec, None, chosen)
+        made = lower_decoder(
+            parametrized(read.module),
+            read.shape,
+            program.spec,
+            source=longest_source(plan.manifest),
+            forms=chosen,
+        )
     digest = store.put_blob(made.portable)
     native = Native(digest, tuple((each, chosen.form(each)) for each in sorted(chosen.met)))
     store.put(key, asdict(native), blobs=[digest])
@@ -266,10 +273,19 @@ def lower_native(
 def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Store) -> Lowered:
     read = model()
     if plan.manifest.encode is None:
-        from prejit.compiler.lowering.decoder import lower_decoder
+        from prejit.compiler.lowering.decoder import Split, lower_decoder
+        from prejit.compiler.models.parameters import parametrized
+        from prejit.compiler.models.sharding import shardings
 
-        made = lower_decoder(read.module, read.shape, program.spec, plan.manifest.mesh)
-        return replace(_put(made, store), decoder=asdict(read.shape))
+        mesh = plan.manifest.mesh
+        made = lower_decoder(
+            parametrized(read.module),
+            read.shape,
+            program.spec,
+            source=longest_source(plan.manifest),
+            split=None if mesh is None else Split(mesh, shardings(read.module, mesh)),
+        )
+        return replace(_put(made, store), decoder=dict(made.decoder))
     from prejit.compiler.lowering.encoder import lower_encoder
 
     made = lower_encoder(read.module, program.spec)

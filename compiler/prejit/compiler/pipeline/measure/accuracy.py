@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.pipeline.keys import (
     accuracy_key,
     measuring_key,
@@ -24,6 +23,7 @@ from prejit.compiler.pipeline.model import (
     longest_source,
 )
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.pack.weights import Published
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
@@ -82,7 +82,7 @@ def measure_accuracy(
         exact = {name: read() for name, read in own.exact.values.items()}
         of_weights = weights_key(manifest, None, (), {}, exact).digest
         key = own_accuracy_key(manifest, of_weights, programs, *texts)
-        measure = partial(_measure_own, manifest, own, exact, weights, text, tokenizer)
+        measure = partial(_measure_own, plan, own, exact, weights, text)
     elif published is not None and files is not None:
         key = accuracy_key(manifest, files, published.files, *texts)
         checkpoint, dtype = published.checkpoint, manifest.model.dtype
@@ -99,23 +99,26 @@ def measure_accuracy(
 
 
 def _measure_own(
-    manifest: Manifest,
+    plan: Plan,
     own: OwnModel,
     exact: Mapping[str, Any],
     weights: PackedLayer,
     text: Path | None,
-    tokenizer: Path | None,
 ) -> Accuracy:
     """Compare a decoder of the user as it is packed with itself as the user gave it."""
     from prejit.compiler.lowering.user.models import CHECK_MODEL
     from prejit.compiler.pipeline.measure import comparison
 
+    manifest, files = plan.manifest, plan.model
     assert isinstance(weights.content, Path)
     assert manifest.model is not None
     packed = comparison.mapped(weights.content)
-    named = None
-    if text is not None and tokenizer is not None:
-        named = (text.name, *comparison.read_text(text, tokenizer))
+    named, bos = None, None
+    if files is not None:
+        _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
+        if text is not None:
+            tokenizer = files.directory / "tokenizer.json"
+            named = (text.name, *comparison.read_text(text, tokenizer))
     longest = own.max_positions or longest_context(manifest)
     assert longest is not None
     with own.modules.tracing(f"{manifest.where}: cannot run {own.label}", CHECK_MODEL):
@@ -129,7 +132,7 @@ def _measure_own(
             ),
             (own.vocab_size, longest),
             named,
-            0,
+            bos or 0,
         )
 
 

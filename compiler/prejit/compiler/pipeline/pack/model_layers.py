@@ -5,12 +5,13 @@ Each is checked here, before anything compiles: a file with a mistake would fail
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prejit.compiler.base.json_file import read_object
 from prejit.compiler.checkpoint import tokenizer_check
-from prejit.compiler.checkpoint.chat_files import read_chat
+from prejit.compiler.checkpoint.chat_files import read_chat, special_tokens
 from prejit.compiler.pipeline.keys import tokenizer_key
 from prejit.compiler.pipeline.model import file_digest
 from prejit.compiler.pipeline.pack import bundle_files
@@ -89,18 +90,29 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot read it: {error.strerror}") from error
 
 
-def special_ids(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """Return the token ids that end a text, and the one that begins it.
+def special_ids(
+    directory: Path, vocab_size: int, *, own: bool = False
+) -> tuple[tuple[int, ...], int | None, tuple[int, ...]]:
+    """Return the token ids that end a text, the one that begins it, and those with which an answer begins.
+
+    The last are of encoder-decoders: `decoder_start_token_id`.
 
     Ids outside the vocabulary are left out: no token has them.
+
+    Args:
+        directory: the model directory.
+        vocab_size: V.
+        own: whether it is beside a decoder of the user. It needs no config.json then, and where no file gives
+            ids, the tokenizer does.
 
     Raises:
         CheckpointError: a file cannot be read, or an id is no integer.
     """
-    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    names = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+    found: dict[str, list[int]] = {name: [] for name in names}
     # generation_config.json goes before config.json, as in transformers.
     files = {
-        directory / "config.json": read_object(directory / "config.json"),
+        directory / "config.json": read_object(directory / "config.json", required=not own),
         directory / "generation_config.json": read_object(
             directory / "generation_config.json", required=False
         ),
@@ -115,7 +127,28 @@ def special_ids(directory: Path, vocab_size: int) -> tuple[tuple[int, ...], int 
                     hint="correct the file, or take the one that was published with the weights",
                 )
             found[name] = sorted({each for each in ids if 0 <= each < vocab_size})
-    return tuple(found["eos_token_id"]), next(iter(found["bos_token_id"]), None)
+    if own:
+        of_tokenizer = _ids_of_tokenizer(directory)
+        for name in names:
+            token_id = of_tokenizer.get(name.removesuffix("_id"), vocab_size)
+            found[name] = found[name] or [token_id] * (token_id < vocab_size)
+    eos, bos, start = (tuple(found[name]) for name in names)
+    return eos, next(iter(bos), None), start
+
+
+def _ids_of_tokenizer(directory: Path) -> dict[str, int]:
+    """Return the ids of the special tokens of a tokenizer, by name: `eos_token`."""
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        return {}
+    try:
+        ids = {
+            each["content"]: int(each["id"])
+            for each in json.loads(_read(tokenizer))["added_tokens"]
+        }
+    except (ValueError, TypeError, LookupError):  # the check of the tokenizer says what is wrong
+        return {}
+    return {name: ids[text] for name, text in special_tokens(directory).items() if text in ids}
 
 
 def check_generation(path: Path, content: bytes) -> None:
