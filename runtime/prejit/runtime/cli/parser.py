@@ -250,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-_METAVARS = {int: "N", float: "X", list: "TEXT"}
+_METAVARS = {int: "N", float: "X", list: "TEXT", str: "TEXT"}
 """What the help shows for the value of a generation option, by its type."""
 
 
