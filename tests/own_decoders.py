@@ -1,4 +1,4 @@
-"""One small decoder as users of flax.nnx, flax.linen, equinox and plain Python write it. It imports no prejit.
+"""One small decoder as users of flax, equinox and plain Python write it, without prejit.
 
 The tests import it, and copy it beside a manifest.
 """

@@ -36,7 +36,6 @@ class Model:
         out_in = forms is not None
         checkpoint = open_checkpoint(directory, out_in=out_in)
         config = config_file.load_config(directory)
-        self.shape = registry.describe(config)
         self.graph, self.state = nnx.split(registry.make_decoder(config, context, out_in=out_in))
         self.forms = forms
         self.weights = {name: checkpoint.read(name) for name in checkpoint.names}
@@ -48,8 +47,7 @@ class Model:
 
     @property
     def _empty_cache(self) -> Any:
-        size = (1, self.shape.num_kv_heads, self.context, self.shape.head_size)
-        return tuple((jnp.zeros(size), jnp.zeros(size)) for _ in range(self.shape.num_layers))
+        return nnx.merge(self.graph, self.state).make_cache(1, self.context, "float32")
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         """The greedy tokens after a prompt, which goes through decode token by token."""

@@ -150,11 +150,12 @@ class Bundle:
 
     # ------------------------------------------------------------------ generation
 
-    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
+    def generate(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Result:
         """Generate text from one prompt.
 
         Args:
-            prompt: text, or token ids (`apply_chat_template` returns those of a conversation).
+            prompt: text, or token ids (`apply_chat_template` returns those of a conversation). An
+                encoder-decoder reads `source`, and needs a prompt only for a text that has begun already.
             **options: see `Options`.
 
         Raises:
@@ -164,7 +165,7 @@ class Bundle:
         """
         return self.generate_batch([prompt], **options)[0]
 
-    def generate_n(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> list[Result]:
+    def generate_n(self, prompt: Prompt | None, n: int, **options: Unpack[Options]) -> list[Result]:
         """Generate n continuations of one prompt. The prompt is computed once.
 
         The first result is the same as from `generate`; each further one uses the next seed. Arguments and
@@ -178,15 +179,18 @@ class Bundle:
 
     def generate_batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | None] | None = None,
         *,
+        sources: Sequence[Any] | None = None,
         sampling: Sequence[Sampling] | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generate from several prompts at the same time. Prompts without a free slot wait for one.
 
         Args:
-            prompts: any number; a beginning that all of them share is computed once.
+            prompts: any number; a beginning that all of them share is computed once. None: one for each
+                source, which begins a text.
+            sources: what an encoder-decoder reads, one for each prompt; each as the option `source`.
             sampling: one for each prompt if they differ; they replace the bundle's defaults. None: the
                 options decide.
             **options: for all prompts, as `generate`.
@@ -194,23 +198,23 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
-        listed = arguments.items("prompts", prompts, "a list of prompts")
-        resolved = self._resolve(options)
+        listed, each = self._each(prompts, sources, self._resolve(options))
         if sampling is None:
-            return self._generate(listed, [resolved] * len(listed))
-        each = arguments.items("sampling", sampling, "a list of Sampling, one for each prompt")
-        if len(each) != len(listed):
+            return self._generate(listed, each)
+        ways = arguments.items("sampling", sampling, "a list of Sampling, one for each prompt")
+        if len(ways) != len(listed):
             raise UsageError(
-                f"sampling: expected {len(listed)}, one for each prompt; found {len(each)}"
+                f"sampling: expected {len(listed)}, one for each prompt; found {len(ways)}"
             )
         if beside := [name for name in SAMPLING_OPTIONS if options.get(name) is not None]:
             raise UsageError(
                 f"sampling: expected it without other options of sampling, found {beside[0]}",
                 hint=f"give each prompt's {beside[0]} in its Sampling",
             )
-        return self._generate(listed, [resolved._replace(sampling=one) for one in each])
+        ones = zip(each, ways, strict=True)
+        return self._generate(listed, [one._replace(sampling=way) for one, way in ones])
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate from one prompt and yield each token as it comes.
 
         Closing the iterator, or ctrl-C, frees its memory. Arguments as `generate`.
@@ -241,6 +245,8 @@ class Bundle:
         Raises:
             UsageError, ContextError, RejectError: as `generate`.
         """
+        if self.decoder.source is not None:
+            raise UsageError(f"{self.name}: texts about different sources have no common prefix")
         row = admit(Request(self._token_ids(prompt)), self.decoder)
         context = self.decoder.context_for(len(row.token_ids))
         return compute_prefix(self.decoder, row.token_ids, context, row.usage)
@@ -256,7 +262,7 @@ class Bundle:
         """
         return Batch(self.decoder, slots)
 
-    def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
+    def request(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Request:
         """Return a request for `Batch.insert`. Arguments as `generate`, without `stop`.
 
         Raises:
@@ -298,19 +304,50 @@ class Bundle:
 
     def _resolve(self, options: Options) -> Resolved:
         self._programs.ask()
-        return resolve({**options}, self.defaults.options())
+        resolved = resolve({**options}, self.defaults.options())
+        return self._reading(resolved, resolved.common.get("source"))
 
-    def _generate(self, prompts: Sequence[Prompt], each: Sequence[Resolved]) -> list[Result]:
+    def _reading(self, resolved: Resolved, source: Any) -> Resolved:
+        """Return the options of a call with this source; text becomes token ids."""
+        if isinstance(source, str):
+            if self.decoder.source is not None and self.decoder.source.dtype != "int32":
+                raise UsageError(f"source: expected {self.decoder.source}, found a text")
+            source = self._text.need_tokenizer().encode(source)
+        return resolved._replace(common={**resolved.common, "source": source})
+
+    def _each(
+        self,
+        prompts: Sequence[Prompt | None] | None,
+        sources: Sequence[Any] | None,
+        resolved: Resolved,
+    ) -> tuple[list[Prompt | None], list[Resolved]]:
+        """Return the prompts of a batch, and the options of each."""
+        if sources is None:
+            listed = arguments.items("prompts", prompts, "a list of prompts")
+            return list(listed), [resolved] * len(listed)
+        read = arguments.items("sources", sources, "a list of sources")
+        listed = (
+            [None] * len(read)
+            if prompts is None
+            else arguments.items("prompts", prompts, "a list of prompts")
+        )
+        if len(listed) != len(read):
+            raise UsageError(
+                f"sources: expected {len(listed)}, one for each prompt; found {len(read)}"
+            )
+        return list(listed), [self._reading(resolved, source) for source in read]
+
+    def _generate(self, prompts: Sequence[Prompt | None], each: Sequence[Resolved]) -> list[Result]:
         generations = [self._begin(*pair) for pair in zip(prompts, each, strict=True)]
         for _ in run(self.decoder, generations):
             pass
         return [generation.result() for generation in generations]
 
-    def _stream(self, prompt: Prompt, resolved: Resolved) -> Iterator[Piece]:
+    def _stream(self, prompt: Prompt | None, resolved: Resolved) -> Iterator[Piece]:
         for _, piece in run(self.decoder, [self._begin(prompt, resolved)]):
             yield piece
 
-    def _begin(self, prompt: Prompt, resolved: Resolved) -> Generation:
+    def _begin(self, prompt: Prompt | None, resolved: Resolved) -> Generation:
         tokenizer = self._text.tokenizer
         if resolved.stop and tokenizer is None:
             raise UsageError(
@@ -320,10 +357,17 @@ class Bundle:
         request = resolved.request(self._token_ids(prompt))
         return Generation(self.decoder, request, tokenizer, resolved.stop)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: Prompt | None) -> list[int]:
         """Return the token ids of a prompt, all of them in the vocabulary."""
+        start = self.decoder.decoder.start_token_ids
+        if prompt is None and start:
+            return list(start)
         checked = arguments.prompt("prompt", prompt, self.decoder.decoder.vocab_size)
-        return self._tokenize(checked) if isinstance(checked, str) else checked
+        if not isinstance(checked, str):
+            return checked
+        if start:  # special tokens such as an end belong to the source
+            return [*start, *self._tokenize(checked, add_special_tokens=False)]
+        return self._tokenize(checked)
 
     def _tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         room = None if self.config.decoder is None else self.decoder.contexts[-1]

@@ -28,7 +28,7 @@ class Session:
         self,
         decoder: DecoderPrograms,
         resolve: Callable[[Options], Resolved],
-        begin: Callable[[Prompt, Resolved], Generation],
+        begin: Callable[[Prompt | None, Resolved], Generation],
     ) -> None:
         """Make one slot. Its cache is allocated when it is first needed.
 
@@ -44,18 +44,18 @@ class Session:
         self._turn = threading.Lock()
         self._busy = False
 
-    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
+    def generate(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Result:
         """Generate text from one prompt. Arguments and errors as `Bundle.generate`."""
         generation = self._begin(prompt, self._resolve(options))
         for _ in self._run(generation):
             pass
         return generation.result()
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate from one prompt and yield each token as it comes. As `Bundle.stream`."""
         return self._stream(prompt, self._resolve(options))
 
-    def _stream(self, prompt: Prompt, resolved: Resolved) -> Iterator[Piece]:
+    def _stream(self, prompt: Prompt | None, resolved: Resolved) -> Iterator[Piece]:
         yield from self._run(self._begin(prompt, resolved))
 
     def _run(self, generation: Generation) -> Iterator[Piece]:

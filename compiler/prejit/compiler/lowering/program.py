@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -27,6 +28,7 @@ class LoweredProgram:
         arguments_tree, results_tree: how they are nested, as `trees.to_text` writes it; None for a model's.
         weight_shardings: the mesh axis that splits each dimension, for each weight that is split.
         weight_sets: every set of tensors that may come first, by the set's name. Empty means `weights` only.
+        decoder: the fields of `schema.Decoder` that a decoder decides; empty for other programs.
         estimated_microseconds: estimated duration on a CPU, for targets that cannot be measured; 0 means no
             estimate.
     """
@@ -42,3 +44,4 @@ class LoweredProgram:
     arguments_tree: str | None = None
     results_tree: str | None = None
     symbolic: bytes | None = None
+    decoder: Mapping[str, Any] = field(default_factory=dict)

@@ -89,7 +89,10 @@ def _number_problems(data: dict[str, Any]) -> Problems:
     # Each batch and context has prefill, decode, verify and two copies: see specs.py.
     contexts = _length(generate.get("batch")) * _length(generate.get("context"))
     counts: list[tuple[KeyPath, int]] = [
-        (("generate",), contexts * (_length(generate.get("prompt")) + 4)),
+        (
+            ("generate",),
+            contexts * (_length(generate.get("prompt")) + 4 + _length(generate.get("source"))),
+        ),
         (("encode", "shapes"), 3 * _length(encode.get("shapes"))),
     ]
     programs = data.get("program")
@@ -221,8 +224,9 @@ def _params_problems(params: str, directory: Path) -> Problems:
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
-    for name in ("batch", "prompt", "context"):
-        for where, problem in _size_problems(generate.get(name)):
+    for name in ("batch", "prompt", "context", "source"):
+        sizes = generate.get(name)
+        for where, problem in _size_problems(sizes if name != "source" else sizes or None):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")
     if is_int_list(prompts) and is_int_list(contexts) and contexts:

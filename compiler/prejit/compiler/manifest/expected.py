@@ -81,8 +81,8 @@ _EXPECTED = {
     "target[].gpu": "a table with core_count, bandwidth_bytes, l2_bytes and clock_mhz",
     "mesh": "a [mesh] table with data and tensor",
     **{f"mesh.{key}": "an integer of 1 or more" for key in ("data", "tensor")},
-    **{f"generate.{name}": SIZES for name in ("batch", "prompt", "context")},
-    **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context")},
+    **{f"generate.{name}": SIZES for name in ("batch", "prompt", "context", "source")},
+    **{f"generate.{name}[]": SIZE for name in ("batch", "prompt", "context", "source")},
     "generate.draft_tokens": f"an integer of 0 to {MAX_DRAFT}, below every context",
 }
 

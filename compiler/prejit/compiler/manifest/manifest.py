@@ -3,7 +3,7 @@
     [bundle]      BundleTable        name, license
     [model]       Model              source, or module and params; dtype, evaluation;
                                      it needs one of the next two
-    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype
+    [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
     [[program]]   Program            name, function, args, buckets, params, static, donate,
@@ -103,6 +103,7 @@ class Generate:
         draft_tokens: largest number of draft tokens (prompt lookup) that one pass verifies; 0 builds no
             programs for drafts.
         cache_dtype: dtype of the KV cache.
+        source: of an encoder-decoder: numbers of places that its encoder reads, such as tokens or frames.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -112,6 +113,7 @@ class Generate:
     context: tuple[int, ...]
     draft_tokens: int = 0
     cache_dtype: str = "float32"
+    source: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,11 @@ class Manifest:
         set_(self, "programs", tuple(programs))
         set_(self, "path", path)
         set_(self, "targets", tuple(self._target(at, each) for at, each in enumerate(targets)))
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether the model is a decoder of the user."""
+        return self.model is not None and self.model.module is not None
 
     @property
     def where(self) -> str:

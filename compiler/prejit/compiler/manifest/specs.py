@@ -20,6 +20,7 @@ class ProgramSpec:
 
     Attributes:
         name: `decode/b1-c128`, `prefill/b1-t16-c128`, `verify/b1-k8-c128`, `copy/b1-c128-to-b4-c128`,
+            `encode/b1-n64-c128`,
             `encode/b8-t128/layer`, `score/batch8`, `score/batch8-mode=fast`, `score`.
         kind: as in `schema.ProgramEntry`.
         bucket: static sizes by name.
@@ -94,6 +95,10 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
             if draft := sizes.draft_tokens:
                 name = f"verify/b{batch}-k{draft}-c{context}"
                 yield ProgramSpec(name, "verify", {**bucket, "draft": draft})
+            if batch == sizes.batch[0]:
+                for source in sizes.source:
+                    name = f"encode/b{batch}-n{source}-c{context}"
+                    yield ProgramSpec(name, "encode", {**bucket, "source": source})
             yield _copy_spec(sizes.batch[0], context, bucket)
             if place:
                 yield _copy_spec(batch, sizes.context[place - 1], bucket)

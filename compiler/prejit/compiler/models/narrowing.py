@@ -90,10 +90,10 @@ def narrowed(
                 wide[name] *= jnp.expand_dims(narrow[scale], chosen[name])
             return model.bind({**{n: values[n] for n in model.weights if n not in chosen}, **wide})
 
-        # The protocol's attributes do not depend on values: nothing is widened for them.
+        # What does not depend on values is read from the stored ones: nothing is widened for it.
         shell = model.bind({name: values[name] for name in model.weights})
         kind = _NarrowEncoderDecoder if isinstance(shell, EncoderDecoder) else _NarrowDecoder
-        return kind(shell.vocab_size, shell.max_positions, narrow, widened)
+        return kind(shell.vocab_size, shell.max_positions, shell, narrow, widened)
 
     ordered = dict(sorted(weights.items()))
     return Stored(Parametrized(ordered, bind), {name: reads[name] for name in ordered})
@@ -105,12 +105,14 @@ class _Narrow:
 
     Attributes:
         vocab_size, max_positions: as in the protocol.
+        shell: the model with the stored matrices, for what does not depend on them.
         narrow: the stored matrices and scales.
         widened: returns the model with these matrices.
     """
 
     vocab_size: int
     max_positions: int | None
+    shell: Any
     narrow: Mapping[str, jax.Array]
     widened: Callable[[Mapping[str, jax.Array]], Any]
 
@@ -147,7 +149,7 @@ class _NarrowEncoderDecoder(_Narrow):
 
     def source(self, rows: int, size: int) -> jax.ShapeDtypeStruct:
         """See protocol.EncoderDecoder."""
-        found: jax.ShapeDtypeStruct = self.widened(self.narrow).source(rows, size)
+        found: jax.ShapeDtypeStruct = self.shell.source(rows, size)
         return found
 
     def encode(self, source: jax.Array, length: jax.Array, positions: int, dtype: str) -> Cache:

@@ -57,7 +57,7 @@ def make_decoder(
 ) -> nnx.Module:
     """Return a decoder as an abstract module: its parameters are shapes without values.
 
-    The module is called as `layers.config.DecoderModule` describes.
+    The module is called as `protocol.Decoder` describes.
 
     Args:
         config: from `config_file.load_config`.

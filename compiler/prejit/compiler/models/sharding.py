@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import jax
 from flax import nnx
 
 from prejit.compiler.models.families import gpt2
-from prejit.compiler.models.layers.config import DecoderConfig, Split
+from prejit.compiler.models.layers.config import Split
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.layers.rotary_decoder import SPLIT, RotaryDecoder
 from prejit.runtime.errors import ManifestError
@@ -48,20 +49,20 @@ def shardings(module: nnx.Module, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_mesh(mesh: Mesh, module: nnx.Module, shape: DecoderConfig, at: str, config: Path) -> None:
+def check_mesh(mesh: Mesh, module: nnx.Module, at: str, config: Path) -> None:
     """Check that a decoder can be split over a mesh.
 
     Args:
         mesh: the mesh of the manifest.
         module: from `make_decoder`.
-        shape: the sizes of the decoder.
         at: the manifest, for errors.
         config: the model's config.json, for errors.
 
     Raises:
         ManifestError: `mesh.tensor` does not divide the heads or a matrix.
     """
-    sizes = {"key/value heads": shape.num_kv_heads, **_split_sizes(module)}
+    keys = jax.tree.leaves(jax.eval_shape(lambda: module.make_cache(1, 1, "float32")))[0]
+    sizes = {"key/value heads": keys.shape[1], **_split_sizes(module)}
     for name, size in sizes.items():
         if size % mesh.tensor:
             common = math.gcd(*sizes.values())

@@ -31,6 +31,8 @@ def generate(options: Namespace) -> int:
     started = time.perf_counter()
     flags = {name: getattr(options, name) for name, option in OPTIONS.items() if option.flag}
     given: Any = {name: value for name, value in flags.items() if value is not None}
+    if options.source is not None:
+        given["source"] = _source(bundle, options.source)
     for piece in bundle.stream(prompt, **given):
         if not pieces:
             first_seconds, started = seconds_since_exec(), time.perf_counter()
@@ -89,11 +91,32 @@ def generate(options: Namespace) -> int:
     return 0
 
 
-def _prompt(bundle: Bundle, options: Namespace) -> str | list[int]:
+def _prompt(bundle: Bundle, options: Namespace) -> str | list[int] | None:
     if options.chat is not None:
         return bundle.apply_chat_template([{"role": "user", "content": options.chat}])
+    if options.prompt_ids is not None:
+        return _token_ids(options.prompt_ids)
     prompt: str | None = options.prompt
-    return _token_ids(options.prompt_ids) if prompt is None else prompt
+    if prompt is None and options.source is None:
+        raise UsageError(
+            "expected --prompt, --prompt-ids or --chat; for an encoder-decoder --source"
+        )
+    return prompt
+
+
+def _source(bundle: Bundle, given: str) -> Any:
+    """Return what an encoder-decoder is to read: a text if it reads tokens, else the array of a file."""
+    array = bundle.decoder.source
+    if array is None or array.dtype == "int32":
+        return given
+    import numpy as np
+
+    try:
+        return np.load(given, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(
+            f"--source: expected a .npy file of {array.dtype}, cannot read {given}: {error}"
+        ) from error
 
 
 def _token_ids(text: str) -> list[int]:

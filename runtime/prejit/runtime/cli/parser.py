@@ -132,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     command = add("generate", "generate text from a prompt and print it piece by piece")
-    prompt = command.add_mutually_exclusive_group(required=True)
+    prompt = command.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-ids", metavar="IDS", help="token ids, separated by commas")
     prompt.add_argument(
@@ -251,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-_METAVARS = {int: "N", float: "X", list: "TEXT"}
+_METAVARS = {int: "N", float: "X", list: "TEXT", str: "TEXT"}
 """What the help shows for the value of a generation option, by its type."""
 
 

@@ -15,8 +15,10 @@ FORMAT_VERSION = 5
     reads 1 to 3 as they are: every new key may be missing.
 5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
     in threads, beside other work, and their fs-verity digests. Trees, static arguments, padding and open
-    sizes of the user's programs. Recorded files of jax's compilation cache. A reader of 5 reads 1 to 4 as
-    they are: every new key may be missing. It verifies them whole, before anything else.
+    sizes of the user's programs. Recorded files of jax's compilation cache. Caches of any arrays, which one
+    copy program copies together; encoder-decoders (`encode`). A reader of 5 reads 1 to 4 as they are: every
+    new key may be missing; a cache is keys and values of layers, copied one by one. It verifies them whole,
+    before anything else.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
@@ -26,6 +28,9 @@ CHUNKS_SINCE = 5
 
 RECORDED_SINCE = 5
 """The format since which a target may hold recorded files of jax's compilation cache."""
+
+CACHES_SINCE = 5
+"""The format since which the program table lists the arrays of a decoder's cache."""
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"

@@ -283,29 +283,39 @@ class Decoder:
     """The properties of a decoder that generation needs.
 
     Attributes:
-        family: the model_type in its config.json: `gpt2`, `llama`, `gemma2`.
+        family: the model_type in its config.json: `gpt2`, `llama`, `gemma2`; or the name of a user's model.
         vocab_size: number of logits for each token.
-        num_layers, num_kv_heads, head_size: the KV cache is num_layers x (keys, values), each
-            [B, num_kv_heads, S, head_size].
-        cache_dtype: NumPy's name of the cache's dtype.
+        cache_dtype: NumPy's name of the dtype of keys and values.
         max_positions: the longest context that the model was made for.
         eos_token_ids: generation stops at any of them.
         bos_token_id: None where the model has none.
+        cache: the arrays of its cache, each as the text of an `Array` (cache_arrays.py).
+        source: what an encoder-decoder reads, as such a text; None: the model is another decoder.
+        start_token_ids: with which a text begins if a request has no prompt; None: every request has one.
+        num_layers, num_kv_heads, head_size: up to format 4, in place of `cache`: it is num_layers x (keys,
+            values), each [B, num_kv_heads, S, head_size].
     """
 
     family: str
     vocab_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
     cache_dtype: str
     max_positions: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
+    cache: tuple[str, ...] | None = None
+    source: str | None = None
+    start_token_ids: tuple[int, ...] | None = None
+    num_layers: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "num_layers", "num_kv_heads", "head_size", "max_positions")
-        _check_sizes(self, "decoder", *sizes)
+        _check_sizes(self, "decoder", "vocab_size", "max_positions")
+        sizes = ("num_layers", "num_kv_heads", "head_size")
+        if self.cache is None:
+            _check_sizes(self, "decoder", *sizes)
+        elif beside := [name for name in sizes if getattr(self, name) is not None]:
+            raise ValueError(f"decoder: expected no {beside[0]} beside 'cache'")
         if self.cache_dtype not in CACHE_DTYPES:
             known = " or ".join(CACHE_DTYPES)
             raise ValueError(
@@ -343,7 +353,7 @@ class Encoder:
 
 def _check_sizes(value: Decoder | Encoder, where: str, *names: str) -> None:
     for name in names:
-        if not 0 < (found := getattr(value, name)) <= MAX_SIZE:
+        if not 0 < ((found := getattr(value, name)) or 0) <= MAX_SIZE:
             raise ValueError(f"{where}: {name}: expected 1 to {MAX_SIZE}, found {found!r:.80}")
 
 

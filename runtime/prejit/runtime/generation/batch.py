@@ -23,8 +23,8 @@ import numpy as np
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import Call, Decoding, Masks
-from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import KVCache, Prefix, common_length
+from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
+from prejit.runtime.generation.kv_cache import KVCache, Prefix
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prefill import Entering, compute_prefix, fill, fill_aside
 from prejit.runtime.generation.rows import Row, Token, admit
@@ -184,7 +184,9 @@ class Batch:
         for slot in slots:
             self._held[slot] = []
         waiting = {slot: member for slot, member in members.items() if not member.can_decode}
-        aside = self._aside(waiting, cache.context)
+        # Texts about a source begin in the cache that its encoder makes.
+        reads = self._decoder.source is not None
+        aside = members if reads else self._aside(waiting, cache.context)
         copied: dict[Prefix, dict[int, int]] = {}
         for slot, member in members.items():
             if member.prefix is not None and slot not in aside:
@@ -200,6 +202,7 @@ class Batch:
         for slot, member in members.items():
             self._rows[slot] = row = member.row
             row.usage.prefill_seconds += seconds
+            row.cached = len(row.request.prompt) - member.can_decode
             if member.token is not None:
                 self._pending.append(self._take(slot, row, member.token, member.logprob))
         if any(row is not None and row.request.sampling.needs_history for row in self._rows):
@@ -258,7 +261,12 @@ class Batch:
         for row in rows:
             prompt = row.request.prompt
             best = max(
-                free, key=lambda s: (common_length(self._held[s], prompt), -len(self._held[s]), -s)
+                free,
+                key=lambda s: (
+                    self._decoder.reusable(self._held[s], prompt),
+                    -len(self._held[s]),
+                    -s,
+                ),
             )
             free.remove(best)
             chosen.append(best)
@@ -275,13 +283,12 @@ class Batch:
         shared = self._shared_prefix(rows, slots, cache.context)
         for row, mask, slot in zip(rows, masks, slots, strict=True):
             prompt = row.request.prompt
-            cached, prefix = common_length(self._held[slot], prompt), None
+            start, prefix = self._decoder.reusable(self._held[slot], prompt), None
             for known in (row.request.prefix, shared):
                 if known is not None and self._decoder.copies:
-                    length = common_length(known.token_ids, prompt)
-                    if length > cached:
-                        cached, prefix = length, known
-            start = min(cached, len(prompt) - 1)  # the last token must be computed for its logits
+                    length = self._decoder.reusable(known.token_ids, prompt)
+                    if length > start:
+                        start, prefix = length, known
             if prefix is None or prefix is not shared or row is not rows[0]:
                 row.usage.reused_tokens = start  # the shared prefix is charged to the first row
             yield Entering(row, start, mask, prefix)
@@ -291,8 +298,10 @@ class Batch:
     ) -> Prefix | None:
         """Compute the common beginning of all prompts, or return None if that would not save much."""
         first = rows[0].request
-        if len(rows) == 1 or not self._decoder.can_fill_aside(
-            len(self._rows), context, len(first.prompt)
+        if (
+            len(rows) == 1
+            or self._decoder.source is not None
+            or not self._decoder.can_fill_aside(len(self._rows), context, len(first.prompt))
         ):
             return None
         prompts = [row.request.prompt for row in rows]
@@ -303,7 +312,8 @@ class Batch:
         for row, slot in zip(rows, slots, strict=True):
             known = () if row.request.prefix is None else row.request.prefix.token_ids
             cached = max(
-                common_length(texts, row.request.prompt) for texts in (known, self._held[slot])
+                self._decoder.reusable(texts, row.request.prompt)
+                for texts in (known, self._held[slot])
             )
             if common - cached < _SHARED_TOKENS:
                 return None
@@ -354,6 +364,7 @@ class Batch:
         if slot in call.drafted:
             usage.drafted_tokens += call.drafted[slot]
             usage.accepted_tokens += count - 1
+        row.cached += count
         found = []
         for step in range(count):
             logprob = None
@@ -404,7 +415,9 @@ class Batch:
     def _vacate(self, slot: int) -> None:
         row = self._rows[slot]
         assert row is not None
-        self._held[slot] = row.token_ids[:-1]  # the last token is not in the cache
+        # A call may have gone on after the end of a text. That is in the state too, but not in the text.
+        exact = self._decoder.is_rewindable or row.cached <= len(row.token_ids)
+        self._held[slot] = row.token_ids[: row.cached] if exact else []
         self._rows[slot] = None
         self._decoding.reset()
 

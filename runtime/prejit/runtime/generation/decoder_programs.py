@@ -9,7 +9,8 @@ import numpy as np
 
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import ContextError, UsageError
+from prejit.runtime.format.cache_arrays import cache_arrays, is_rewindable, source_array
 from prejit.runtime.format.schema import Decoder, ProgramEntry
 from prejit.runtime.programs.ready import Programs
 
@@ -23,6 +24,9 @@ class DecoderPrograms:
         programs: all programs of the bundle.
         device: where they run.
         batches, contexts: the sizes of the buckets, ascending.
+        cache: the arrays of a cache, at one row and one position.
+        source: what an encoder-decoder reads, at one row and one place; None: the model is another.
+        is_rewindable: whether a row of a cache can go back to an earlier position.
         draft_tokens: the longest draft that the bundle can verify; 0 if it has no verify programs.
         copies: whether it has programs that copy rows between caches; formats 1 and 2 have none.
     """
@@ -36,11 +40,14 @@ class DecoderPrograms:
         self._decode: dict[tuple[int, int], ProgramEntry] = {}
         self._verify: dict[tuple[int, int], ProgramEntry] = {}
         self._copy: dict[tuple[int, ...], ProgramEntry] = {}
+        self._encode: dict[int, list[ProgramEntry]] = {}
         for program in programs.table.values():
             bucket = program.bucket
             if program.kind == "copy":
                 names = ("source_batch", "source_context", "batch", "context")
                 self._copy[tuple(bucket[name] for name in names)] = program
+            elif program.kind == "encode":
+                self._encode.setdefault(bucket["context"], []).append(program)
             elif program.kind == "prefill":
                 self._prefill.setdefault((bucket["batch"], bucket["context"]), []).append(program)
             elif program.kind in ("decode", "verify"):
@@ -48,10 +55,15 @@ class DecoderPrograms:
                 found[bucket["batch"], bucket["context"]] = program
         for rows in self._prefill.values():
             rows.sort(key=lambda program: program.bucket["prompt"])
+        for readers in self._encode.values():
+            readers.sort(key=lambda program: program.bucket["source"])
         self.batches = sorted({batch for batch, _ in self._decode})
         self.contexts = sorted({context for _, context in self._decode})
         self.draft_tokens = max((p.bucket["draft"] for p in self._verify.values()), default=0)
         self.copies = bool(self._copy)
+        self.cache = cache_arrays(decoder)  # check_config has parsed them
+        self.source = source_array(decoder)
+        self.is_rewindable = is_rewindable(decoder)
         self._calls: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._zeros: dict[tuple[int, Any], DeviceArray] = {}
 
@@ -113,6 +125,34 @@ class DecoderPrograms:
     def verify_for(self, batch: int, context: int) -> ProgramEntry | None:
         """Return the verify program of a bucket, or None if the bundle has none."""
         return self._verify.get((batch, context))
+
+    def encode_for(self, context: int, size: int) -> ProgramEntry:
+        """Return the smallest encode program for a source with this many places.
+
+        Raises:
+            ContextError: the source is longer than the longest that the bundle reads.
+        """
+        programs = self._encode[context]
+        for program in programs:
+            if program.bucket["source"] >= size:
+                return program
+        raise ContextError(
+            f"source: expected at most {programs[-1].bucket['source']} places, found {size}",
+            hint="shorten the source, or add a larger one to [generate] source of the manifest",
+        )
+
+    def reusable(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
+        """Return how many tokens of a prompt need not be computed, given a row that holds other tokens.
+
+        The last token is always computed, for its logits. A state serves only if the prompt continues exactly
+        what it has seen. What an encoder-decoder holds belongs to one source.
+        """
+        if self.source is not None:
+            return 0
+        common = common_length(cached, prompt)
+        if self.is_rewindable:
+            return min(common, len(prompt) - 1)
+        return common if common == len(cached) < len(prompt) else 0
 
     def copy_for(
         self, source_batch: int, source_context: int, batch: int, context: int
@@ -248,6 +288,16 @@ class DecoderPrograms:
                 aligned_zeros(size, np.dtype(dtype))
             )
         return found
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two texts have in common at their beginnings."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
 
 
 def _fitting(prefills: Sequence[ProgramEntry], tokens: int) -> ProgramEntry:

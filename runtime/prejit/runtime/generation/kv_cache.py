@@ -1,4 +1,4 @@
-"""The KV cache of a batch on the device, the copies that let it grow, and prefixes that prompts share."""
+"""The cache of a batch on the device, the copies that let it grow, and prefixes that prompts share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs
@@ -21,28 +23,35 @@ _LARGE_BYTES = 256 << 20
 
 @final
 class KVCache:
-    """Keys and values of a batch of rows: 2 L arrays [B, K, S, H].
+    """What a decoder keeps of a batch of texts: keys and values of each layer, or what a model has instead.
 
     Attributes:
         batch, context: B and S, one of the bundle's buckets.
-        arrays: keys and values of each layer in turn. Programs take them donated and return new ones.
+        arrays: the arrays that the program table lists. Programs take them donated and return new ones.
     """
 
-    def __init__(self, decoder: DecoderPrograms, batch: int, context: int) -> None:
-        """Allocate an empty cache."""
+    def __init__(
+        self,
+        decoder: DecoderPrograms,
+        batch: int,
+        context: int,
+        arrays: list[DeviceArray] | None = None,
+    ) -> None:
+        """Take the arrays of a cache; None: allocate an empty one."""
         self._decoder = decoder
         self.batch = batch
         self.context = context
-        shape = decoder.decoder
-        size = (batch, shape.num_kv_heads, context, shape.head_size)
-        item_bytes = dtype_of(shape.cache_dtype).itemsize
-        if 2 * shape.num_layers * math.prod(size) * item_bytes > _LARGE_BYTES:
+        self.arrays: list[DeviceArray] = self._zeros() if arrays is None else arrays
+
+    def _zeros(self) -> list[DeviceArray]:
+        decoder, sizes = self._decoder, {"batch": self.batch, "context": self.context}
+        arrays = [sized(array, sizes) for array in decoder.cache]
+        if sum(map(_bytes, arrays)) > _LARGE_BYTES:
             # Loading compares the program with the table. The table alone could ask for any amount of memory.
-            decoder.programs[decoder.decode_for(batch, context).name]
-        sharding = decoder.cache_sharding(batch, context)
-        self.arrays: list[DeviceArray] = [
-            decoder.device.zeros(size, dtype_of(shape.cache_dtype), sharding)
-            for _ in range(2 * shape.num_layers)
+            decoder.programs[decoder.decode_for(self.batch, self.context).name]
+        sharding = decoder.cache_sharding(self.batch, self.context)
+        return [
+            decoder.device.zeros(array.shape, dtype_of(array.dtype), sharding) for array in arrays
         ]
 
     @property
@@ -75,8 +84,11 @@ class KVCache:
         placed = decoder.device.put(place)
         name = decoder.copy_for(source.batch, source.context, self.batch, self.context).name
         copy = decoder.programs[name].run
-        for layer, array in enumerate(source.arrays):
-            self.arrays[layer] = copy([array, self.arrays[layer], placed])[0]
+        if decoder.decoder.cache is not None:
+            self.arrays = copy([*source.arrays, placed, *self.arrays])
+            return
+        for place_of, array in enumerate(source.arrays):  # up to format 4, one array at a time
+            self.arrays[place_of] = copy([array, self.arrays[place_of], placed])[0]
 
     def grown(self, context: int) -> KVCache:
         """Return a cache with a longer context that begins with the same rows."""
@@ -87,6 +99,10 @@ class KVCache:
                 next_cache.copy_rows(cache, {row: row for row in range(self.batch)})
                 cache = next_cache
         return cache
+
+
+def _bytes(array: Array) -> int:
+    return math.prod(array.shape) * dtype_of(array.dtype).itemsize
 
 
 @final
@@ -120,13 +136,3 @@ class Prefix:
                 shorter = max(known for known in self._caches if known < context)
                 self._caches[context] = self._caches[shorter].grown(context)
             return self._caches[context]
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common at their beginnings."""
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

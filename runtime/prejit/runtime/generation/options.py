@@ -85,6 +85,19 @@ def _prefix(name: str, value: Any) -> Prefix:
     return arguments.instance(name, value, Prefix)
 
 
+def _source(name: str, value: Any) -> Any:
+    """Return a source as an array; text is for the bundle, which has the tokenizer."""
+    import numpy as np  # see above
+
+    try:
+        array = np.asarray(value)
+    except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
+        arguments.refuse(name, "an array of numbers, token ids or text", value)
+    if array.dtype.kind not in "iuf" or not array.size:
+        arguments.refuse(name, "an array of numbers, token ids or text", value)
+    return array
+
+
 def _check_fields(options: Sampling | Request) -> None:
     """Replace each option of a frozen dataclass by its checked value."""
     for each in fields(options):
@@ -191,6 +204,7 @@ class Request:
         prompt_lookup: draft tokens by prompt lookup and verify several in one pass, if the bundle has
             `draft_tokens`. The tokens are the same; text that repeats itself comes faster.
         prefix: a computed beginning of the prompt, from `Bundle.prefix` of the same bundle.
+        source: what an encoder-decoder reads: token ids [N], or an array such as a spectrogram [80, N].
 
     Raises:
         UsageError: a value has the wrong type or is out of range.
@@ -221,6 +235,12 @@ class Request:
         flag=bool,
     )
     prefix: Prefix | None = _option(None, _optional(_prefix))  # noqa: RUF009 (a field)
+    source: Any = _option(  # noqa: RUF009 (a field)
+        None,
+        _optional(_source),
+        "what an encoder-decoder reads: a text, or the path of a .npy file",
+        flag=str,
+    )
 
     def __post_init__(self) -> None:
         prompt = arguments.integers("prompt", self.prompt, "a list of token ids")
@@ -256,6 +276,7 @@ class Options(TypedDict, total=False):
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
             logit_bias, seed: see `Sampling`.
         max_new_tokens, stop_token_ids, logprobs, token_mask, prompt_lookup, prefix: see `Request`.
+        source: what an encoder-decoder reads: text, token ids, or an array; see `Request`.
         stop: stop before any of these strings.
     """
 
@@ -275,6 +296,7 @@ class Options(TypedDict, total=False):
     token_mask: TokenMask | None
     prompt_lookup: bool
     prefix: Prefix | None
+    source: Any
 
 
 class Resolved(NamedTuple):

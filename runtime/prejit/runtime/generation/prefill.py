@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
+from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import KVCache, Prefix, common_length
+from prejit.runtime.generation.kv_cache import KVCache, Prefix
 from prejit.runtime.generation.options import Request, Sampling
 from prejit.runtime.generation.rows import Row, Usage
 from prejit.runtime.generation.sampling import (
@@ -93,7 +95,8 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
 def fill_aside(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Entering]) -> None:
     """Compute prompts in a cache of the smallest batch and copy the rows. Arguments as `fill`.
 
-    This is cheaper than `fill` for a few rows of a large batch, because `fill` computes every row.
+    This is cheaper than `fill` for a few rows of a large batch, because `fill` computes every row. An
+    encoder-decoder reads the sources of the rows first, which makes that cache.
     """
     if not members:
         return
@@ -102,12 +105,45 @@ def fill_aside(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, E
     while waiting:
         group, waiting = waiting[:batch], waiting[batch:]
         # A new cache for each group: a NaN that one group leaves would reach the next.
-        aside = KVCache(decoder, batch, cache.context)
+        if decoder.source is None:
+            aside = KVCache(decoder, batch, cache.context)
+        else:
+            aside = encode(decoder, cache.context, [members[slot].row for slot in group])
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
                 aside.copy_rows(prefix.at(cache.context), {place: 0})
-        fill(decoder, aside, {place: members[slot] for place, slot in enumerate(group)})
+        entering = {place: members[slot] for place, slot in enumerate(group)}
+        fill(
+            decoder, aside, {at: member for at, member in entering.items() if not member.can_decode}
+        )
         cache.copy_rows(aside, {slot: place for place, slot in enumerate(group)})
+
+
+def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
+    """Read the sources of rows, and return the cache of texts about them that have no token yet.
+
+    Args:
+        decoder: the programs of an encoder-decoder.
+        context: the context of the cache.
+        rows: at most as many as the smallest batch.
+    """
+    assert decoder.source is not None
+    sources = [row.request.source for row in rows]
+    axis = decoder.source.variables.index("source") - 1  # of one source, which has no axis of rows
+    sizes = [source.shape[axis] for source in sources]
+    program = decoder.encode_for(context, max(sizes))
+    batch, size = program.bucket["batch"], program.bucket["source"]
+    whole = sized(decoder.source, {"batch": batch, "source": size})
+    given = aligned_zeros(whole.shape, dtype_of(whole.dtype))
+    length = np.ones(batch, np.int32)  # idle rows too: attention to nothing is NaN
+    for place, source in enumerate(sources):
+        given[place][tuple(map(slice, source.shape))] = source
+        length[place] = sizes[place]
+    put = decoder.device.put
+    _, arrays = decoder.run(program, {"source": put(given), "length": put(length)}, ())
+    for row in rows:
+        row.usage.programs[program.name] = None
+    return KVCache(decoder, batch, context, arrays)
 
 
 def compute_prefix(
@@ -130,7 +166,7 @@ def compute_prefix(
     start = 0
     if known is not None:
         cache.copy_rows(known.at(context), {0: 0})
-        start = min(common_length(known.token_ids, token_ids), len(token_ids) - 1)
+        start = decoder.reusable(known.token_ids, token_ids)
     usage.reused_tokens = start
     row = Row(Request(token_ids), frozenset(), list(token_ids), usage, None)
     fill(decoder, cache, {0: Entering(row, start)})

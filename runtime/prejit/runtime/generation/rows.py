@@ -62,13 +62,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Row:
-    """An occupied slot. After its prefill, all of `token_ids` but the last are in the cache.
+    """An occupied slot.
 
     Attributes:
         request: the request.
         stop: the tokens that end it.
         token_ids: the prompt and the generated tokens.
         usage: what it has cost.
+        cached: how many tokens are in the cache. While the request continues, all but the last.
         lookup: the index for drafts; None without prompt lookup.
         allowed: the last result of the token mask; None: all tokens may come.
     """
@@ -78,6 +79,7 @@ class Row:
     token_ids: list[int]
     usage: Usage
     lookup: PromptLookup | None
+    cached: int = 0
     allowed: np.ndarray[Any, Any] | None = None
 
     @property
@@ -120,6 +122,42 @@ class Row:
         return not (allowed if self.allowed is None else allowed & self.allowed).any()
 
 
+def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms) -> None:
+    """Check that a request has a source where the model reads one, of the right shape.
+
+    Raises:
+        UsageError: it has none, or one of another shape or kind.
+        ContextError: it is longer than the bundle reads.
+    """
+    if programs.source is None:
+        if source is not None:
+            raise UsageError(
+                "source: expected none, since this model is no encoder-decoder; found one"
+            )
+        return
+    if source is None:
+        raise UsageError(
+            "source: expected what the model is to read, found none",
+            hint='pass it by name: generate(source="...")',
+        )
+    expected = programs.source
+    sizes, axes = expected.shape[1:], expected.variables[1:]
+    fits = len(source.shape) == len(sizes) and all(
+        axis or size == found for axis, size, found in zip(axes, sizes, source.shape, strict=True)
+    )
+    kinds = "iu" if expected.dtype.startswith(("int", "uint")) else "iuf"
+    if not fits or source.dtype.kind not in kinds:
+        shape = ", ".join(
+            "N" if axis else str(size) for axis, size in zip(axes, sizes, strict=True)
+        )
+        raise UsageError(
+            f"source: expected {expected.dtype}[{shape}], found {source.dtype}{list(source.shape)}"
+        )
+    if kinds == "iu":
+        arguments.check_vocabulary("source", source.tolist(), programs.decoder.vocab_size)
+    programs.encode_for(programs.contexts[0], source.shape[axes.index("source")])
+
+
 def admit(request: Request, programs: DecoderPrograms) -> Row:
     """Return a row for a request that the programs can serve.
 
@@ -151,6 +189,7 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
             "prompt_lookup: expected a bundle with programs that verify drafts, found none",
             hint="set draft_tokens, such as 8, in [generate] of the manifest and build again",
         )
+    check_source(request.source, programs)
     if request.prefix is not None and not request.prefix.is_of(programs.programs):
         raise UsageError("prefix: expected one that this bundle computed, found another bundle's")
     stop = decoder.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids

@@ -91,7 +91,8 @@ class Model:
 
     def __init__(self, config: Any) -> None:
         self.shape = registry.describe(config)
-        self.graph, self.state = nnx.split(registry.make_decoder(config))
+        self.decoder = registry.make_decoder(config)
+        self.graph, self.state = nnx.split(self.decoder)
         random = np.random.default_rng(0)
         self.weights = {
             name: random.standard_normal(leaf.shape, dtype=np.float32) * np.float32(0.3)
@@ -109,9 +110,8 @@ class Model:
         return np.asarray(logits), jax.tree.map(np.asarray, cache)
 
     def cache(self, batch: int, fill: float = 0.0) -> Any:
-        size = (batch, self.shape.num_kv_heads, CONTEXT, self.shape.head_size)
-        layer = np.full(size, fill, np.float32)
-        return ((layer, layer),) * self.shape.num_layers
+        empty = self.decoder.make_cache(batch, CONTEXT, "float32")
+        return jax.tree.map(lambda array: np.full(array.shape, fill, np.float32), empty)
 
     def feed(self, tokens: Arrays, chunks: list[int], block: int, fill: float = 0.0) -> Arrays:
         """Logits [V] after one row's tokens, fed in chunks."""
@@ -230,10 +230,8 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: 
         return small.call(weights, token[:, None], position, jnp.ones_like(position), cache)
 
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    layer = jax.ShapeDtypeStruct(
-        (batch, small.shape.num_kv_heads, slots, small.shape.head_size), "float32"
-    )
-    cache = ((layer, layer),) * small.shape.num_layers
+    cache = jax.eval_shape(lambda: small.decoder.make_cache(batch, slots, "float32"))
+    layer = cache[0][0]
     tokens = jax.ShapeDtypeStruct((batch, 2), jnp.int32)
     for function, arguments in (
         (decode, (small.weights, row, row, cache)),
@@ -241,7 +239,7 @@ def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: 
     ):
         lowered = jax.jit(function, donate_argnums=len(arguments) - 1).lower(*arguments)
         compiled = lowered.compile()  # buffers are assigned before
-        whole = rf"f32\[(\d+,)*{slots},{small.shape.head_size}\]\S* (copy|transpose)\("
+        whole = rf"f32\[(\d+,)*{slots},{layer.shape[3]}\]\S* (copy|transpose)\("
         assert not re.findall(whole, compiled.as_text())
         memory, cache_bytes = compiled.memory_analysis(), 4 * layer.size * 2 * len(cache)
         assert memory.alias_size_in_bytes == cache_bytes
@@ -357,9 +355,6 @@ def test_the_description_holds_what_the_runtime_needs() -> None:
     assert registry.describe(config(LLAMA)) == DecoderConfig(
         family="llama",
         vocab_size=29,
-        num_layers=2,
-        num_kv_heads=2,
-        head_size=6,
         cache_dtype="float32",
         max_positions=CONTEXT,
     )

@@ -68,8 +68,7 @@ def logits(
         module = nnx.merge(graph, with_parameters(state, weights))
         return module(tokens, start, length, cache, every=True)
 
-    empty = jnp.zeros((1, shape.num_kv_heads, CONTEXT, shape.head_size), shape.cache_dtype)
-    cache: Any = ((empty, empty),) * shape.num_layers
+    cache: Any = registry.make_decoder(config).make_cache(1, CONTEXT, cache_dtype)
     tokens = np.random.default_rng(1).integers(0, 61, (1, sum(sizes)), np.int32)
     found, start = [], 0
     for size in sizes:

@@ -76,7 +76,9 @@ st.register_type_strategy(
     Decoder,
     st.builds(
         Decoder,
-        **dict.fromkeys(("vocab_size", "num_layers", "num_kv_heads", "head_size"), SIZES),
+        vocab_size=SIZES,
+        cache=st.lists(st.text(), max_size=3).map(tuple),
+        **dict.fromkeys(("num_layers", "num_kv_heads", "head_size"), st.none()),
         max_positions=SIZES,
         cache_dtype=st.sampled_from(CACHE_DTYPES),
         bos_token_id=st.none() | INTEGERS,

@@ -49,15 +49,13 @@ class Reference:
         from prejit.compiler.models.parameters import with_parameters
 
         config = config_file.load_config(source)
-        shape = registry.describe(config)
         graph, state = nnx.split(registry.make_decoder(config))
         checkpoint = open_checkpoint(source)
         weights = {name: jnp.asarray(checkpoint.read(name)) for name in checkpoint.names}
 
         def forward(tokens: Any, length: Any) -> Any:
             model = nnx.merge(graph, with_parameters(state, weights))
-            empty = np.zeros((1, shape.num_kv_heads, CONTEXT, shape.head_size), np.float32)
-            cache = tuple((empty, empty) for _ in range(shape.num_layers))
+            cache = model.make_cache(1, CONTEXT, "float32")
             return model(tokens, np.zeros(1, np.int32), length, cache)[0][0]
 
         self._forward = jax.jit(forward)

@@ -10,7 +10,8 @@ import pytest
 from prejit.runtime import Bundle, load
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.errors import UsageError
-from prejit.runtime.generation.kv_cache import KVCache, common_length
+from prejit.runtime.generation.decoder_programs import common_length
+from prejit.runtime.generation.kv_cache import KVCache
 
 Arrays = list["np.ndarray[object, np.dtype[np.float32]]"]
 

@@ -102,7 +102,7 @@ def find_function(
     if isinstance(args, str):
         args = modules.find(args, f"{where}: args")
     values = None if parameters is None else dict(sorted(parameters.items()))
-    nested = nested or _nested
+    nested = nested or nested_by_dots
     module = None
     if "flax" in sys.modules:  # else it is no module of flax, whose import takes 0.4 s
         from prejit.compiler.lowering.user.flax_modules import call_module
@@ -162,7 +162,8 @@ def _calling(
     return function
 
 
-def _nested(weights: Mapping[str, Any]) -> Any:
+def nested_by_dots(weights: Mapping[str, Any]) -> Any:
+    """Return flat weights as nested dicts."""
     from flax import traverse_util
 
     return traverse_util.unflatten_dict(dict(weights), sep=".")

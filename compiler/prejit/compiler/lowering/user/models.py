@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from prejit.compiler.lowering.user.finding import nested_by_dots
 from prejit.compiler.lowering.user.flax_modules import own_values, variables_of
 from prejit.compiler.lowering.user.pytrees import Bind, arrays_in, differing_names
 from prejit.compiler.models import precision
@@ -40,6 +41,7 @@ class OwnModel:
     Attributes:
         label: its name, for messages.
         vocab_size, max_positions: as in models/protocol.py.
+        reads_source: whether it is an encoder-decoder.
         exact: the model as the user gave it.
         stored: the model as the bundle stores it.
         modules: the modules that it was found in.
@@ -48,6 +50,7 @@ class OwnModel:
     label: str
     vocab_size: int
     max_positions: int | None
+    reads_source: bool
     exact: Stored
     stored: Stored
     modules: UserModules
@@ -75,7 +78,7 @@ def find_model(
     at: str,
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
-    nested: Callable[[Mapping[str, Any]], Any],
+    nested: Callable[[Mapping[str, Any]], Any] | None = None,
 ) -> OwnModel:
     """Import the decoder that a manifest names, and take its parameters apart from it.
 
@@ -87,7 +90,8 @@ def find_model(
         at: the manifest, for errors.
         parameters: values by flat name, joined by dots; None if the manifest gives no params.
         modules: the modules beside the manifest.
-        nested: makes the params of a flax.linen module from flat weights.
+        nested: makes the params of a flax.linen module from flat weights; None for nested dicts, by the dots
+            in names.
 
     Raises:
         ManifestError: the object does not exist, cannot be made, or is no decoder; or params does not fit it.
@@ -98,30 +102,33 @@ def find_model(
     if isinstance(found, str):
         found = modules.find(found, where)
     found = _instance(found, modules, where, label)
-    held = _held(found, parameters, nested, where, label)
+    held = _held(found, parameters, nested or nested_by_dots, where, label)
     arrays = held.arrays if parameters is None else _fitting(held.arrays, parameters, at, label)
     values = {name: _value(arrays[name], f"{where}: {label}: {name}") for name in sorted(arrays)}
     shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
     with modules.tracing(f"{where}: cannot read {label}", CHECK_MODEL):
-        vocab_size, max_positions = _check_form(held.bind(values), where, label)
+        found = held.bind(values)
+        _check_form(found, where, label)
+        longest = found.max_positions
+        sizes = int(found.vocab_size), None if longest is None else int(longest)
     exact = Stored(
         Parametrized(shapes, held.bind),
         {name: partial(values.__getitem__, name) for name in values},
     )
-    return OwnModel(
-        label, vocab_size, max_positions, exact, _stored(exact, held, model.dtype), modules
-    )
+    stored = _stored(exact, held, model.dtype)
+    return OwnModel(label, *sizes, _reads_source(found), exact, stored, modules)
 
 
 def _instance(found: Any, modules: UserModules, where: str, label: str) -> Any:
     """Return the object, or the one that a function or class makes."""
     if not (inspect.isroutine(found) or isinstance(found, type | functools.partial)):
         return found
-    kind, called, given = "function", found, ()
-    if isinstance(found, type):  # its metaclass, as that of flax.nnx, may take any arguments
-        kind, called, given = "class", found.__init__, (None,)  # type: ignore[misc]
+    is_class = isinstance(found, type)
+    kind = "class" if is_class else "function"
     try:
-        inspect.signature(called).bind(*given)
+        # The metaclass of a class, as that of flax.nnx, may take any arguments; None stands for self.
+        signature = inspect.signature(found.__init__ if is_class else found)  # type: ignore[misc]
+        signature.bind(*[None] * is_class)
     except TypeError as error:
         raise ManifestError(
             f"{where}: expected a {kind} that takes no arguments, and {label!r} does: {error}",
@@ -223,10 +230,14 @@ def _value(leaf: Any, where: str) -> np.ndarray[Any, Any]:
     return value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
 
 
-def _check_form(model: Any, where: str, label: str) -> tuple[int, int | None]:
-    """Check that an object has what models/protocol.py lists, and return its sizes."""
-    reads = hasattr(model, "encode") and not hasattr(model, "make_cache")
-    methods = ("source", "encode", "__call__") if reads else ("make_cache", "__call__")
+def _reads_source(model: Any) -> bool:
+    return hasattr(model, "encode") and not hasattr(model, "make_cache")
+
+
+def _check_form(model: Any, where: str, label: str) -> None:
+    """Check that an object has what models/protocol.py lists."""
+    first = ("source", "encode") if _reads_source(model) else ("make_cache",)
+    methods = (*first, "__call__")
     missing = [name for name in methods if not callable(getattr(model, name, None))]
     missing += [name for name in ("vocab_size", "max_positions") if not hasattr(model, name)]
     if missing:
@@ -244,8 +255,6 @@ def _check_form(model: Any, where: str, label: str) -> tuple[int, int | None]:
                 f"{where}: {label}: {name}: expected {allowed}, found {size!r:.80}",
                 hint=CHECK_MODEL,
             )
-    longest = model.max_positions
-    return int(model.vocab_size), None if longest is None else int(longest)
 
 
 def _spelled(kind: type[Any]) -> str:

@@ -21,6 +21,7 @@ from prejit.compiler.models.layers.config import (
     LayerCache,
     Naming,
     Split,
+    empty_cache,
     require,
     unsupported,
 )
@@ -55,9 +56,6 @@ def describe(config: Any) -> DecoderConfig:
     return DecoderConfig(
         family="gpt2",
         vocab_size=config.vocab_size,
-        num_layers=config.n_layer,
-        num_kv_heads=config.n_head,
-        head_size=config.n_embd // config.n_head,
         cache_dtype="float32",
         max_positions=config.n_positions,
     )
@@ -72,9 +70,17 @@ class GPT2(nnx.Module):
     """A GPT-2 with its language-model head. Parameters have the names of the published tensors."""
 
     def __init__(self, config: Any) -> None:
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = config.n_positions
         self.transformer = Transformer(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> KVCache:
+        """See Decoder."""
+        blocks = self.transformer.h
+        heads, size = blocks[0].attn.num_heads, blocks[0].attn.head_size
+        return empty_cache(len(blocks), rows, heads, positions, size, dtype)
 
     def __call__(
         self,
@@ -85,7 +91,7 @@ class GPT2(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """See DecoderModule."""
+        """See Decoder."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.transformer(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte.logits
@@ -138,8 +144,8 @@ class Attention(nnx.Module):
         self.num_heads = config.n_head
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=True)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=True)
-        head_size = config.n_embd // config.n_head
-        self.scale = head_size**-0.5 if config.scale_attn_weights else 1.0
+        self.head_size = config.n_embd // config.n_head
+        self.scale = self.head_size**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
 

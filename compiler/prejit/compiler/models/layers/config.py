@@ -1,4 +1,4 @@
-"""What every model family describes: sizes, tensor names, the split over a mesh, the call.
+"""What every model family describes: sizes, tensor names, the split over a mesh.
 
 Figures in comments of the layers are of XLA:CPU on two threads, with jax 0.10.2 and 0.12.0 alike. No layer
 depends on the platform for its values.
@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from prejit.compiler.base.wording import did_you_mean, shown
 from prejit.runtime.errors import CheckpointError
@@ -25,6 +26,15 @@ LayerCache = tuple[jax.Array, jax.Array]
 KVCache = tuple[LayerCache, ...]
 """One LayerCache for each of the L layers."""
 
+
+def empty_cache(
+    layers: int, rows: int, heads: int, positions: int, head_size: int, dtype: str
+) -> KVCache:
+    """Return a cache of zeros, of L layers with keys and values [B, K, S, H]."""
+    zeros = jnp.zeros((rows, heads, positions, head_size), jnp.dtype(dtype))
+    return ((zeros, zeros),) * layers
+
+
 BRING_YOUR_OWN = (
     'bring the model as a flax module of your own: [[program]] with function = "my_package.model:model", '
     'args = its inputs, params = "model.safetensors"; a plain JAX function does as well'
@@ -34,23 +44,17 @@ BRING_YOUR_OWN = (
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Return the sizes of a decoder, which lowering and generation need.
+    """What lowering and generation need to know of a decoder.
 
     Attributes:
-        family: model_type of config.json: `gpt2`, `llama`, `gemma3_text`.
+        family: model_type of config.json: `gpt2`, `llama`, `gemma3_text`; or the name of a user's model.
         vocab_size: V, the number of logits.
-        num_layers: L; the cache is L pairs (keys, values) of [B, K, S, H].
-        num_kv_heads: K.
-        head_size: H.
-        cache_dtype: dtype of the cache, in NumPy's name.
+        cache_dtype: dtype of keys and values in the cache, in NumPy's name.
         max_positions: the longest context that the model was made for.
     """
 
     family: str
     vocab_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
     cache_dtype: str
     max_positions: int
 
@@ -95,37 +99,6 @@ class Split:
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
     vocabulary: tuple[str, ...]
-
-
-class DecoderModule(Protocol):
-    """The signature of every family's module."""
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        start: jax.Array,
-        length: jax.Array,
-        cache: KVCache,
-        *,
-        every: bool = False,
-    ) -> tuple[jax.Array, KVCache]:
-        """Return the logits after the new tokens, and the cache that holds these tokens.
-
-        Prefill, chunked prefill, decode and the verification of drafts are this one function. Only valid
-        tokens are written into the cache, and none beyond its end.
-
-        Args:
-            tokens: int32 [B, T], T <= S; in row b the first length[b] are valid, the rest is padding.
-            start: int32 [B], the position of tokens[b, 0].
-            length: int32 [B]; 0 for an idle row, whose logits are then meaningless.
-            cache: holds the positions before start. Later positions are ignored, but must be finite.
-            every: whether to return logits after every token rather than after the last valid one.
-
-        Returns:
-            float32 [B, V] for the last valid token of each row, and the cache. With `every` float32
-            [B, T, V], in which logits of padding are meaningless.
-        """
-        ...
 
 
 def require(config: Any, key: str, value: Any, allowed: Iterable[Any]) -> None:

@@ -27,6 +27,7 @@ from prejit.compiler.models.layers.config import (
     LayerCache,
     Naming,
     Split,
+    empty_cache,
     require,
     unsupported,
 )
@@ -251,10 +252,17 @@ class RotaryDecoder(nnx.Module):
             logit_cap: soft bound of the logits; None for no bound.
         """
         norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = config.max_position_embeddings
         self.model = Transformer(config, blocks, norm, embedding_scale)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.logit_cap = logit_cap
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> KVCache:
+        """See Decoder."""
+        heads = self.model.layers[0].self_attn.heads
+        return empty_cache(len(self.model.layers), rows, heads.keys, positions, heads.size, dtype)
 
     def __call__(
         self,
@@ -265,7 +273,7 @@ class RotaryDecoder(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """See DecoderModule."""
+        """See Decoder."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.model(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens.logits
@@ -328,9 +336,6 @@ def describe(config: Any, activation: str = "hidden_act") -> DecoderConfig:
     return DecoderConfig(
         family=config.model_type,
         vocab_size=config.vocab_size,
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=kv_heads,
-        head_size=head_size(config),
         cache_dtype="float32",
         max_positions=config.max_position_embeddings,
     )

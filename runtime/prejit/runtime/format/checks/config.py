@@ -14,6 +14,7 @@ from prejit.runtime.base.typed_json import from_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits, trees
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh, parse_sharding
+from prejit.runtime.format.cache_arrays import cache_arrays, source_array
 from prejit.runtime.format.checks.signatures import (
     BUCKETS,
     DECODER_KINDS,
@@ -24,6 +25,7 @@ from prejit.runtime.format.checks.signatures import (
     kinds_of,
 )
 from prejit.runtime.format.names import (
+    CACHES_SINCE,
     CHUNKS_SINCE,
     KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
@@ -82,6 +84,7 @@ def check_config(
                 f"{program.name}: expected platforms of {known}, each once; found {platforms!r:.80}",
             )
     _check_mesh(config, path)
+    _check_cache(config, path)
     _check_programs(config, path)
     _check_kernels(config, path)
     _check_chunks(config, path)
@@ -283,6 +286,26 @@ def _check_mesh(config: Config, path: str) -> None:
         raise RejectError(path, "expected a mesh for weight_shardings, found none")
 
 
+def _check_cache(config: Config, path: str) -> None:
+    """Check that a decoder has a cache as its format describes it."""
+    decoder = config.decoder
+    if decoder is None:
+        return
+    lists = config.format >= CACHES_SINCE
+    if lists != (decoder.cache is not None):
+        wanted = "'cache'" if lists else "no 'cache'"
+        raise RejectError(path, f"decoder: expected {wanted} in format {config.format}")
+    if decoder.source is not None and not lists:
+        raise RejectError(path, f"decoder: expected no 'source' in format {config.format}")
+    try:
+        source_array(decoder)
+        arrays = cache_arrays(decoder) if lists else ()
+        if config.mesh is not None and any(len(array.shape) != 4 for array in arrays):
+            raise ValueError("cache: expected arrays of four axes on a mesh")
+    except ValueError as error:
+        raise RejectError(path, f"decoder: {error}") from error
+
+
 def _check_programs(config: Config, path: str) -> None:
     """Check that each program has a kind of its format, with the sizes and the signature of that kind."""
     kinds, signatures = kinds_of(config.format), Signatures(config)
@@ -334,7 +357,8 @@ def _check_decoder(config: Config, path: str) -> None:
     for program in config.programs:
         if program.kind in DECODER_KINDS:
             sizes = tuple(program.bucket[name] for name in BUCKETS[program.kind])
-            buckets[program.kind].add(sizes if program.kind == "copy" else sizes[:2])
+            whole = program.kind in ("copy", "encode")
+            buckets[program.kind].add(sizes if whole else sizes[:2])
         if program.kind == "prefill" and program.bucket["prompt"] > program.bucket["context"]:
             raise RejectError(path, f"{program.name}: prompt: expected at most its context")
         if program.kind == "verify":
@@ -356,6 +380,7 @@ def _check_decoder(config: Config, path: str) -> None:
             raise RejectError(
                 path, f"{kind} of batch {batch} and context {context}: expected {wanted}"
             )
+    _check_encode(config, buckets["encode"], batches[0], contexts, path)
     if len(drafts) > 1:
         raise RejectError(path, "expected one draft of all verify programs, found several")
     if config.format < 3:
@@ -371,6 +396,25 @@ def _check_decoder(config: Config, path: str) -> None:
             path,
             f"expected a program that copies caches of {source_batch} x {source_context} to "
             f"{batch} x {context}, found none",
+        )
+
+
+def _check_encode(
+    config: Config, found: set[tuple[int, ...]], batch: int, contexts: list[int], path: str
+) -> None:
+    """Check that an encoder-decoder has programs that read sources: the same sizes for each context."""
+    assert config.decoder is not None
+    sources = sorted({size for _, _, size in found})
+    if bool(sources) != (config.decoder.source is not None):
+        raise RejectError(
+            path, "expected encode programs for a decoder with a source, and no others"
+        )
+    expected = set(itertools.product([batch], contexts, sources))
+    for rows, context, size in sorted(expected ^ found):
+        raise RejectError(
+            path,
+            f"encode of batch {rows}, context {context} and source {size}: expected one for batch {batch} "
+            "and every context, and no others",
         )
 
 

@@ -5,11 +5,15 @@ Texts are made, not parsed, and shared: to compare a table of hundreds takes mil
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from typing import final
 
+from prejit.runtime.format.cache_arrays import cache_arrays, sized, source_array
+from prejit.runtime.format.names import CACHES_SINCE
 from prejit.runtime.format.schema import Config, ProgramEntry
 
 BUCKETS = {
@@ -17,12 +21,13 @@ BUCKETS = {
     "decode": ("batch", "context"),
     "verify": ("batch", "context", "draft"),
     "copy": ("batch", "context", "source_batch", "source_context"),
+    "encode": ("batch", "context", "source"),
     "embed": ("batch", "length"),
     "layer": ("batch", "length"),
     "pool": ("batch", "length"),
 }
 """The names of the sizes in a bucket of each kind. A `call` program has the names of its manifest."""
-DECODER_KINDS = ("prefill", "decode", "verify", "copy")
+DECODER_KINDS = ("prefill", "decode", "verify", "copy", "encode")
 ENCODER_KINDS = ("embed", "layer", "pool")
 WITHOUT_WEIGHTS = ("copy", "pool")
 """Kinds of programs that may have no weight set."""
@@ -37,7 +42,9 @@ Signature = tuple[tuple[str, ...], tuple[str, ...]]
 
 def kinds_of(written: int) -> tuple[str, ...]:
     """Return the kinds of programs of a format version."""
-    return (*BUCKETS, "call") if written > 2 else _OLD_KINDS
+    if written < 3:
+        return _OLD_KINDS
+    return tuple(kind for kind in (*BUCKETS, "call") if kind != "encode" or written >= CACHES_SINCE)
 
 
 @final
@@ -59,6 +66,7 @@ class Signatures:
                 )
         self._sampling = cache(self._sampling_uncached)
         self._cache = cache(self._cache_uncached)
+        self._forms = () if config.decoder is None else _cache_forms(config)
 
     def of(self, program: ProgramEntry) -> Signature:
         """Return the signature of a program whose bucket was checked; its kind is not `call`."""
@@ -67,14 +75,14 @@ class Signatures:
             return self._of_encoder(program.kind, sizes["batch"], sizes["length"])
         batch, context = sizes["batch"], sizes["context"]
         if program.kind == "copy":
-            source = self._array("source", sizes["source_batch"], sizes["source_context"])
-            target = self._array("target", batch, context, donated=True)
-            rows = f'["rows"] int32[{batch}]'
-            return (source, target, rows), (self._array("target", batch, context),)
+            return self._of_copy(sizes)
+        if program.kind == "encode":
+            length = f'["length"] int32[{batch}]'
+            return (self._source(batch, sizes["source"]), length), self._cache(batch, context)
         if self._config.format < 3:
             return self._of_old_decoder(program)
         history = f'["history"] int32[{batch},{self._vocab}]'
-        sampling, cached = self._sampling(batch), self._cache(batch, context, self._layers(program))
+        sampling, cached = self._sampling(batch), self._cache(batch, context)
         donated = tuple(f"{text} donated{self._split}" for text in cached)
         given = tuple(f"{text}{self._split}" for text in cached)
         row = f"int32[{batch}]"
@@ -122,7 +130,7 @@ class Signatures:
             tokens = f'["tokens"] int32[{batch},{program.bucket["prompt"]}]'
             inputs = (tokens, f'["start"] {row}', f'["length"] {row}')
         sampling = self._sampling(batch)
-        cached = self._cache(batch, program.bucket["context"], self._layers(program))
+        cached = self._cache(batch, program.bucket["context"])
         return (
             (
                 *(*inputs, *sampling[:3], sampling[7]),
@@ -157,30 +165,63 @@ class Signatures:
             f'["top_logprobs"] float32[{tops}]',
         )
 
-    def _layers(self, program: ProgramEntry) -> int:
-        """Return the number of layers of the model, limited so that a forged number costs no memory."""
-        decoder = self._config.decoder
-        return 0 if decoder is None else min(decoder.num_layers, len(program.arguments))
-
-    def _cache_uncached(self, batch: int, context: int, layers: int) -> tuple[str, ...]:
-        size = self._array_size(batch, context)
-        return tuple(
-            f'["cache",{layer},"{name}"] {size}'
-            for layer in range(layers)
-            for name in ("keys", "values")
+    def _of_copy(self, sizes: dict[str, int]) -> Signature:
+        """Return the signature of a copy: of all arrays together, or up to format 4 of any one of them."""
+        batch, rows = sizes["batch"], f'["rows"] int32[{sizes["batch"]}]'
+        whole = (
+            self._cache(sizes["source_batch"], sizes["source_context"]),
+            self._cache(batch, sizes["context"]),
         )
-
-    def _array(self, name: str, batch: int, context: int, *, donated: bool = False) -> str:
-        size = self._array_size(batch, context)
-        return f'["{name}"] {size}{" donated" if donated else ""}{self._split}'
-
-    def _array_size(self, batch: int, context: int) -> str:
-        decoder = self._config.decoder
-        if decoder is None:
-            return ""
+        if self._config.format < CACHES_SINCE:
+            source, target = (
+                f'["{name}"] {texts[0].partition(" ")[2] if texts else ""}'
+                for name, texts in zip(("source", "target"), whole, strict=True)
+            )
+            given = f"{target}{self._split}"
+            return (f"{source}{self._split}", f"{target} donated{self._split}", rows), (given,)
+        sources, targets = (
+            [text.replace("cache", name, 1) for text in texts]
+            for name, texts in zip(("source", "target"), whole, strict=True)
+        )
         return (
-            f"{decoder.cache_dtype}[{batch},{decoder.num_kv_heads},{context},{decoder.head_size}]"
+            (
+                *(f"{text}{self._split}" for text in sources),
+                rows,
+                *(f"{text} donated{self._split}" for text in targets),
+            ),
+            tuple(f"{text}{self._split}" for text in targets),
         )
+
+    def _source(self, batch: int, size: int) -> str:
+        decoder = self._config.decoder
+        array = None if decoder is None else source_array(decoder)
+        return "" if array is None else str(sized(array, {"batch": batch, "source": size}))
+
+    def _cache_uncached(self, batch: int, context: int) -> tuple[str, ...]:
+        sizes = {"batch": str(batch), "context": str(context)}
+        return tuple(
+            f"{head}[{','.join(sizes.get(axis, axis) for axis in axes)}]"
+            for head, axes in self._forms
+        )
+
+
+def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return path and dtype of each array of the cache, and for each axis its variable, or else its size."""
+    assert config.decoder is not None
+    decoder = config.decoder
+    if decoder.cache is None:  # a forged number of layers must cost no memory
+        most = max((len(program.arguments) for program in config.programs), default=0)
+        decoder = replace(decoder, num_layers=min(decoder.num_layers or 0, most))
+    return tuple(
+        (
+            f"{json.dumps(array.path, separators=(',', ':'))} {array.dtype}",
+            tuple(
+                variable or str(size)
+                for variable, size in zip(array.variables, array.shape, strict=True)
+            ),
+        )
+        for array in cache_arrays(decoder)
+    )
 
 
 def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:

@@ -25,7 +25,7 @@ def test_a_generation_config_that_the_server_would_refuse_fails_the_build(tmp_pa
 def ids_of(directory: Path, config: object, generation: object) -> Any:
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps(generation))
-    return special_ids(directory, 50)
+    return special_ids(directory, 50)[:2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""The arrays of a decoder's cache, and of the source of an encoder-decoder. No JAX, no file access.
+
+The program table holds each array at one row and one position; `~batch,,context,` says which axes follow the
+bucket: `["cache",0,1] float32[1,12,1,64] ~batch,,context,`. Up to format 4 every cache was keys and values of
+some layers, of which the table has the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.schema import Decoder
+
+_KEYS_AND_VALUES = ("batch", "", "context", "")
+
+
+def cache_arrays(decoder: Decoder) -> tuple[Array, ...]:
+    """Return the arrays of the cache at one row and one position, in order.
+
+    Raises:
+        ValueError: a text is no such array, or two arrays have one path.
+    """
+    if decoder.cache is None:
+        shape = (1, decoder.num_kv_heads or 0, 1, decoder.head_size or 0)
+        return tuple(
+            Array(("cache", layer, name), decoder.cache_dtype, shape, variables=_KEYS_AND_VALUES)
+            for layer in range(decoder.num_layers or 0)
+            for name in ("keys", "values")
+        )
+    arrays = tuple(map(Array.parse, decoder.cache))
+    for array in arrays:
+        _check(array, "cache", ("batch", "", "context"))
+    if len({array.path for array in arrays}) != len(arrays) or not arrays:
+        raise ValueError("cache: expected at least one array, each at a path of its own")
+    return arrays
+
+
+def source_array(decoder: Decoder) -> Array | None:
+    """Return the source of an encoder-decoder at one row and one place; None: it is another model.
+
+    Raises:
+        ValueError: the text is no such array.
+    """
+    if decoder.source is None:
+        return None
+    array = Array.parse(decoder.source)
+    _check(array, "source", ("batch", "", "source"))
+    if array.path != ("source",) or array.variables.count("source") != 1:
+        raise ValueError(f"source: expected one axis that follows 'source', found {array}")
+    return array
+
+
+def is_rewindable(decoder: Decoder) -> bool:
+    """Return whether a row can go back to an earlier position: no array holds the state of a whole text."""
+    if decoder.cache is None or decoder.source is not None:
+        return True
+    return all("context" in array.variables for array in cache_arrays(decoder))
+
+
+def sized(array: Array, sizes: Mapping[str, int], name: str | None = None) -> Array:
+    """Return an array at the sizes of a bucket, with another first key of its path if `name` is given."""
+    return replace(
+        array,
+        path=array.path if name is None else (name, *array.path[1:]),
+        shape=tuple(
+            sizes[variable] if variable else size
+            for variable, size in zip(array.variables, array.shape, strict=True)
+        ),
+        variables=(),
+    )
+
+
+def _check(array: Array, name: str, known: tuple[str, ...]) -> None:
+    at = tuple(array.variables)
+    if (
+        array.path[:1] != (name,)
+        or array.donated
+        or array.sharding
+        or at[:1] != ("batch",)
+        or not set(at[1:]) <= set(known[1:])
+        or at.count(known[-1]) > 1
+        or any(size != 1 for size, variable in zip(array.shape, at, strict=True) if variable)
+        or 0 in array.shape
+    ):
+        raise ValueError(
+            f"{name}: expected '[\"{name}\", ...] dtype[1, ...] ~batch, ...', found {array}"
+        )
