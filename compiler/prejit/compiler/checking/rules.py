@@ -228,7 +228,8 @@ def rewind(subject: Subject) -> Finding | None:
         "rewind",
         2 * subject.piece,
         "a text to go on as if rejected drafts had never been in the cache",
-        "take places in the cache from `start`, never from a count of its own, and mask later positions",
+        "take places in the cache from `start`, never from a count of its own, and mask later positions; in "
+        "an encoder-decoder, give positions to every array that changes with the text",
     )
 
 
@@ -237,26 +238,28 @@ def _ignores_positions(
 ) -> Finding | None:
     """Compare a text from a start with the same text in a cache that holds wrong tokens after it."""
     piece = subject.piece
-    cache = subject.cache()
-    axes = subject.position_axes(cache)
-    if axes == [None] * len(axes):
+    if not any(subject.has_positions):
         return None
+    cache = subject.cache()
     if start:
         _, cache = subject.call(subject.texts[:, :start], 0, start, cache)
-    # Drafts are verified with logits after every token; their arrays without positions are set back.
     width = piece if start else 3 * piece
     drafts = subject.others[:, start : start + width]
     _, drafted = subject.call(drafts, start, width, cache, every=True)
-    leaves, tree = jax.tree.flatten(cache)
-    mixed = [
-        old if axis is None else new
-        for old, new, axis in zip(leaves, jax.tree.leaves(drafted), axes, strict=True)
-    ]
+    if not (start and subject.layout.is_rewindable):
+        # The engine sets arrays without positions back: they hold the state after `start` tokens.
+        leaves, tree = jax.tree.flatten(cache)
+        drafted = tree.unflatten(
+            new if positions else old
+            for old, new, positions in zip(
+                leaves, jax.tree.leaves(drafted), subject.has_positions, strict=True
+            )
+        )
     texts = subject.texts[:, start : start + piece]
     compared = []
     for what, tokens in (("token by token", 1), ("in a piece", piece)):
         right, after = subject.feed(texts, cache, start, tokens)
-        found, after_drafts = subject.feed(texts, jax.tree.unflatten(tree, mixed), start, tokens)
+        found, after_drafts = subject.feed(texts, drafted, start, tokens)
         compared.append((what, found, right))
         at = start + piece
         later, right = (_continued(subject, each, at) for each in (after_drafts, after))

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prejit.compiler.lowering.cache import POSITIONS, CacheLayout, cache_layout
+from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache
 
@@ -147,13 +149,23 @@ class Subject:
         """Return the cache of texts about sources."""
         return self._encode(self.values, sources, lengths, positions or self.positions)
 
-    def position_axes(self, cache: Cache) -> list[int | None]:
-        """Return the axis of positions of each array of a cache; None: it has none."""
-        one, two = (self.cache_shapes(ROWS, self.positions - less) for less in (0, 1))
-        return [
-            next((i for i, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b), None)
-            for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
-        ]
+    @cached_property
+    def layout(self) -> CacheLayout:
+        """The arrays of the cache as a build finds them.
+
+        Raises:
+            BuildError: a build refuses them.
+        """
+        bound = self.bound
+        described = DecoderConfig(
+            "checked", bound.vocab_size, "float32", bound.max_positions or 6 * self.piece
+        )
+        return cache_layout(self.model, described, self.source_size if self.encodes else None)
+
+    @property
+    def has_positions(self) -> tuple[bool, ...]:
+        """Whether each array of the cache has positions."""
+        return tuple(POSITIONS in array.variables for array in self.layout.arrays)
 
     # ---------------------------------------------------------------- calls
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.decoders import write_random
 
 from prejit.compiler.checking import parity
 from prejit.compiler.checking.finding import TOLERANCE, Finding, difference
 from prejit.compiler.checking.kit import RULES, SHAPES, check_model
 from prejit.compiler.checking.subject import Subject
+from prejit.compiler.models import config_file, registry
+from prejit.compiler.models.parameters import parametrized
 
 from .tiny_models import BROKEN, LONGEST, Layer, Tiny, TinyWriter, apart, random_model
 
@@ -135,6 +139,20 @@ def test_a_model_that_takes_one_size_of_sources_needs_no_mask() -> None:
     found = list(check_model(*model, source_size=30))
     assert [one for one in found if not one.passed] == []
     assert not [*check_model(*model)][-1].passed
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+def test_our_families_keep_the_rules(family: str, tmp_path: Path) -> None:
+    config = config_file.load_config(write_random(family, tmp_path))
+    model = parametrized(registry.make_decoder(config))
+    random = np.random.default_rng(0)
+    values = {
+        name: random.standard_normal(shape.shape, np.float32) * np.float32(0.3)
+        for name, shape in model.weights.items()
+    }
+    found = list(check_model(model, values))
+    assert [one for one in found if not one.passed] == []
+    assert [one.name for one in found] == _OF_DECODERS
 
 
 def reference(tokens: Any) -> Any:

@@ -98,6 +98,9 @@ class TinyWriter(Layer):
         cache = self.zeros(len(source), positions, dtype)
         return {**cache, "source": self.embedding[source].astype(dtype), "length": length}
 
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        return jnp.zeros_like(x), state  # arrays without positions do not change
+
     def with_source(self, x: Any, cache: Any) -> Any:
         places = jnp.arange(cache["source"].shape[1])
         seen = jnp.broadcast_to(
@@ -345,6 +348,12 @@ class SeesWhatWasWritten(Tiny):
         own = jnp.arange(cache["keys"].shape[1]) - positions[..., None]
         # Tokens of this call see what is before them; the rest counts as earlier text.
         return written & ((own <= 0) | (own >= positions.shape[1]))
+
+
+@breaks("rewind", "expected a text to go on as if rejected drafts had never been in the cache")
+class StateOfText(TinyWriter):
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        return Layer.summed(self, state, x, length)
 
 
 @breaks("context", "from one of 12")
