@@ -93,5 +93,5 @@ def _run(
             False,
             None,
             f"expected a result, found {describe(error)}",
-            "run it on arrays of the same shapes, in Python, to see the whole traceback",
+            "call the model in Python to see the whole traceback",
         )

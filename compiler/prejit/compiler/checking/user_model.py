@@ -49,9 +49,9 @@ def check_user_model(
         reference = None
         if against is not None:
             reference = modules.find(_name("--against", against), "check-model: --against")
-    except ManifestError as error:  # there is no manifest, and no other command to try
-        hint = None if error.hint == CHECK_MODEL else error.hint
-        raise UsageError(str(error), hint=_without_manifest(hint)) from error
+    except ManifestError as error:  # here is no manifest, and no other command to try
+        hint = None if error.hint in (None, CHECK_MODEL) else _without_manifest(str(error.hint))
+        raise UsageError(_without_manifest(str(error)), hint=hint) from error
     if not (reference is None or callable(reference)):
         raise UsageError(
             f"check-model: --against: expected a function, found {type(reference).__name__} "
@@ -87,8 +87,15 @@ def _name(what: str, name: str) -> str:
     return name
 
 
-def _without_manifest(hint: str | None) -> str | None:
-    return None if hint is None else hint.replace("beside the manifest", "into this directory")
+def _without_manifest(text: str) -> str:
+    """Return an error's text with the command's names for what a manifest gives."""
+    for name, here in (
+        ("model.module: ", ""),
+        ("model.params", "--params"),
+        ("beside the manifest", "into this directory"),
+    ):
+        text = text.replace(name, here)
+    return text
 
 
 def _nested(weights: Mapping[str, Any]) -> Any:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
+from tests import own_decoders
 
 from prejit.runtime.__main__ import main
 
 from . import tiny_models
 
+ROOT = Path(__file__).parents[4]
 MODELS = """
 model = random_model(Tiny)
 narrow = random_model(NarrowLogits)
@@ -106,6 +110,28 @@ def test_an_error_of_the_model_has_the_line_of_its_code(
     assert f"({directory}/model.py, line {line + 1})" in printed
 
 
+@pytest.mark.parametrize("example", ["state_space", "mixture_of_experts"])
+def test_the_models_of_the_examples_keep_the_rules(
+    example: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = Path("examples", example, "model.py")
+    four = " = 512, 4, 128, "
+    text = (ROOT / code).read_text()
+    assert four in text, f"{code}: expected the sizes of a model of 4 layers"
+    (directory / "example.py").write_text(text.replace(four, " = 512, 2, 128, "))
+    assert main(["check-model", "example:model"]) == 0, capsys.readouterr()
+
+
+def test_a_module_of_linen_is_checked_with_its_params(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "own.py").write_text(Path(own_decoders.__file__).read_text())
+    variables = flatten_dict(own_decoders.linen_variables(), sep=".")
+    save_file({name: np.asarray(leaf) for name, leaf in variables.items()}, "w.safetensors")
+    options = ["--params", "w.safetensors"]
+    assert main(["check-model", "own:linen_decoder", *options]) == 0, capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "hint"),
     [
@@ -113,6 +139,7 @@ def test_an_error_of_the_model_has_the_line_of_its_code(
         (["model.py:model:x"], "expected package.module:attribute", "is the object"),
         (["modle:model"], "cannot import 'modle'", "put the module into this directory"),
         (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
+        (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
         (["model:number"], "has no make_cache, no __call__", None),
         (["model:make_sized"], "takes no arguments, and 'model:make_sized' does", "make an object"),
         (["model:model", "--against", "model:number"], "expected a function, found int", "tokens"),
@@ -125,6 +152,7 @@ def test_an_error_of_the_model_has_the_line_of_its_code(
 def test_wrong_arguments_are_errors_without_a_traceback(
     arguments: list[str], error: str, hint: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("own.py").write_text(Path(own_decoders.__file__).read_text())
     assert main(["check-model", *arguments]) in (1, 2)
     printed = capsys.readouterr()
     assert printed.out == ""
