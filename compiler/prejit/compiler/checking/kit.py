@@ -88,10 +88,7 @@ def _run(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return Finding(
-            name,
-            False,
-            None,
-            f"expected a result, found {describe(error)}",
-            "call the model in Python to see the whole traceback",
-        )
+        change = "call the model in Python to see the whole traceback"
+        if check is shapes.cache and subject.encodes:
+            change = "give --source N if the model takes sources of N places only, or " + change
+        return Finding(name, False, None, f"expected a result, found {describe(error)}", change)

@@ -138,7 +138,10 @@ def test_a_model_that_takes_one_size_of_sources_needs_no_mask() -> None:
     model = apart(random_model(Fixed))
     found = list(check_model(*model, source_size=30))
     assert [one for one in found if not one.passed] == []
-    assert not [*check_model(*model)][-1].passed
+    *_, refused = check_model(*model)
+    assert (refused.name, refused.passed) == ("cache", False)
+    assert "expected 30 places" in refused.found
+    assert refused.change.startswith("give --source N if the model takes sources of N places only")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
