@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from prejit.compiler.checking import encoding, parity, rules, shapes
 from prejit.compiler.checking.finding import TOLERANCE, Finding
 from prejit.compiler.checking.subject import Subject
@@ -59,7 +61,8 @@ def check_model(
         source_size: N of an encoder-decoder's sources, for one that takes a certain size only.
         describe: returns the text of an exception.
     """
-    subject = Subject(model, values, tolerance, source_size)
+    placed = jax.device_put(dict(values))  # once: a call copies what is in NumPy
+    subject = Subject(model, placed, tolerance, source_size)
     for check in SHAPES:
         found = _run(check, subject, describe)
         assert found is not None
