@@ -164,8 +164,11 @@ def _straight(inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[tuple[int
 
 def _scan(equation: Any, given: list[Any]) -> Sequence[Any]:
     """Run a loop, such as one over layers. Slices of stacks of narrow matrices stay narrow inside."""
-    settings, body = equation.params, equation.params["jaxpr"]
-    first, second = settings["num_consts"], settings["num_consts"] + settings["num_carry"]
+    settings, body = equation.params, _called(equation)
+    # What a loop slices or stacks has one more axis outside: jax 0.12 has no numbers of them as 0.10 has.
+    carried = len(equation.outvars) - _sliced(equation.outvars, body.jaxpr.outvars)
+    second = len(given) - _sliced(equation.invars, body.jaxpr.invars)
+    first = second - carried
     constants, carry = given[:first], [_wide(each) for each in given[first:second]]
     stacks = [
         each if isinstance(each, NarrowMatrix) and each.is_sliceable else _wide(each)
@@ -186,6 +189,11 @@ def _scan(equation: Any, given: list[Any]) -> Sequence[Any]:
         unroll=settings["unroll"],
     )
     return [*last, *stacked]
+
+
+def _sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(one.aval.ndim > other.aval.ndim for one, other in pairs)
 
 
 def _wide(value: Any) -> Any:
