@@ -208,6 +208,7 @@ BUCKETS = {
     "prefill": {"batch", "context", "prompt"},
     "verify": {"batch", "context", "draft"},
     "copy": {"batch", "context", "source_batch", "source_context"},
+    "encode": {"batch", "context", "source"},
     "embed": {"batch", "length"},
     "layer": {"batch", "length"},
     "pool": {"batch", "length"},
@@ -217,6 +218,7 @@ BUCKETS = {
 def check_programs(config: dict[str, Any], programs: dict[str, Program], written: int) -> None:
     """What programs of a model must be, by "Programs", "Decoder programs" and "Encoder programs"."""
     known = {"prefill", "decode", "call"} if written < 3 else {*BUCKETS, "call"}
+    known -= {"encode"} if written < 5 else set()
     seen = set()
     for program in programs.values():
         kind, bucket = program.said["kind"], program.said["bucket"]
@@ -243,6 +245,8 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
                 assert value.split == ([] if whole else ["data", "tensor", "", ""])
     if "decoder" in config:
         check_decoder([program.said for program in programs.values()], written)
+        reads = any(program.said["kind"] == "encode" for program in programs.values())
+        assert reads == ("source" in config["decoder"])
     if "encoder" in config:
         layers = config["encoder"]["layers"]
         assert layers
@@ -264,14 +268,23 @@ def decoder_signature(
 ) -> tuple[list[str], list[str]]:
     kind, bucket = program.said["kind"], program.said["bucket"]
     b, v = bucket["batch"], decoder["vocab_size"]
-    heads, size, dtype = decoder["num_kv_heads"], decoder["head_size"], decoder["cache_dtype"]
-    whole = f"{dtype}[{b},{heads},{bucket['context']},{size}]"
+    assert ("cache" in decoder) == (written > 4)
+    assert ("num_layers" in decoder) == (written < 5)
+    cache = cache_of(decoder, b, bucket["context"])
+    donated = [f"{name}* {array}" for name, array in cache]
+    kept = [f"{name} {array}" for name, array in cache]
     if kind == "copy":
-        source = f"{dtype}[{bucket['source_batch']},{heads},{bucket['source_context']},{size}]"
-        return [f"source {source}", f"target* {whole}", f"rows int32[{b}]"], [f"target {whole}"]
-    layers = range(decoder["num_layers"])
-    cache = [f"cache.{layer}.{name}" for layer in layers for name in ("keys", "values")]
-    donated, kept = [f"{name}* {whole}" for name in cache], [f"{name} {whole}" for name in cache]
+        source = cache_of(decoder, bucket["source_batch"], bucket["source_context"])
+        rows = f"rows int32[{b}]"
+        if written < 5:
+            whole = cache[0][1]
+            return [f"source {source[0][1]}", f"target* {whole}", rows], [f"target {whole}"]
+        sources = [f"{name} {array}".replace("cache", "source", 1) for name, array in source]
+        targets = [each.replace("cache", "target", 1) for each in donated]
+        return [*sources, rows, *targets], [each.replace("cache", "target", 1) for each in kept]
+    if kind == "encode":
+        ((_, source_of),) = sized([decoder["source"]], {"batch": b, "source": bucket["source"]})
+        return [f"source {source_of}", f"length int32[{b}]"], kept
     row, history = f"int32[{b}]", f"int32[{b},{v}]"
     sampling = {
         **{"temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32"},
@@ -306,6 +319,36 @@ def decoder_signature(
     ]
 
 
+def cache_of(decoder: dict[str, Any], batch: int, context: int) -> list[tuple[str, str]]:
+    """The name and the array of each part of a cache."""
+    if "cache" not in decoder:
+        sizes = (batch, decoder["num_kv_heads"], context, decoder["head_size"])
+        whole = f"{decoder['cache_dtype']}[{','.join(map(str, sizes))}]"
+        layers = range(decoder["num_layers"])
+        return [(f"cache.{at}.{name}", whole) for at in layers for name in ("keys", "values")]
+    found = sized(decoder["cache"], {"batch": batch, "context": context})
+    assert len(dict(found)) == len(found) > 0
+    return found
+
+
+def sized(texts: list[str], sizes: dict[str, int]) -> list[tuple[str, str]]:
+    """The name and the array that each text stands for, at these sizes."""
+    found = []
+    for text in texts:
+        path, end = json.JSONDecoder().raw_decode(text)
+        form = re.fullmatch(r" (\w+)\[([\d,]+)\] ~([a-z,]+)", text[end:])
+        assert form
+        shape, axes = [int(size) for size in form[2].split(",")], form[3].split(",")
+        assert len(shape) == len(axes)
+        assert axes[0] == "batch"
+        assert all(axes.count(axis) <= 1 for axis in sizes)
+        assert set(axes) <= {*sizes, ""}
+        assert all(size == 1 for size, axis in zip(shape, axes, strict=True) if axis)
+        whole = [sizes.get(axis, size) for size, axis in zip(shape, axes, strict=True)]
+        found.append((".".join(map(str, path)), f"{form[1]}[{','.join(map(str, whole))}]"))
+    return found
+
+
 def encoder_signature(encoder: dict[str, Any], program: Program) -> tuple[list[str], list[str]]:
     kind, bucket = program.said["kind"], program.said["bucket"]
     b, t = bucket["batch"], bucket["length"]
@@ -335,6 +378,9 @@ def check_decoder(programs: list[dict[str, Any]], written: int) -> None:
         assert found == every or (kind == "verify" and not found)
     assert all(bucket["prompt"] <= bucket["context"] for bucket in sizes["prefill"])
     assert len({bucket["draft"] for bucket in sizes["verify"]}) <= 1
+    sources = {bucket["source"] for bucket in sizes["encode"]}
+    reading = {(b["batch"], b["context"], b["source"]) for b in sizes["encode"]}
+    assert reading == {(batches[0], context, source) for context in contexts for source in sources}
     if written > 2:
         names = ("source_batch", "source_context", "batch", "context")
         copies = {tuple(bucket[name] for name in names) for bucket in sizes["copy"]}

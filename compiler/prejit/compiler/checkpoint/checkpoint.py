@@ -152,8 +152,9 @@ class Checkpoint:
             if file.suffix != ".json":
                 published |= tensors(file)
         found, problems = _named(published, naming, parameters)
-        if naming.head not in parameters:
-            problems += _tie(found, naming)
+        for copy in (naming.head, *naming.copies):
+            if copy not in parameters:
+                problems += _tie(found, copy, naming)
         for part, file in zip(self._layout.dense if self._layout else (), self._dense, strict=True):
             for name, tensor in tensors(file).items():
                 # torch stores (out, in)
@@ -315,18 +316,17 @@ def _kernels_are_out_in(
     return bool(out_in) and all(out_in)
 
 
-def _tie(found: dict[str, _Source], naming: Naming) -> list[str]:
-    """Keep one tensor for head and embedding, as transformers does (modeling_utils.py, tie_weights)."""
-    head = found.pop(naming.head, None)
-    if head is None:
+def _tie(found: dict[str, _Source], copy: str, naming: Naming) -> list[str]:
+    """Keep one tensor for embedding and copy, as transformers does (modeling_utils.py, tie_weights)."""
+    other = found.pop(copy, None)
+    if other is None:
         return []
-    embedding = found.setdefault(naming.embedding, head)
-    if embedding is head:
+    embedding = found.setdefault(naming.embedding, other)
+    if embedding is other:
         return []
-    if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
-        return [
-            f"tie_word_embeddings is true, and {head.published} differs from {embedding.published}"
-        ]
+    if other.shape != embedding.shape or not np.array_equal(other.read(), embedding.read()):
+        reason = "tie_word_embeddings is true, and " if copy == naming.head else ""
+        return [f"{reason}{other.published} differs from {embedding.published}"]
     return []
 
 

@@ -140,17 +140,16 @@ def source_array(model: Parametrized, size: int, rows: int = 1) -> Array:
     Raises:
         BuildError: the source does not follow rows and size.
     """
-    one, taller, longer = (
-        _bound(model).source(*sizes) for sizes in ((rows, size), (rows + 1, size), (rows, size + 1))
-    )
-    by_row, by_size = _differing(one.shape, taller.shape), _differing(one.shape, longer.shape)
-    if by_row != [0] or len(by_size) != 1 or one.shape[by_size[0]] != size:
+    one = _bound(model).source(rows, size)
+    axis = max((n for n, found in enumerate(one.shape) if n and found == size), default=None)
+    if one.shape[0] != rows or axis is None:
         raise BuildError(
-            f"source: expected rows as the first axis and one axis of size {size}, found {list(one.shape)}",
+            f"source: expected {rows} rows as the first axis and one axis of size {size}, found "
+            f"{list(one.shape)}",
             hint=_CHECK,
         )
     variables = tuple(
-        ROWS if n == 0 else SOURCE if n in by_size else "" for n in range(len(one.shape))
+        ROWS if n == 0 else SOURCE if n == axis else "" for n in range(len(one.shape))
     )
     return Array(("source",), str(one.dtype), tuple(one.shape), False, (), variables)
 

@@ -226,7 +226,9 @@ def _params_problems(params: str, directory: Path) -> Problems:
 def _generate_problems(generate: dict[str, Any]) -> Problems:
     for name in ("batch", "prompt", "context", "source"):
         sizes = generate.get(name)
-        for where, problem in _size_problems(sizes if name != "source" else sizes or None):
+        if name == "source" and sizes == []:
+            continue  # as Python's default: the model is no encoder-decoder
+        for where, problem in _size_problems(sizes):
             yield ("generate", name, *where), problem
     prompts, contexts = generate.get("prompt"), generate.get("context")
     if is_int_list(prompts) and is_int_list(contexts) and contexts:

@@ -107,6 +107,11 @@ def _completed(file: Path, content: Mapping[str, Any]) -> Any:
         if text is not content:
             # The only key that transformers' Gemma3Config reads beside text_config.
             config.tie_word_embeddings = content.get("tie_word_embeddings", True)
+        if family == "t5":
+            # transformers always says true, and 5.0.0 scales the head of every T5. In files that it wrote
+            # scale_decoder_outputs says what tie_word_embeddings said in the first one.
+            tied = text.get("tie_word_embeddings") is not False
+            config.tie_word_embeddings = text.get("scale_decoder_outputs", tied)
         config.name_or_path = str(file.parent)
     except Exception as error:  # KeyError, ValueError, huggingface_hub's own and others
         reason = error.args[0] if error.args else type(error).__name__

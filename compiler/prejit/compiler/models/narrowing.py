@@ -1,8 +1,8 @@
-"""Matrices of the user's decoders in bfloat16 or int8, widened inside the program before the model sees them.
+"""Matrices of the user's decoders in bfloat16 or int8.
 
-The model's code does not change: it gets float32, as it was written for. So what is saved is the size of the
-bundle and of the weights in memory; the time of a product is that of a float32 product and of the widening.
-The layers of prejit (`layers.linear`) multiply with the stored values instead: see precision.py.
+The model's code does not change: it is traced with float32 matrices, as it was written for.
+narrow_matrices.py puts the stored values in their place. The layers of prejit (`layers.linear`) know stored
+dtypes themselves: see precision.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax import lax
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype
 from prejit.compiler.models import precision
+from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.precision import Values
 from prejit.compiler.models.protocol import Cache, EncoderDecoder
@@ -82,18 +83,26 @@ def narrowed(
         reads[scale] = partial(_scales, read, axes, stored)
 
     def bind(values: Mapping[str, Any]) -> Any:
-        narrow = {name: values[name] for name in (*chosen, *scales.values())}
-
-        def widened(narrow: Mapping[str, jax.Array]) -> Any:
-            wide = {name: narrow[name].astype(jnp.float32) for name in chosen}
-            for name, scale in scales.items():
-                wide[name] *= jnp.expand_dims(narrow[scale], chosen[name])
-            return model.bind({**{n: values[n] for n in model.weights if n not in chosen}, **wide})
-
+        matrices = {
+            name: NarrowMatrix(
+                values[name],
+                values[scales[name]] if name in scales else None,
+                axes,
+                tuple(range(len(weights[name].shape))),
+            )
+            for name, axes in chosen.items()
+        }
+        others = {name: values[name] for name in model.weights if name not in chosen}
         # What does not depend on values is read from the stored ones: nothing is widened for it.
         shell = model.bind({name: values[name] for name in model.weights})
         kind = _NarrowEncoderDecoder if isinstance(shell, EncoderDecoder) else _NarrowDecoder
-        return kind(shell.vocab_size, shell.max_positions, shell, narrow, widened)
+        return kind(
+            shell.vocab_size,
+            shell.max_positions,
+            shell,
+            matrices,
+            lambda wide: model.bind({**others, **wide}),
+        )
 
     ordered = dict(sorted(weights.items()))
     return Stored(Parametrized(ordered, bind), {name: reads[name] for name in ordered})
@@ -101,20 +110,20 @@ def narrowed(
 
 @dataclass(frozen=True)
 class _Narrow:
-    """A model whose matrices are widened when it is called.
+    """A model whose matrices are stored in a narrow dtype.
 
     Attributes:
         vocab_size, max_positions: as in the protocol.
         shell: the model with the stored matrices, for what does not depend on them.
-        narrow: the stored matrices and scales.
-        widened: returns the model with these matrices.
+        matrices: the stored matrices by name.
+        bind: returns the model with these matrices in float32.
     """
 
     vocab_size: int
     max_positions: int | None
     shell: Any
-    narrow: Mapping[str, jax.Array]
-    widened: Callable[[Mapping[str, jax.Array]], Any]
+    matrices: Mapping[str, NarrowMatrix]
+    bind: Callable[[Mapping[str, jax.Array]], Any]
 
     def __call__(
         self,
@@ -127,12 +136,14 @@ class _Narrow:
     ) -> tuple[jax.Array, Cache]:
         """See protocol.Decoder.
 
-        Without the barrier XLA would move the conversion of all weights out of the loop over decode steps.
+        Without the barrier XLA would widen what is no product before the loop over decode steps.
         """
-        narrow, tokens = lax.optimization_barrier((dict(self.narrow), tokens))
-        found: tuple[jax.Array, Cache] = self.widened(narrow)(
-            tokens, start, length, cache, every=every
-        )
+
+        def call(wide: Mapping[str, jax.Array], *arguments: Any) -> Any:
+            return self.bind(wide)(*arguments, every=every)
+
+        matrices, tokens = lax.optimization_barrier((dict(self.matrices), tokens))
+        found: tuple[jax.Array, Cache] = call_narrow(call, matrices, tokens, start, length, cache)
         return found
 
 
@@ -141,7 +152,9 @@ class _NarrowDecoder(_Narrow):
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> Cache:
         """See protocol.Decoder."""
-        return self.widened(self.narrow).make_cache(rows, positions, dtype)
+        return call_narrow(
+            lambda wide: self.bind(wide).make_cache(rows, positions, dtype), self.matrices
+        )
 
 
 class _NarrowEncoderDecoder(_Narrow):
@@ -154,7 +167,11 @@ class _NarrowEncoderDecoder(_Narrow):
 
     def encode(self, source: jax.Array, length: jax.Array, positions: int, dtype: str) -> Cache:
         """See protocol.EncoderDecoder."""
-        return self.widened(self.narrow).encode(source, length, positions, dtype)
+
+        def encode(wide: Mapping[str, jax.Array], source: jax.Array, length: jax.Array) -> Cache:
+            return self.bind(wide).encode(source, length, positions, dtype)
+
+        return call_narrow(encode, self.matrices, source, length)
 
 
 def _shared_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -89,7 +89,8 @@ class EncoderDecoder(Protocol):
     def source(self, rows: int, size: int) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of B sources with N = `size` places each.
 
-        For example int32 [B, N] of tokens, or float32 [B, 80, N] of a spectrogram. One axis has size N.
+        For example int32 [B, N] of tokens, or float32 [B, 80, N] of a spectrogram. One axis has size N; of
+        several that have this size, the last one counts.
         """
         ...
 

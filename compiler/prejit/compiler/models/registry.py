@@ -17,7 +17,18 @@ from prejit.compiler.base.wording import shown
 from prejit.compiler.models import precision
 from prejit.compiler.models.encoders import bert, distilbert, roberta
 from prejit.compiler.models.encoders.sentence import EncoderConfig, EncoderSource, SentenceEncoder
-from prejit.compiler.models.families import gemma2, gemma3, gpt2, llama, mistral, phi3, qwen2, qwen3
+from prejit.compiler.models.families import (
+    gemma2,
+    gemma3,
+    gpt2,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    t5,
+    whisper,
+)
 from prejit.compiler.models.layers import forms
 from prejit.compiler.models.layers.config import DecoderConfig, Naming, unsupported
 from prejit.runtime.errors import CheckpointError
@@ -31,8 +42,10 @@ DECODERS: dict[str, ModuleType] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "t5": t5,
+    "whisper": whisper,
 }
-"""The module of each decoder family, by model_type."""
+"""The module of each family that generates, by model_type: decoders and encoder-decoders."""
 
 ENCODERS: dict[str, ModuleType] = {"bert": bert, "distilbert": distilbert, "roberta": roberta}
 """The module of each encoder family, by model_type."""
@@ -57,7 +70,7 @@ def make_decoder(
 ) -> nnx.Module:
     """Return a decoder as an abstract module: its parameters are shapes without values.
 
-    The module is called as `protocol.Decoder` describes.
+    It implements `protocol.Decoder`, or `protocol.EncoderDecoder`.
 
     Args:
         config: from `config_file.load_config`.

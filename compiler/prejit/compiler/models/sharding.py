@@ -59,8 +59,15 @@ def check_mesh(mesh: Mesh, module: nnx.Module, at: str, config: Path) -> None:
         config: the model's config.json, for errors.
 
     Raises:
-        ManifestError: `mesh.tensor` does not divide the heads or a matrix.
+        ManifestError: models of this family are not split, or `mesh.tensor` does not divide the heads or a
+            matrix.
     """
+    if type(module) not in _SPLITS:
+        raise ManifestError(
+            f"{at}: mesh: expected none, because the family of {config} is not "
+            f"split over devices; found data = {mesh.data}, tensor = {mesh.tensor}",
+            hint="remove [mesh]: each device can run a bundle of its own",
+        )
     keys = jax.tree.leaves(jax.eval_shape(lambda: module.make_cache(1, 1, "float32")))[0]
     sizes = {"key/value heads": keys.shape[1], **_split_sizes(module)}
     for name, size in sizes.items():

@@ -178,6 +178,7 @@ def check_model(
         from prejit.compiler.models.parameters import parametrized
 
         config = model.files.directory / "config.json"
+        _check_source(manifest, getattr(model.module, "source", None), f"{config} is of")
         limit = f"{model.shape.max_positions}, the positions that {config} gives the model"
         _check_decoder(manifest, parametrized(model.module), model.shape, specs, limit)
     if manifest.mesh is not None and manifest.encode is None:
@@ -205,23 +206,44 @@ def check_own_model(
     """
     from prejit.compiler.lowering.user.models import CHECK_MODEL
 
-    assert manifest.generate is not None
-    if model.reads_source != bool(manifest.generate.source):
-        expected = "the sizes of a source, which it encodes" if model.reads_source else "none"
-        raise ManifestError(
-            f"{manifest.where}: generate.source: expected {expected}, because {model.label} has "
-            f"{'an encode' if model.reads_source else 'no encode'} method; found "
-            f"{[*manifest.generate.source] or 'none'}",
-            hint="give source = [64, 512], for example"
-            if model.reads_source
-            else "leave it out: it is for models with an encoder",
-        )
     limit = f"{shape.max_positions}, the max_positions of {model.label}"
     own = [spec for spec in specs if spec.kind != "call"]
     with model.modules.tracing(
         f"{manifest.where}: cannot make the cache of {model.label}", CHECK_MODEL
     ):
+        bound = model.stored.model.bind(dict(model.stored.model.weights))
+        source = bound.source if model.reads_source else None
+        _check_source(manifest, source, f"{model.label} is")
         _check_decoder(manifest, model.stored.model, shape, own, limit)
+
+
+def _check_source(manifest: Manifest, source: Callable[[int, int], Any] | None, what: str) -> None:
+    """Check that the manifest has sizes of sources where the model reads one, and that it reads these.
+
+    Args:
+        manifest: the manifest.
+        source: `EncoderDecoder.source` of the model; None: it is a decoder.
+        what: the beginning of a sentence about the model, for errors.
+    """
+    assert manifest.generate is not None
+    sizes = manifest.generate.source
+    if source is not None and not sizes:
+        raise ManifestError(
+            f"{manifest.where}: generate.source: missing; {what} an encoder-decoder",
+            hint="give the numbers of places that its encoder reads, such as source = [64, 512]",
+        )
+    if sizes and source is None:
+        raise ManifestError(
+            f"{manifest.where}: generate.source: expected none, because {what} a decoder that reads prompts "
+            "alone",
+            hint="remove it",
+        )
+    for size in sizes:
+        try:
+            assert source is not None
+            source(1, size)
+        except ManifestError as error:
+            raise ManifestError(f"{manifest.where}: {error}", hint=error.hint) from None
 
 
 def _check_decoder(

@@ -97,10 +97,6 @@ def _prompt(bundle: Bundle, options: Namespace) -> str | list[int] | None:
     if options.prompt_ids is not None:
         return _token_ids(options.prompt_ids)
     prompt: str | None = options.prompt
-    if prompt is None and options.source is None:
-        raise UsageError(
-            "expected --prompt, --prompt-ids or --chat; for an encoder-decoder --source"
-        )
     return prompt
 
 

@@ -59,7 +59,12 @@ _EXAMPLES = {
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line."""
-    options = parser().parse_args(arguments)
+    reader = parser()
+    options = reader.parse_args(arguments)
+    if options.command == "generate":
+        given = (options.prompt, options.prompt_ids, options.chat, options.source)
+        if not any(each is not None for each in given):
+            reader.error("generate: one of --prompt, --prompt-ids, --chat and --source is required")
     if options.command == "run" and "--" in arguments:
         # argparse also drops a `--` of the program's own command, which one depends on Python's version.
         options.child = list(arguments[arguments.index("--") + 1 :])

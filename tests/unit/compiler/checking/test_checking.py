@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.decoders import write_random
+from tests.parity.cases import cases
+from tests.parity.t5_cases import cases as t5_cases
+from tests.parity.whisper_cases import cases as whisper_cases
 
 from prejit.compiler.checking import parity
 from prejit.compiler.checking.finding import TOLERANCE, Finding, difference
@@ -144,18 +147,25 @@ def test_a_model_that_takes_one_size_of_sources_needs_no_mask() -> None:
     assert refused.change.startswith("give --source N if the model takes sources of N places only")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "t5", "whisper"])
 def test_our_families_keep_the_rules(family: str, tmp_path: Path) -> None:
-    config = config_file.load_config(write_random(family, tmp_path))
-    model = parametrized(registry.make_decoder(config))
+    case = next(
+        case
+        for case in (*cases(), *t5_cases(), *whisper_cases())
+        if case.config["model_type"] == family
+    )
+    (tmp_path / "config.json").write_text(json.dumps(case.config))
+    model = parametrized(registry.make_decoder(config_file.load_config(tmp_path)))
     random = np.random.default_rng(0)
     values = {
         name: random.standard_normal(shape.shape, np.float32) * np.float32(0.3)
         for name, shape in model.weights.items()
     }
-    found = list(check_model(model, values))
+    found = list(check_model(model, values, source_size=getattr(case, "frames", 16)))
     assert [one for one in found if not one.passed] == []
-    assert [one.name for one in found] == _OF_DECODERS
+    assert [one.name for one in found] == (
+        [*_CHECKS] if family in ("t5", "whisper") else _OF_DECODERS
+    )
 
 
 def reference(tokens: Any) -> Any:

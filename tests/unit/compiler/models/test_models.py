@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from tests.campaigns.junk import mutated, to_json
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
+from tests.parity.t5_cases import cases as t5_cases
+from tests.parity.whisper_cases import cases as whisper_cases
 
 from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import rope
@@ -569,11 +571,14 @@ def test_a_number_that_makes_an_encoder_unusable_is_refused(
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-_DECODERS = {case.config["model_type"]: case.config for case in cases()}
+_DECODERS = {
+    case.config["model_type"]: case.config for case in (*cases(), *t5_cases(), *whisper_cases())
+}
 _ENCODERS = {case.config["model_type"]: case.config for case in encoder_cases()}
 _MORE = (
     *("head_dim", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "dtype"),
     *("num_labels", "id2label", "torch_dtype", "partial_rotary_factor", "text_config"),
+    *("dense_act_fn", "is_gated_act", "scale_decoder_outputs", "is_encoder_decoder"),
 )
 
 

@@ -20,7 +20,12 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import precision, registry
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.layers.linear import LARGE_MATRIX, REDUCED_ROWS, Embedding, Linear, dot
-from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
+from prejit.compiler.models.parameters import (
+    flat_parameters,
+    parameters_of,
+    parametrized,
+    with_parameters,
+)
 from prejit.compiler.native.products import KERNEL, Product
 from prejit.runtime.errors import CheckpointError
 
@@ -280,7 +285,7 @@ def test_a_stored_model_does_not_lower_for_every_platform(dtype: str) -> None:
     config, _, stored = small_model(dtype)
     model, shape = registry.make_decoder(config, dtype=dtype), registry.describe(config, "bfloat16")
     spec = ProgramSpec("decode/b2-c16", "decode", {"batch": 2, "context": 16})
-    program = lower_decoder(model, shape, spec)
+    program = lower_decoder(parametrized(model), shape, spec)
     assert program.platforms == ("cpu", "cuda", "tpu")
     assert set(program.weights) == set(stored)
     caches = [array for array in program.arguments if array.path[0] == "cache"]

@@ -38,9 +38,9 @@ from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST, OCI_LAYOUT
+from prejit.runtime.format.names import INDEX_DIGEST, OCI_LAYOUT
 from prejit.runtime.format.opening import Contents, match, open_index, read_contents
-from prejit.runtime.format.schema import Config, Index
+from prejit.runtime.format.schema import Config, Index, encode_index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -188,11 +188,10 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     text = to_json(contents.config).decode()
     for name in ("context", "source_context"):
         text = text.replace(f'"{name}":32', f'"{name}":{1 << 26}')
-    text = text.replace(",2,32,4]", f",2,{1 << 26},4]").replace(
-        '"format":3', f'"format":{FORMAT_VERSION}'
-    )
+    text = text.replace(",2,32,4]", f",2,{1 << 26},4]")
     config = from_json(Config, text.encode(), PATH)
     content, blobs = assemble("decoder", [PackedTarget(config, layers)])
+    content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
     path = tmp_path / "bundle"
     (path / "blobs" / "sha256").mkdir(parents=True)
     for digest, blob in blobs.items():

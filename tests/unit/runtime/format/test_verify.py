@@ -992,8 +992,9 @@ def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
             for kept in contents.manifest.layers
         )
     config = without_argument(contents.config, DECODE, "steps")
-    config = dataclasses.replace(config, format=FORMAT_VERSION)  # as `assemble` writes
-    path = write(tmp_path / "b", assemble("decoder", [PackedTarget(config, layers)]))
+    content, blobs = assemble("decoder", [PackedTarget(config, layers)])
+    content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
+    path = write(tmp_path / "b", (content, blobs))
     assert "blobs/sha256/" in reject(path, rf"{DECODE}: arguments\[3\].*steps").path
 
 

@@ -37,8 +37,9 @@ def test_the_command_line_has_a_flag_for_each_option_that_text_can_spell() -> No
             continue
         value = [] if option.flag is bool else ["1"]
         found = vars(parser().parse_args([*given, flag, *value]))[option.name]
-        assert found == {bool: True, list: ["1"], int: 1, float: 1.0}[option.flag], flag
-        resolve({option.name: found})
+        assert found == {bool: True, list: ["1"], int: 1, float: 1.0, str: "1"}[option.flag], flag
+        if option.flag is not str:  # the command line opens it first
+            resolve({option.name: found})
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -53,6 +53,7 @@ class NewTokens:
         last: bool,
         window: int | None = None,
         cap: float | None = None,
+        bias: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Write the new tokens into the cache and attend to it.
 
@@ -65,13 +66,15 @@ class NewTokens:
             last: whether this is the last layer, which computes only what results need.
             window: number of tokens that each one sees, itself included; None for all up to its own.
             cap: soft bound of the scores: cap * tanh(score / cap); None for no bound.
+            bias: float32 [B, T, N, S], added to the scores, which the kernel cannot do; None for none.
 
         Returns:
             float32 [B, T, N * H], or [B, 1, N * H] in the last layer; the cache.
         """
         if last:
             query = self.wanted(query)
-        if forms.has_kernels():
+            bias = None if bias is None else self.wanted(bias)
+        if forms.has_kernels() and bias is None:
             mixed, layer = kernel_calls.attention(
                 query,
                 (keys, values),
@@ -86,7 +89,8 @@ class NewTokens:
             return mixed.reshape(*query.shape[:2], -1), layer
         layer = self.write(layer, keys, values)
         positions = self.wanted(self.positions) if last else self.positions
-        return attention(query, layer, positions, scale, window=window, cap=cap), layer
+        mixed = attention(query, layer, positions, scale, window=window, cap=cap, bias=bias)
+        return mixed, layer
 
     def attend_packed(
         self, packed: jax.Array, heads: int, layer: LayerCache, scale: float, *, last: bool
@@ -197,6 +201,7 @@ def attention(
     *,
     window: int | None = None,
     cap: float | None = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention of each token to the cache up to its own position.
 
@@ -206,10 +211,11 @@ def attention(
     Args:
         query: float32 [B, T, N, H].
         layer: the cache with the new tokens in it.
-        positions: int32 [B, T], the positions of the new tokens.
+        positions: int32 [B, T], or [B, 1]: the last position that each token sees, its own.
         scale: factor of the scores.
         window: as in `NewTokens.attend`.
         cap: as in `NewTokens.attend`.
+        bias: as in `NewTokens.attend`; or [1, T, N, S], the same for all rows.
 
     Returns:
         float32 [B, T, N * H].
@@ -223,6 +229,8 @@ def attention(
     scores = _batched_dot(query.reshape(*rows, size), keys, 3).reshape(*grouped, slots)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
+    if bias is not None:
+        scores += bias.swapaxes(1, 2).reshape(-1, *grouped[1:], slots)
     slot = jnp.arange(slots)
     visible = slot <= positions[:, None, None, :, None]
     if window is not None:
@@ -232,6 +240,30 @@ def attention(
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
     mixed = _batched_dot(weights.reshape(*rows, slots), values, 2).reshape(*grouped, size)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
+
+
+def attention_to_all(
+    query: jax.Array, layer: LayerCache, length: jax.Array, scale: float
+) -> tuple[jax.Array, LayerCache]:
+    """Return attention of new tokens to all positions of a cache that does not change, such as a source's.
+
+    Args:
+        query: float32 [B, T, N, H]; N is K.
+        layer: the cache.
+        length: int32 [B], the number of valid tokens. What other tokens get is meaningless, but finite.
+        scale: factor of the scores.
+
+    Returns:
+        float32 [B, T, N * H]; the cache, which the kernel has to return because it gets its memory.
+    """
+    slots = layer[0].shape[2]
+    if not forms.has_kernels():
+        positions = jnp.full(query.shape[:2], slots - 1)
+        return attention(query, layer, positions, scale), layer
+    # Tokens behind the end of a cache see all of it, and none of them is written.
+    end = jnp.full(len(query), slots, jnp.int32)
+    behind = NewTokens(end, length, query.shape[1])
+    return behind.attend(query, query, query, layer, scale, last=False)
 
 
 def _batched_dot(x: jax.Array, cache: jax.Array, contracted: int) -> jax.Array:

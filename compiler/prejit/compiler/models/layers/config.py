@@ -71,6 +71,7 @@ class Naming:
         buffers: suffixes of tensors that are not parameters.
         ignored: prefixes of tensors that the model does not use, such as those of an image encoder.
         moved: pairs of a published prefix and the module's.
+        copies: other names under which checkpoints may hold the embedding once more.
     """
 
     prefix: str
@@ -80,6 +81,7 @@ class Naming:
     buffers: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     moved: tuple[tuple[str, str], ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -210,8 +210,8 @@ def _cache_forms(config: Config) -> tuple[tuple[str, tuple[str, ...]], ...]:
     assert config.decoder is not None
     decoder = config.decoder
     if decoder.cache is None:  # a forged number of layers must cost no memory
-        most = max((len(program.arguments) for program in config.programs), default=0)
-        decoder = replace(decoder, num_layers=min(decoder.num_layers or 0, most))
+        most = max((len(program.arguments) for program in config.programs), default=1)
+        decoder = replace(decoder, num_layers=min(decoder.num_layers or 1, max(1, most)))
     return tuple(
         (
             f"{json.dumps(array.path, separators=(',', ':'))} {array.dtype}",

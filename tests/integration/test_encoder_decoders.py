@@ -1,0 +1,197 @@
+"""Encoder-decoders from a checkpoint to text: bundles of T5 and Whisper say what torch says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.parity import t5_cases, whisper_cases
+from tests.parity.cases import cases as decoder_cases
+
+from prejit.runtime import ContextError, UsageError, load
+from prejit.runtime.bundle import Bundle
+
+from .conftest import Run
+
+MANIFEST = """
+[bundle]
+name = "{name}"
+[model]
+source = "model"
+dtype = "{dtype}"
+[generate]
+batch = [1, 3]
+prompt = [3, 4]
+context = [8, 28]
+source = {source}
+draft_tokens = 3
+[[target]]
+name = "cpu-host"
+"""
+
+T5, WHISPER = t5_cases.cases()[0], whisper_cases.cases()[0]
+
+
+def built(
+    at: Path, run: Run, case: Any, source: list[int], dtype: str = "float32", status: int = 0
+) -> tuple[Path, str]:
+    """The bundle of a case, and what the build said."""
+    name = case.config["model_type"]
+    case.write(at / "model")
+    # Nothing ends a text early: torch's record goes on after these tokens too.
+    (at / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    (at / "m.toml").write_text(MANIFEST.format(name=name, source=source, dtype=dtype))
+    said = run("build", at / "m.toml", "-o", at, status=status)
+    return at / name, said.stderr
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
+    path, _ = built(tmp_path_factory.mktemp("t5"), run, T5, [11, 23])
+    return load(path, on_mismatch="error")
+
+
+@pytest.fixture(scope="module")
+def transcriber(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Bundle:
+    path, _ = built(tmp_path_factory.mktemp("whisper"), run, WHISPER, [WHISPER.frames])
+    return load(path, on_mismatch="error")
+
+
+def recorded(case: Any) -> list[list[int]]:
+    """The greedy tokens of torch after each prompt, as far as the context of the bundle goes."""
+    module = t5_cases if case is T5 else whisper_cases
+    with np.load(module.REFERENCE) as reference:
+        found: list[list[int]] = reference[case.name].argmax(2)[:, :20].tolist()
+    return found
+
+
+def requests(case: Any) -> list[tuple[list[int], Any]]:
+    """Prompt and source of each row."""
+    if case is T5:
+        rows = zip(case.prompt.tolist(), case.source, case.lengths, strict=True)
+        return [(prompt, source[:length]) for prompt, source, length in rows]
+    return list(zip(case.prompts.tolist(), case.spectrograms, strict=True))
+
+
+@pytest.mark.parametrize("case", [T5, WHISPER], ids=["t5", "whisper"])
+def test_a_bundle_writes_what_torch_wrote(case: Any, request: pytest.FixtureRequest) -> None:
+    bundle: Bundle = request.getfixturevalue("translator" if case is T5 else "transcriber")
+    wanted = recorded(case)
+    given = requests(case)
+    alone = [
+        bundle.generate(prompt, source=source, max_new_tokens=20).token_ids
+        for prompt, source in given
+    ]
+    assert [list(ids) for ids in alone] == wanted
+    prompts, sources = zip(*given, strict=True)
+    together = bundle.generate_batch(
+        [*prompts, prompts[0]], sources=[*sources, sources[1]], max_new_tokens=20
+    )
+    assert [list(result.token_ids) for result in together[:2]] == wanted
+    drafted = [
+        bundle.generate(prompt, source=source, max_new_tokens=20, prompt_lookup=True).token_ids
+        for prompt, source in given
+    ]
+    assert drafted == alone
+    session = bundle.session()
+    for prompt, source in (*given, given[0]):
+        again = session.generate(prompt, source=source, max_new_tokens=20)
+        assert again.stats.reused_tokens == 0
+        assert list(again.token_ids) in wanted
+    streamed = [
+        piece.token_id for piece in bundle.stream(given[0][0], source=sources[0], max_new_tokens=20)
+    ]
+    assert streamed == wanted[0]
+
+
+def test_requests_that_join_and_leave_do_not_change_each_other(translator: Bundle) -> None:
+    wanted, given = recorded(T5), requests(T5)
+    batch = translator.batch(3)
+    slots: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
+    waiting = [0, 1, 0, 1, 1]
+    turn = 0
+    while waiting or slots:
+        if waiting and batch.free and turn % 2 == 0:
+            row = waiting.pop()
+            prompt, source = given[row]
+            [slot] = batch.insert(translator.request(prompt, source=source, max_new_tokens=20))
+            slots[slot], found[slot] = row, []
+        for token in batch.step():
+            if token.token_id is not None:
+                found[token.slot].append(token.token_id)
+            if token.finish_reason is not None:
+                assert found[token.slot] == wanted[slots.pop(token.slot)]
+        turn += 1
+
+
+def test_a_text_begins_by_itself_and_a_source_may_be_short(translator: Bundle) -> None:
+    source = requests(T5)[0][1][:5]
+    began = translator.generate(source=source, max_new_tokens=6)
+    start = T5.config["decoder_start_token_id"]
+    assert (
+        began.token_ids == translator.generate([start], source=source, max_new_tokens=6).token_ids
+    )
+    assert began.stats.programs[0].startswith("encode/b1-n11-")
+    [one, two] = translator.generate_n(None, 2, source=source, max_new_tokens=6, temperature=1.0)
+    assert one.token_ids != two.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "source: expected what the model is to read, found none"),
+        ({"source": "a text"}, "no tokenizer"),
+        ({"source": [1, 2, 10**6]}, "source: expected .* 10000"),
+        (
+            {"source": np.ones((2, 3), np.int32)},
+            r"source: expected int32\[N\], found int32\[2, 3\]",
+        ),
+        ({"source": np.ones(3, np.float32)}, r"expected int32\[N\], found float32\[3\]"),
+        ({"source": object()}, "source: expected an array of numbers"),
+    ],
+)
+def test_a_wrong_source_is_told(translator: Bundle, options: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        translator.generate([1], **options)
+
+
+def test_a_source_that_is_too_long_is_told(translator: Bundle) -> None:
+    with pytest.raises(ContextError, match="source: expected at most 23 places, found 24"):
+        translator.generate([1], source=[1] * 24)
+    with pytest.raises(UsageError, match="no common prefix"):
+        translator.prefix([1, 2])
+
+
+def test_a_spectrogram_of_another_shape_is_told(transcriber: Bundle) -> None:
+    bins, frames = WHISPER.config["num_mel_bins"], WHISPER.frames
+    with pytest.raises(UsageError, match=rf"expected float32\[{bins}, N\], found float32\[1, 2\]"):
+        transcriber.generate([1], source=np.ones((1, 2), np.float32))
+    with pytest.raises(ContextError, match=f"at most {frames} places"):
+        transcriber.generate([1], source=np.ones((bins, frames + 1), np.float32))
+
+
+def test_the_command_line_reads_a_spectrogram(tmp_path: Path, run: Run) -> None:
+    bundle, _ = built(tmp_path, run, WHISPER, [WHISPER.frames], "int8")
+    prompt, source = requests(WHISPER)[0]
+    np.save(tmp_path / "sound.npy", source)
+    ids = ",".join(map(str, prompt))
+    said = run(
+        *("generate", bundle, "--prompt-ids", ids, "--source", tmp_path / "sound.npy"),
+        *("--max-new-tokens", "5", "--json"),
+    )
+    assert len(json.loads(said.stdout)["token_ids"]) == 5
+    assert "encode/b1" in said.stdout
+
+
+def test_wrong_sources_in_a_manifest_are_told(tmp_path: Path, run: Run) -> None:
+    _, said = built(tmp_path, run, WHISPER, [WHISPER.frames + 2], status=2)
+    assert f"generate.source: expected {WHISPER.frames} frames" in said
+    _, said = built(tmp_path, run, T5, [], status=2)
+    assert "generate.source: missing" in said
+    plain = next(case for case in decoder_cases())
+    _, said = built(tmp_path, run, plain, [8], status=2)
+    assert "generate.source: expected none" in said
