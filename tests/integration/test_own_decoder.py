@@ -152,6 +152,13 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
         )
         return prejit.compiler.build(manifest, tmp_path / "out", **options)
 
+    manifest = Manifest(
+        "own", model=Model(module=decoder), generate=GENERATE_SIZES, targets=["cpu-host"]
+    )
+    planned = prejit.compiler.plan(manifest, cache=options["cache"])
+    assert {(each.state, each.why) for each in planned} == {
+        ("traced at build", "a build traces EquinoxDecoder, and then looks for its executable")
+    }
     first, second = built(decoder), built(decoder)
     assert (first.compiled, first.cached, first.written) == (3, 0, True)
     assert (second.compiled, second.cached, second.written) == (0, 3, False)
