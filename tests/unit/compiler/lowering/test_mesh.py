@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from prejit.compiler.lowering.decoder import lower_decoder
+from prejit.compiler.lowering.decoder import Split, lower_decoder
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, registry
 from prejit.compiler.models.layers import config
-from prejit.compiler.models.parameters import flat_parameters
+from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.compiler.models.sharding import check_mesh, shardings
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import ManifestError
@@ -118,16 +118,17 @@ def test_a_vocabulary_that_does_not_divide_is_on_every_device(tmp_path: Path) ->
 def test_what_cannot_be_split_is_refused_with_what_fits(
     tensor: int, inner: int, told: str, tmp_path: Path
 ) -> None:
-    model, shape = model_of({**LLAMA, "intermediate_size": inner}, tmp_path)
+    model, _ = model_of({**LLAMA, "intermediate_size": inner}, tmp_path)
     with pytest.raises(ManifestError, match=told) as caught:
-        check_mesh(Mesh(1, tensor), model, shape, Path("m.toml"), Path("c.json"))
+        check_mesh(Mesh(1, tensor), model, Path("m.toml"), Path("c.json"))
     fitting = "1 or 2 or 4 or 8" if inner == 160 else "1 or 2 or 4"
     assert caught.value.hint == f"{fitting} would fit"
 
 
 def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProgram:
     model, shape = model_of(CONFIGS[family], directory)
-    return lower_decoder(model, shape, SPECS[kind], mesh)
+    split = Split(mesh, shardings(model, mesh))
+    return lower_decoder(parametrized(model), shape, SPECS[kind], split=split)
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -174,7 +175,7 @@ def test_the_program_table_says_what_is_split(tmp_path: Path) -> None:
 
 def test_one_device_is_lowered_without_a_mesh(tmp_path: Path) -> None:
     model, shape = model_of(LLAMA, tmp_path)
-    lowered = lower_decoder(model, shape, SPECS["decode"])
+    lowered = lower_decoder(parametrized(model), shape, SPECS["decode"])
     assert lowered.weight_shardings == {}
     assert b"sharding" not in lowered.portable
     assert all(a.sharding == () for a in (*lowered.arguments, *lowered.results))
