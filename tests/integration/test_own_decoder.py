@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox
@@ -234,11 +235,44 @@ def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
         Transposed(), GENERATE_SIZES
     )
 
+    class Half(own_decoders.PlainDecoder):
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            logits, cache = own_decoders.run(self, *arguments, every=every)
+            return logits.astype(jnp.bfloat16), cache
+
+    assert (
+        "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16[1, 97]"
+        in (failing(Half(), GENERATE_SIZES))
+    )
+
+    class Forgetful(own_decoders.PlainDecoder):
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            return own_decoders.run(self, *arguments, every=every)[0]
+
+    assert (
+        "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None"
+        in failing(Forgetful(), GENERATE_SIZES)
+    )
+
+    class Hidden(own_decoders.PlainDecoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = SimpleNamespace(bias=jnp.ones((4000, 97)))
+
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            logits, cache = own_decoders.run(self, *arguments, every=every)
+            return logits + self.inner.bias.sum(0), cache
+
+    assert (
+        "expected all large arrays to be parameters, found float32[4000, 97] inside its code"
+        in (failing(Hidden(), GENERATE_SIZES))
+    )
+
     class Raising(own_decoders.PlainDecoder):
         def __call__(self, *arguments: Any, every: bool = False) -> Any:
             raise ValueError("not today")
 
     error = failing(Raising(), GENERATE_SIZES)
-    assert "cannot lower" in error
+    assert error.startswith("manifest 'own': cannot call Raising: ")
     assert "ValueError: not today" in error
     assert not (tmp_path / "out").exists()

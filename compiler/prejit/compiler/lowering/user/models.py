@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]
 
+_LARGEST_CONSTANT = 1 << 20
+"""Largest array in bytes that a decoder's code may hold. Every program and every target would hold a copy."""
 CHECK_MODEL = "`prejit check-model MODULE` tries all that a decoder must do"
 """The hint of errors about a decoder of the user."""
 
@@ -117,6 +119,56 @@ def find_model(
     )
     stored = _stored(exact, held, model.dtype)
     return OwnModel(label, *sizes, _reads_source(found), exact, stored, modules)
+
+
+def check_call(model: OwnModel, cache: Any, where: str) -> None:
+    """Check the results of a call of one token, by their shapes, and that no array is left in the program.
+
+    Args:
+        model: the decoder.
+        cache: the shapes of its cache.
+        where: the manifest, for errors.
+
+    Raises:
+        ManifestError: logits or cache are not as models/protocol.py says, or the code holds arrays that are
+            no parameters.
+    """
+    rows = jax.tree.leaves(cache)[0].shape[0]
+    row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+
+    def call(weights: Values, *arguments: Any) -> Any:
+        return model.exact.model.bind(weights)(*arguments)
+
+    weights = dict(model.exact.model.weights)
+    traced, found = jax.make_jaxpr(call, return_shape=True)(weights, tokens, row, row, cache)
+    logits, after = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    wanted = jax.ShapeDtypeStruct((rows, model.vocab_size), jnp.float32)
+    for what, expected, one in (("logits", wanted, logits), ("cache", cache, after)):
+        if (given := _shapes(one)) != _shapes(expected):
+            raise ManifestError(
+                f"{where}: {model.label}: {what}: expected {_shapes(expected)} for {rows} rows of one token, "
+                f"found {given}",
+                hint=CHECK_MODEL,
+            )
+    held = [each for each in traced.consts if each.nbytes > _LARGEST_CONSTANT]
+    if held:
+        raise ManifestError(
+            f"{where}: {model.label}: expected all large arrays to be parameters, found "
+            f"{', '.join(_shapes(each) for each in held[:4])} inside its code",
+            hint="make them attributes of the object itself, or of a pytree or flax module that it holds: "
+            "arrays of any other object are not found",
+        )
+
+
+def _shapes(tree: Any) -> str:
+    """Return a pytree of arrays in words, at most 400 characters."""
+
+    def spelled(leaf: Any) -> str:
+        return f"{leaf.dtype}{[*leaf.shape]}" if hasattr(leaf, "shape") else type(leaf).__name__
+
+    text = str(jax.tree.map(spelled, tree)).replace("'", "")
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def _instance(found: Any, modules: UserModules, where: str, label: str) -> Any:
