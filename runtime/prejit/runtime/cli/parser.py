@@ -239,6 +239,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print on stderr at the end what was read and what was compiled, and why",
     )
+    command.add_argument(
+        "--live",
+        action="store_true",
+        help="print on stderr what is compiled, and why, as soon as it happens",
+    )
     command.add_argument("-o", "--output", metavar="FILE.json", help="write the report as JSON")
     command.add_argument(
         "--require-aot",
