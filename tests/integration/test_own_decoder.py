@@ -175,6 +175,25 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_encoder_decoder_reads_a_source(
+    dtype: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    manifest = Manifest(
+        "own",
+        model=Model(module=own_decoders.Translator, dtype=dtype),
+        generate=Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8)),
+        targets=["cpu-host"],
+    )
+    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    assert built.accuracy is None
+    bundle, model = load(built.path), stored("Translator", dtype)
+    for source in ([3, 50, 7], [9, 8, 7, 6, 5, 4]):
+        expected = own_decoders.greedy(model, [1, 2], 12, 32, source)
+        found = bundle.generate([1, 2], source=source, max_new_tokens=12, temperature=0)
+        assert list(found.token_ids) == expected
+
+
 def write_tokenizer(directory: Path) -> None:
     """A tokenizer of a word for each token of the decoder, of which the last ends a text."""
     words = {f"w{number}": number for number in range(own_decoders.VOCAB - 2)}
@@ -222,6 +241,9 @@ def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
             prejit.compiler.build(manifest, tmp_path / "out", **options)
         return f"{caught.value}"
 
+    assert failing(own_decoders.Translator, GENERATE_SIZES) == (
+        "manifest 'own': generate.source: missing; Translator is an encoder-decoder"
+    )
     long = Generate(batch=(1,), prompt=(8,), context=(128,))
     assert failing(own_decoders.PlainDecoder(), long) == (
         "manifest 'own': generate.context: expected at most 96, the max_positions of PlainDecoder; found 128"
