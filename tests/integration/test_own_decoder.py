@@ -24,6 +24,8 @@ import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
 from prejit.compiler.lowering.user.models import OwnModel, find_model
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.native.products import Product
 from prejit.runtime import load
 from prejit.runtime.errors import PrejitError
 
@@ -90,6 +92,20 @@ def stored(attribute: str, dtype: str) -> Any:
     return found.stored.model.bind(weights)
 
 
+class Xla(dict[Product, str]):
+    """Forms of products without kernels."""
+
+    def get(self, product: Product, default: Any = None) -> str:
+        del default
+        return product.forms[0]
+
+
+def greedy(model: Any, *arguments: Any) -> list[int]:
+    """What a decoder writes in plain Python, rounding x in products as a program with kernels does."""
+    with using(Forms(Xla())):
+        return own_decoders.greedy(model, *arguments)
+
+
 GENERATE = """
 import json, sys
 import numpy as np
@@ -125,15 +141,15 @@ def test_a_fresh_process_writes_what_the_model_writes(
 ) -> None:
     done = python(GENERATE, build(attribute, dtype), json.dumps(PROMPT), str(COUNT))
     model = stored(attribute, dtype)
-    expected = own_decoders.greedy(model, PROMPT, COUNT, 40)
-    short = own_decoders.greedy(model, PROMPT[:3], COUNT, 40)
+    expected = greedy(model, PROMPT, COUNT, 40)
+    short = greedy(model, PROMPT[:3], COUNT, 40)
     assert len(set(expected)) > 4, "a text that says something"
     assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, expected, short]
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
-    return {"cache": tmp_path / "cache", "quiet": True, "measure": False}
+def options(build_cache: Path) -> dict[str, Any]:
+    return {"cache": build_cache, "quiet": True, "measure": False}
 
 
 GENERATE_SIZES = Generate(batch=(1,), prompt=(8,), context=(16,), cache_dtype="bfloat16")
@@ -161,7 +177,7 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
         ("traced at build", "a build traces EquinoxDecoder, and then looks for its executable")
     }
     first, second = built(decoder), built(decoder)
-    assert (first.compiled, first.cached, first.written) == (3, 0, True)
+    assert (first.compiled + first.cached, first.written) == (3, True)
     assert (second.compiled, second.cached, second.written) == (0, 3, False)
     assert first.digest == second.digest
     assert first.accuracy == second.accuracy
@@ -189,7 +205,7 @@ def test_an_encoder_decoder_reads_a_source(
     assert built.accuracy is None
     bundle, model = load(built.path), stored("Translator", dtype)
     for source in ([3, 50, 7], [9, 8, 7, 6, 5, 4]):
-        expected = own_decoders.greedy(model, [1, 2], 12, 32, source)
+        expected = greedy(model, [1, 2], 12, 32, source)
         found = bundle.generate([1, 2], source=source, max_new_tokens=12, temperature=0)
         assert list(found.token_ids) == expected
 

@@ -81,8 +81,13 @@ ReadModel = Callable[[], ModelSource]
 
 
 def uses_kernels(manifest: Manifest) -> bool:
-    """Return whether programs may call kernels: those of a published model on one device."""
-    return manifest.model is not None and not manifest.has_own_model and manifest.mesh is None
+    """Return whether programs may call kernels: those of a model on one device."""
+    return manifest.model is not None and manifest.mesh is None
+
+
+def stores_out_in(manifest: Manifest, targets: tuple[Target, ...]) -> bool:
+    """Return whether matrices are stored (out, in), as kernels read them."""
+    return uses_kernels(manifest) and targets[0].architecture == KERNELS_ARCHITECTURE
 
 
 def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path) -> ModelFiles:
@@ -101,7 +106,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     if manifest.has_own_model:
         return ModelFiles(directory, None, out_in=False, configuration=())
     layout = None if manifest.encode is None else read_layout(directory)
-    out_in = uses_kernels(manifest) and targets[0].architecture == KERNELS_ARCHITECTURE
+    out_in = stores_out_in(manifest, targets)
     if layout is None:
         deciding: tuple[Path, ...] = (directory / "config.json",)
     else:

@@ -81,6 +81,8 @@ def find_model(
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
     nested: Callable[[Mapping[str, Any]], Any] | None = None,
+    *,
+    out_in: bool = False,
 ) -> OwnModel:
     """Import the decoder that a manifest names, and take its parameters apart from it.
 
@@ -94,6 +96,7 @@ def find_model(
         modules: the modules beside the manifest.
         nested: makes the params of a flax.linen module from flat weights; None for nested dicts, by the dots
             in names.
+        out_in: whether matrices that it only multiplies with are stored (out, in), as kernels read them.
 
     Raises:
         ManifestError: the object does not exist, cannot be made, or is no decoder; or params does not fit it.
@@ -117,7 +120,8 @@ def find_model(
         Parametrized(shapes, held.bind),
         {name: partial(values.__getitem__, name) for name in values},
     )
-    stored = _stored(exact, held, model.dtype)
+    with modules.tracing(f"{where}: cannot call {label}", CHECK_MODEL):
+        stored = _stored(exact, held, model.dtype, out_in=out_in)
     return OwnModel(label, *sizes, _reads_source(found), exact, stored, modules)
 
 
@@ -313,7 +317,7 @@ def _spelled(kind: type[Any]) -> str:
     return f"{'an' if kind.__qualname__[:1].lower() in 'aeiou' else 'a'} {kind.__qualname__}"
 
 
-def _stored(exact: Stored, held: _Held, dtype: str) -> Stored:
+def _stored(exact: Stored, held: _Held, dtype: str, *, out_in: bool) -> Stored:
     """Return the model as it is stored: prejit's own layers as those of a published model."""
     model, values, matrices = exact.model, exact.values, set(held.matrices)
     if held.is_nnx:
@@ -323,4 +327,4 @@ def _stored(exact: Stored, held: _Held, dtype: str) -> Stored:
         model = parametrized(module)
         values = {name: readers.get(name) or exact.values[name] for name in model.weights}
         matrices -= readers.keys()
-    return narrowed(model, values, dtype, matrices)
+    return narrowed(model, values, dtype, matrices, out_in=out_in)
