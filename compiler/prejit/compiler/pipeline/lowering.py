@@ -305,7 +305,7 @@ def lower_native(
 def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Store) -> Lowered:
     read = model()
     if plan.manifest.encode is None:
-        from prejit.compiler.lowering.decoder import Split, lower_decoder
+        from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
         from prejit.compiler.models.parameters import parametrized
         from prejit.compiler.models.sharding import shardings
 
@@ -315,7 +315,7 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
             read.shape,
             program.spec,
             source=longest_source(plan.manifest),
-            split=None if mesh is None else Split(mesh, shardings(read.module, mesh)),
+            split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
         )
         return replace(_put(made, store), decoder=dict(made.decoder))
     from prejit.compiler.lowering.encoder import lower_encoder

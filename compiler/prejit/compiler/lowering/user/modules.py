@@ -71,7 +71,7 @@ class UserModules:
                 except BaseException as error:
                     raise ManifestError(
                         f"{where}: cannot read {attribute!r} of {module_name!r}: "
-                        f"{self._describe(error)}"
+                        f"{self.describe(error)}"
                     ) from error
                 if not present:
                     near = nearest(name, tuple(vars(found)) if hasattr(found, "__dict__") else ())
@@ -99,7 +99,7 @@ class UserModules:
             except (KeyboardInterrupt, PrejitError):
                 raise
             except BaseException as error:
-                raise BuildError(f"{what}: {self._describe(error)}", hint=hint) from error
+                raise BuildError(f"{what}: {self.describe(error)}", hint=hint) from error
 
     def _import(self, module_name: str, where: str) -> Any:
         try:
@@ -111,7 +111,7 @@ class UserModules:
             if isinstance(error, ImportError):
                 hint = "put the module beside the manifest, or install it into this environment"
             raise ManifestError(
-                f"{where}: cannot import {module_name!r}: {self._describe(error)}", hint=hint
+                f"{where}: cannot import {module_name!r}: {self.describe(error)}", hint=hint
             ) from error
 
     @contextmanager
@@ -164,7 +164,7 @@ class UserModules:
         places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
         return any(os.path.dirname(os.path.abspath(place)) in self._roots for place in places)
 
-    def _describe(self, error: BaseException) -> str:
+    def describe(self, error: BaseException) -> str:
         """Return the text of an exception, with the line of the user's code that raised it."""
         text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
         if isinstance(error, SyntaxError) and error.filename is not None:
