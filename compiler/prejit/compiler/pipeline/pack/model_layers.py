@@ -146,7 +146,12 @@ def _ids_of_tokenizer(directory: Path) -> dict[str, int]:
             each["content"]: int(each["id"])
             for each in json.loads(_read(tokenizer))["added_tokens"]
         }
-    except (ValueError, TypeError, LookupError):  # the check of the tokenizer says what is wrong
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        RecursionError,
+    ):  # the check of the tokenizer says what is wrong
         return {}
     return {name: ids[text] for name, text in special_tokens(directory).items() if text in ids}
 

@@ -56,6 +56,23 @@ def test_special_tokens_of_another_type_fail_the_build(
         ids_of(tmp_path, {name: value}, {})
 
 
+def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_path: Path) -> None:
+    assert special_ids(tmp_path, 50, own=True) == ((), None, ())
+    added = [
+        {"content": "<s>", "id": 1},
+        {"content": "</s>", "id": 2},
+        {"content": "<x>", "id": 70},
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "decoder_start_token": "<x>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    assert special_ids(tmp_path, 50, own=True) == ((2,), 1, ())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    assert special_ids(tmp_path, 50, own=True) == ((7,), 1, ())
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    assert special_ids(tmp_path, 50, own=True) == ((7,), None, ())
+
+
 def test_json_that_is_nested_too_deeply_fails_the_build(tmp_path: Path) -> None:
     deep = "[" * 100_000
     (tmp_path / "config.json").write_text("{}")
