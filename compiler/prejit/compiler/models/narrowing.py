@@ -24,7 +24,7 @@ from prejit.compiler.models import precision
 from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow, recording
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.precision import Values
-from prejit.compiler.models.protocol import Cache, EncoderDecoder
+from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 
 _MIN_INPUTS = 64
 """Minimum values that share an output, and a scale. A stack of norms or biases has the form of a matrix and
@@ -122,7 +122,7 @@ def _in_orders(
         others = {name: values[name] for name in model.weights if name not in chosen}
         # What does not depend on values is read from the stored ones: nothing is widened for it.
         shell = model.bind({name: values[name] for name in model.weights})
-        kind = _NarrowEncoderDecoder if isinstance(shell, EncoderDecoder) else _NarrowDecoder
+        kind = _NarrowEncoderDecoder if isinstance(shell, EncoderDecoderModel) else _NarrowDecoder
         return kind(
             shell.vocab_size,
             shell.max_positions,
@@ -193,7 +193,7 @@ class _Narrow:
         *,
         every: bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """See protocol.Decoder.
+        """See protocol.DecoderModel.
 
         Without the barrier XLA would widen what is no product before the loop over decode steps.
         """
@@ -210,7 +210,7 @@ class _NarrowDecoder(_Narrow):
     """A decoder."""
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> Cache:
-        """See protocol.Decoder."""
+        """See protocol.DecoderModel."""
         return call_narrow(
             lambda wide: self.bind(wide).make_cache(rows, positions, dtype), self.matrices
         )
@@ -220,12 +220,12 @@ class _NarrowEncoderDecoder(_Narrow):
     """An encoder-decoder."""
 
     def source(self, rows: int, size: int) -> jax.ShapeDtypeStruct:
-        """See protocol.EncoderDecoder."""
+        """See protocol.EncoderDecoderModel."""
         found: jax.ShapeDtypeStruct = self.shell.source(rows, size)
         return found
 
     def encode(self, source: jax.Array, length: jax.Array, positions: int, dtype: str) -> Cache:
-        """See protocol.EncoderDecoder."""
+        """See protocol.EncoderDecoderModel."""
 
         def encode(wide: Mapping[str, jax.Array], source: jax.Array, length: jax.Array) -> Cache:
             return self.bind(wide).encode(source, length, positions, dtype)

@@ -22,7 +22,7 @@ from prejit.compiler.manifest.manifest import Model
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.narrowing import Stored
-from prejit.compiler.models.protocol import Decoder
+from prejit.compiler.models.protocol import DecoderModel
 from prejit.compiler.native.products import KERNEL
 from prejit.runtime.errors import BuildError, ManifestError
 
@@ -64,7 +64,7 @@ def logits(stored: Stored, tokens: Arrays) -> Arrays:
 
     def call(weights: Any, tokens: Any) -> Any:
         model = stored.model.bind(weights)
-        assert isinstance(model, Decoder)
+        assert isinstance(model, DecoderModel)
         cache = model.make_cache(rows, count, "float32")
         return model(tokens, jnp.zeros_like(length), length, cache, every=True)[0]
 
