@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -1326,11 +1327,11 @@ def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
         check_array(f'["x"] int8[{shape}]', None, PATH)
 
 
-def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
-    """With right digests everywhere, before anything is compiled."""
+def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
+    """A golden bundle of another config, with right digests everywhere."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
-    with Layout(GOLDEN / "v3" / "decoder") as layout:
+    with Layout(GOLDEN / name) as layout:
         index, _ = open_index(layout)
         [target] = match(layout, index, Fingerprint.current())
         contents = read_contents(layout, target)
@@ -1338,11 +1339,68 @@ def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
             layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
             for kept in contents.manifest.layers
         )
-    config = without_argument(contents.config, DECODE, "steps")
-    content, blobs = assemble("decoder", [PackedTarget(config, layers)])
-    content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
-    path = write(tmp_path / "b", (content, blobs))
+    config = change(contents.config)
+    content, blobs = assemble(config.bundle, [PackedTarget(config, layers)])
+    content = encode_index(config.bundle, from_json(Index, content, PATH).manifests, config.format)
+    return write(path, (content, blobs))
+
+
+def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
+    """Before anything is compiled."""
+    path = forged_golden(
+        tmp_path / "b", "v3/decoder", lambda config: without_argument(config, DECODE, "steps")
+    )
     assert "blobs/sha256/" in reject(path, rf"{DECODE}: arguments\[3\].*steps").path
+
+
+def test_7_a_forged_cache_is_rejected_by_load(tmp_path: Path) -> None:
+    def change(config: Any) -> Any:
+        decoder = dataclasses.replace(config.decoder, cache=(KEYS, KEYS))
+        return dataclasses.replace(config, decoder=decoder)
+
+    path = forged_golden(tmp_path / "b", "v5/decoder", change)
+    assert "blobs/sha256/" in reject(path, "decoder: cache: expected each path once").path
+
+
+def huge_heads(config: Any) -> Any:
+    """Heads of 2**31 - 1 values in the cache and in all programs: 500 GB in a cache of 16 positions."""
+    plain = re.sub(r"(float32\[\d+,2,\d+,)4\]", r"\g<1>2147483647]", to_json(config).decode())
+    return from_json(Config, plain.encode(), PATH)
+
+
+def huge_sources(config: Any) -> Any:
+    """Sources of 2**31 - 1 places, which are 8 GB, in place of four."""
+    huge = (
+        resized(config, f"encode/b1-n4-c{context}", context=context, source=limits.MAX_SIZE)
+        for context in (8, 16)
+    )
+    return with_programs(without(config, "encode/b1-n4-c8", "encode/b1-n4-c16"), *huge)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options", "complaint"),
+    [
+        ("v5/decoder", huge_heads, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
+        ("v5/reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+        ("v5/reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
+    ],
+)
+def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
+    name: str,
+    change: Any,
+    options: Any,
+    complaint: str,
+    tmp_path: Path,
+    no_warnings_of_fallback: None,
+) -> None:
+    """A table that agrees with itself is compared with the program before anything is allocated."""
+    loaded = load(forged_golden(tmp_path / "b", name, change))
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match=complaint):
+        loaded.generate(max_new_tokens=2, **options)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
 
 
 def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:
