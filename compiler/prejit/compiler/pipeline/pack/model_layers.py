@@ -126,7 +126,9 @@ def special_ids(
                     f"{file}: {name}: expected a token id or a list of them, found {value!r:.80}",
                     hint="correct the file, or take the one that was published with the weights",
                 )
-            found[name] = sorted({each for each in ids if 0 <= each < vocab_size})
+            known = [each for each in ids if 0 <= each < vocab_size]
+            # The order of tokens with which a text begins matters; those that end one are a set.
+            found[name] = known if name.startswith("decoder_") else sorted(set(known))
     if own:
         of_tokenizer = _ids_of_tokenizer(directory)
         for name in names:
