@@ -23,11 +23,11 @@ name = "{name}"
 source = "model"
 dtype = "{dtype}"
 [generate]
-batch = [1, 3]
+batch = {batch}
 prompt = [3, 4]
-context = [8, 28]
+context = {context}
 source = {source}
-draft_tokens = 3
+draft_tokens = {draft}
 [[target]]
 name = "cpu-host"
 """
@@ -35,16 +35,20 @@ name = "cpu-host"
 T5, WHISPER = t5_cases.cases()[0], whisper_cases.cases()[0]
 
 
+SIZES = {"batch": [1, 3], "context": [8, 28], "draft": 3, "dtype": "float32"}
+ONE_SIZE = {"batch": [1], "context": [28], "draft": 0, "dtype": "int8"}
+
+
 def built(
-    at: Path, run: Run, case: Any, source: list[int], dtype: str = "float32", status: int = 0
+    at: Path, run: Run, case: Any, source: list[int], sizes: Any = SIZES, status: int = 0
 ) -> tuple[Path, str]:
     """The bundle of a case, and what the build said."""
     name = case.config["model_type"]
     case.write(at / "model")
     # Nothing ends a text early: torch's record goes on after these tokens too.
     (at / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
-    (at / "m.toml").write_text(MANIFEST.format(name=name, source=source, dtype=dtype))
-    said = run("build", at / "m.toml", "-o", at, status=status)
+    (at / "m.toml").write_text(MANIFEST.format(name=name, source=source, **sizes))
+    said = run("build", at / "m.toml", "-o", at, status=status, quick=True)
     return at / name, said.stderr
 
 
@@ -175,7 +179,7 @@ def test_a_spectrogram_of_another_shape_is_told(transcriber: Bundle) -> None:
 
 
 def test_the_command_line_reads_a_spectrogram(tmp_path: Path, run: Run) -> None:
-    bundle, _ = built(tmp_path, run, WHISPER, [WHISPER.frames], "int8")
+    bundle, _ = built(tmp_path, run, WHISPER, [WHISPER.frames], ONE_SIZE)
     prompt, source = requests(WHISPER)[0]
     np.save(tmp_path / "sound.npy", source)
     ids = ",".join(map(str, prompt))
