@@ -32,6 +32,7 @@ from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kerne
 from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
+    bind_libraries,
     find_functions,
     lower,
     products_of,
@@ -156,6 +157,7 @@ def build(
             lowered = lower(plan, program, model, functions, store, progress)
             for each in tools:
                 source = source_of(plan, program, lowered, each.kernels, model, store)
+                source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
                 submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
         user = weights_of(functions)
         weights = pack_weights(plan, published, user, model, store, progress)
