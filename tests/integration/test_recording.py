@@ -143,6 +143,33 @@ def test_a_miss_names_the_shapes_and_the_line(bundle: Path, prejit_at: Prejit) -
     assert "hint: record this run too (prejit record -o BUNDLE -- COMMAND)" in done.stderr
 
 
+def test_a_miss_is_told_while_the_program_runs(here: Path, bundle: Path) -> None:
+    """It waits for a line that its user sends after reading of the miss."""
+    waiting = (
+        "import serve, jax.numpy as jnp",
+        "serve.score(jnp.ones((16, 4)), jnp.float32(2))",
+        "assert input() == 'read'",
+        "serve.score(jnp.ones((17, 4)), jnp.float32(2))",
+    )
+    words = ["run", str(bundle), "--live", "--", sys.executable, "-c", "\n".join(waiting)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "prejit.runtime", *words],
+        cwd=here,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        told = ""
+        while "found (float32[16,4], float32[])" not in told:
+            told += (line := process.stderr.readline())
+            assert line, told
+        _, rest = process.communicate("read\n", timeout=60)
+    assert process.returncode == 0
+    assert "found (float32[17,4], float32[])" in rest
+    assert (told + rest).count("found (float32[16,4], float32[])") == 1
+
+
 def test_the_first_compile_is_an_error_where_none_is_allowed(
     bundle: Path, prejit_at: Prejit
 ) -> None:

@@ -593,7 +593,12 @@ class Bundle:
     def _dispatched(self) -> DispatchedCalls:
         from prejit.runtime.programs.dispatched import DispatchedCalls
 
-        return DispatchedCalls(self._calls)
+        on_jax = None
+        if self.matched and self.config.mesh is None:
+            from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
+
+            on_jax = JaxDispatchedCalls(self._calls, lambda: self.on_jax)
+        return DispatchedCalls(self._calls, on_jax)
 
     @once
     def _calls(self) -> Calls:

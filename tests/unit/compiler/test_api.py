@@ -177,6 +177,14 @@ def dotted() -> Program:
             lambda: Manifest("s", targets=["cpu-host"], model=Model("no-such-directory")),
             ["generate: missing", "model.source: expected a directory"],
         ),
+        (
+            lambda: Manifest("s", targets=["cpu-host"], model=Model(module=scoring, params={})),
+            ["generate: missing"],
+        ),
+        (
+            lambda: Manifest("s", targets=["cpu-host"], model=Model(module="model")),
+            ["generate: missing", 'model.module: expected "package.module:attribute"'],
+        ),
         (lambda: Manifest("s", programs=[scoring()], targets=["cpu-hots"]), ["target[0].name: "]),
         (
             lambda: Manifest("s", programs=[dotted()], targets=["cpu-host"]),

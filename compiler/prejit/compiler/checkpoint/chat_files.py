@@ -47,7 +47,7 @@ def read_chat(directory: Path) -> Chat | None:
                 hint="the model's chat template must parse as Jinja; mend it in the model directory",
             ) from error
     templates = {name: source for name, (_, source) in found.items()}
-    return Chat(templates, _special_tokens(directory))
+    return Chat(templates, special_tokens(directory))
 
 
 def _jinja_files(directory: Path) -> dict[str, tuple[Path, str]]:
@@ -74,7 +74,7 @@ def _json_templates(path: Path) -> dict[str, tuple[Path, str]]:
     return named
 
 
-def _special_tokens(directory: Path) -> dict[str, str]:
+def special_tokens(directory: Path) -> dict[str, str]:
     """Return `bos_token` and others; special_tokens_map.json is read only beside files of old versions."""
     settings = read_object(directory / "tokenizer_config.json", required=False)
     if "added_tokens_decoder" not in settings:

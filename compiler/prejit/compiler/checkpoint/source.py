@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
@@ -13,12 +14,13 @@ _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 _FLAX_WEIGHTS = ("flax_model.safetensors", "flax_model.msgpack")
 
 
-def resolve_source(source: str, base_directory: Path) -> Path:
+def resolve_source(source: str, base_directory: Path, *, weights: bool = True) -> Path:
     """Return the directory of a model, which is fetched if it is not local.
 
     Args:
         source: a directory, or `hf://org/name`, or `hf://org/name@revision` with a branch, tag or commit.
         base_directory: the manifest's directory; a relative source starts there.
+        weights: whether weights are fetched, too.
 
     Returns:
         A directory in the Hugging Face layout; for hf:// a snapshot in the Hub's cache, which needs no
@@ -35,7 +37,8 @@ def resolve_source(source: str, base_directory: Path) -> Path:
             raise ManifestError(
                 f"model.source: expected hf://org/name or hf://org/name@revision, found {source!r}"
             )
-        return _snapshot(match["repository"], match["revision"])
+        fetch = _snapshot if weights else partial(_fetch, patterns=_TEXT)
+        return fetch(match["repository"], match["revision"])
     directory = base_directory / source
     if not directory.is_dir():
         raise ManifestError(

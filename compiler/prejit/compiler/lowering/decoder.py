@@ -46,7 +46,7 @@ Arrays = list[jax.Array]
 
 
 @dataclass(frozen=True)
-class Split:
+class MeshSplit:
     """How a decoder is split over several devices.
 
     Attributes:
@@ -64,7 +64,7 @@ def lower_decoder(
     spec: ProgramSpec,
     *,
     source: int | None = None,
-    split: Split | None = None,
+    split: MeshSplit | None = None,
     forms: Forms | None = None,
 ) -> LoweredProgram:
     """Lower one of a decoder's programs at one bucket.
@@ -308,7 +308,7 @@ def _lower_encode(layout: CacheLayout, spec: ProgramSpec, forms: Forms | None) -
     )
 
 
-def _lower_copy(layout: CacheLayout, spec: ProgramSpec, split: Split | None) -> LoweredProgram:
+def _lower_copy(layout: CacheLayout, spec: ProgramSpec, split: MeshSplit | None) -> LoweredProgram:
     """Copy rows of a cache into a larger one, to grow the cache or to fill a slot."""
     bucket = spec.bucket
     sources = layout.sized(bucket["source_batch"], bucket["source_context"], "source")
@@ -361,7 +361,7 @@ def _shapes_of(arrays: tuple[Array, ...]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(each.shape, jnp.dtype(each.dtype)) for each in arrays]
 
 
-def _split_arrays(arrays: tuple[Array, ...], split: Split | None) -> tuple[Array, ...]:
+def _split_arrays(arrays: tuple[Array, ...], split: MeshSplit | None) -> tuple[Array, ...]:
     if split is None:
         return arrays
     return tuple(replace(each, sharding=_CACHE_SHARDING) for each in arrays)

@@ -49,6 +49,10 @@ def missing(data: dict[str, Any]) -> Problems:
         if not data.get(name) and data.get(name) in (None, []):
             yield (name,), f"missing; expected {expected(name)}"
     uses = [name for name in ("generate", "encode") if name in data]
+    model = data.get("model")
+    if isinstance(model, dict) and not {"source", "module"} & model.keys():
+        wanted = f"{expected('model.source')}, or module, which names a decoder of your own"
+        yield ("model", "source"), f"missing; expected {wanted}"
     if "model" in data and not uses:
         wanted = f"{expected('generate')} or {expected('encode')}"
         yield ("generate",), f"missing; [model] needs {wanted}"
@@ -66,6 +70,8 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
     """Find what is wrong with values of the right type. pydantic finds those of a wrong type."""
     yield from _bundle_problems(_table(data.get("bundle")), directory)
     yield from _model_problems(_table(data.get("model")), directory)
+    if "module" in _table(data.get("model")):
+        yield from _own_model_problems(data, directory)
     yield from _generate_problems(_table(data.get("generate")))
     yield from _encode_problems(_table(data.get("encode")))
     programs = data.get("program")
@@ -178,6 +184,45 @@ def _model_problems(model: dict[str, Any], directory: Path) -> Problems:
         )
     if isinstance(text, str) and not os.path.isfile(directory / text):
         yield ("model", "evaluation"), no_such_path("file", text, directory)
+    if "params" in model and "module" not in model:
+        yield (
+            ("model", "params"),
+            "expected module beside it, whose parameters they are; a source has its own weights",
+        )
+
+
+def _own_model_problems(data: dict[str, Any], directory: Path) -> Problems:
+    """Find what is wrong with a model of the user."""
+    model = _table(data.get("model"))
+    module, params = model["module"], model.get("params")
+    if not isinstance(module, str) or not names_object(module):
+        yield ("model", "module"), f"expected {expected('model.module')}; found {shown(module)}"
+    if isinstance(params, str):
+        for _, problem in _params_problems(params, directory):
+            yield ("model", "params"), problem
+    elif params is not None:
+        yield ("model", "params"), f"expected {expected('model.params')}; found {shown(params)}"
+    if "evaluation" in model and "source" not in model:
+        yield ("model", "evaluation"), "expected source beside it, a directory with tokenizer.json"
+    if "encode" in data:
+        problem = (
+            "expected [generate]: a model of your own is a decoder; an encoder is a [[program]]"
+        )
+        yield ("encode",), problem
+    if "mesh" in data:
+        problem = (
+            "expected none beside model.module: a mesh splits a model with a source, or a [[program]]; "
+            "splitting a model of your own is not built"
+        )
+        yield ("mesh",), problem
+
+
+def _params_problems(params: str, directory: Path) -> Problems:
+    if params.endswith(".safetensors"):
+        if not os.path.isfile(directory / params):
+            yield ("params",), no_such_path("file", params, directory)
+    elif not params or not os.path.isdir(directory / params):
+        yield ("params",), no_such_path("directory", params, directory)
 
 
 def _generate_problems(generate: dict[str, Any]) -> Problems:
@@ -223,11 +268,7 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         wanted = expected("program[].function")
         yield ("function",), f"expected {wanted}; found {shown(function)}"
     if isinstance(params, str):
-        if params.endswith(".safetensors"):
-            if not os.path.isfile(directory / params):
-                yield ("params",), no_such_path("file", params, directory)
-        elif not params or not os.path.isdir(directory / params):
-            yield ("params",), no_such_path("directory", params, directory)
+        yield from _params_problems(params, directory)
     for variable, sizes in _table(program.get("buckets")).items():
         for where, problem in _size_problems(sizes):
             yield ("buckets", variable, *where), problem

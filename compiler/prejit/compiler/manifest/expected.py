@@ -32,6 +32,8 @@ _EXPECTED = {
     "bundle.license": "the path of a file",
     "model": "a [model] table with a source",
     "model.source": 'a directory, or "hf://org/name@revision"',
+    "model.module": '"package.module:attribute"',
+    "model.params": "the path of a .safetensors file or of an orbax directory",
     "model.dtype": " or ".join(", ".join(f'"{name}"' for name in DTYPES).rsplit(", ", 1)),
     "model.evaluation": "the path of a text file",
     "generate.cache_dtype": '"float32" or "bfloat16"',

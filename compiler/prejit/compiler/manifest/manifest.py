@@ -1,7 +1,8 @@
 """A manifest as a value: what to compile and for which machines.
 
     [bundle]      BundleTable        name, license
-    [model]       Model              source, dtype, evaluation; it needs one of the next two
+    [model]       Model              source, or module and params; dtype, evaluation;
+                                     it needs one of the next two
     [generate]    Generate           batch, prompt, context, draft_tokens, cache_dtype, source
     [encode]      Encode             shapes
     [mesh]        Mesh               data, tensor: several devices run one program
@@ -56,21 +57,40 @@ class BundleTable:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`[model]`: a published checkpoint.
+    """`[model]`: a published checkpoint, or a decoder of the user.
 
     Attributes:
         source: a directory in the Hugging Face layout, relative to the manifest, or
-            `hf://org/name@revision`.
-        dtype: dtype in which the matrices are stored. All arithmetic is float32.
+            `hf://org/name@revision`. Beside `module` it gives tokenizer.json,
+            generation_config.json and the chat template, and may be left out.
+        module: a decoder of the user: `package.module:attribute`, or in Python the object itself. The
+            attribute is an object that has the methods of a decoder, or a function or class that makes one
+            without arguments.
+        params: values of the parameters of `module`, which replace its own: a .safetensors file or an orbax
+            directory, relative to the manifest, or in Python a pytree of arrays.
+        dtype: dtype in which the matrices are stored. All arithmetic is float32; a decoder of the user gets
+            its matrices in float32 and computes as it was written.
         evaluation: path of a text, relative to the manifest. The build measures on its last tokens what
             the dtypes cost in accuracy; without it, on text that a decoder writes itself or on random tokens.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
-    source: str
+    source: str | None = None
     dtype: str = "float32"
     evaluation: str | None = None
+    module: Any = None
+    params: Any = None
+
+    @property
+    def label(self) -> str:
+        """The name of the model, for messages."""
+        if self.module is None:
+            return str(self.source)
+        if isinstance(self.module, str):
+            return self.module
+        named = self.module if hasattr(self.module, "__qualname__") else type(self.module)
+        return str(named.__qualname__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +290,11 @@ class Manifest:
         set_(self, "libraries", tuple(libraries))
         set_(self, "path", path)
         set_(self, "targets", tuple(self._target(at, each) for at, each in enumerate(targets)))
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether the model is a decoder of the user."""
+        return self.model is not None and self.model.module is not None
 
     @property
     def where(self) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from prejit.compiler.base.wording import nearest, shown
 from prejit.compiler.manifest.checks import missing, value_problems
-from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.manifest.manifest import Manifest, Model, Program
 from prejit.compiler.manifest.tables import ProgramTable, parse_sections, unknown_sections
 from prejit.compiler.manifest.toml_lines import KeyPath, key_lines
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
@@ -136,9 +136,10 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         programs.append(table)
     data = {
         "bundle": asdict(manifest.bundle),
+        "model": None if manifest.model is None else _model_data(manifest.model),
         **{
             name: asdict(section)
-            for name in ("model", "generate", "encode")
+            for name in ("generate", "encode")
             if (section := getattr(manifest, name)) is not None
         },
         "target": [{"name": target.name} for target in manifest.targets],
@@ -151,6 +152,16 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         data["mesh"] = {"data": manifest.mesh.data, "tensor": manifest.mesh.tensor}
     plain: dict[str, Any] = _plain(data)
     return plain
+
+
+def _model_data(model: Model) -> dict[str, Any]:
+    """Return a [model] as tomllib returns one; objects have no form there."""
+    data = {each.name: getattr(model, each.name) for each in fields(model)}
+    if model.module is not None and not isinstance(model.module, str):
+        data["module"] = _CALLABLE
+    if not isinstance(model.params, str):
+        data["params"] = None
+    return data
 
 
 def _shapes(args: Any) -> Any:

@@ -30,7 +30,15 @@ _TREE = {
 }
 _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
     "bundle": {"name": {"maxLength": 128, "pattern": "^[a-z0-9]+((\\.|_|__|-+)[a-z0-9]+)*$"}},
-    "model": {"dtype": {"enum": list(DTYPES)}},
+    "model": {
+        "dtype": {"enum": list(DTYPES)},
+        "module": {
+            "type": "string",
+            "pattern": "^[^:]+:[^:]+$",
+            "examples": ["package.module:attribute"],
+        },
+        "params": {"type": "string"},
+    },
     "generate": {
         **{name: _SIZES for name in ("batch", "prompt", "context")},
         "draft_tokens": {"minimum": 0, "maximum": MAX_DRAFT},
@@ -77,6 +85,10 @@ _NARROWED: dict[str, dict[str, dict[str, Any]]] = {
 def manifest_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a manifest."""
     sections = {name: _section(name, kind) for name, (kind, _) in SECTIONS.items()}
+    sections["model"] |= {
+        "anyOf": [{"required": ["source"]}, {"required": ["module"]}],
+        "dependentRequired": {"params": ["module"]},
+    }
     # A name outside the catalogue needs a table that describes the machine.
     sections["target"]["anyOf"] = [
         {"properties": {"name": {"enum": list(target_names())}}},

@@ -39,13 +39,18 @@ class Parametrized:
 
 
 def parametrized(module: nnx.Module) -> Parametrized:
-    """Return a module apart from its parameters. They may be abstract."""
-    graph, state = nnx.split(module)
+    """Return a module apart from its parameters. They may be abstract.
+
+    Random state is no parameter: the module keeps it.
+    """
+    graph, random, state = nnx.split(module, nnx.RngState, ...)
     shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for name, leaf in flat_parameters(state).items()
     }
-    return Parametrized(shapes, lambda values: nnx.merge(graph, with_parameters(state, values)))
+    return Parametrized(
+        shapes, lambda values: nnx.merge(graph, random, with_parameters(state, values))
+    )
 
 
 def parameters_of(module: nnx.Module) -> dict[str, Parameter]:

@@ -78,18 +78,21 @@ def readers(module: nnx.Module, read: Callable[[str], Values]) -> dict[str, Call
 
 
 def quantized(
-    values: Values, contracted: int, stored: StoredDtype = STORED_DTYPES["int8"]
+    values: Values,
+    contracted: int | tuple[int, ...],
+    stored: StoredDtype = STORED_DTYPES["int8"],
 ) -> tuple[Values, Values]:
     """Return a matrix as integers and scales.
 
     Args:
-        values: float32 [a, b], finite.
-        contracted: the axis of the inputs.
+        values: float32 [a, b], finite; or of more axes.
+        contracted: the axis of the inputs, or the axes.
         stored: an integer dtype.
 
     Returns:
-        Integers of the same shape, from -stored.largest to stored.largest, and float32 [out]. Their product
-        differs from the values by at most half a scale (and rounding).
+        Integers of the same shape, from -stored.largest to stored.largest, and float32 of the shape without
+        the contracted axes: [out]. Their product differs from the values by at most half a scale (and
+        rounding).
     """
     scale = _factors(values, contracted, stored)
     integers = np.rint(values / np.expand_dims(scale, contracted))
@@ -101,7 +104,7 @@ def _largest(stored: StoredDtype) -> int:
     return stored.largest
 
 
-def _factors(values: Values, contracted: int, stored: StoredDtype) -> Values:
+def _factors(values: Values, contracted: int | tuple[int, ...], stored: StoredDtype) -> Values:
     peak = np.maximum(
         values.max(axis=contracted, initial=0), -values.min(axis=contracted, initial=0)
     )

@@ -10,8 +10,8 @@
               fs-verity tree                           the tree's blocks
     cost      microseconds of an encoder's program     as compile, and the machine
 
-A user's function has no key of its own lowering: it can read anything, so the build traces it each time. The
-key of its executable holds the digest of what tracing returned.
+A function or decoder of the user has no key of its own lowering: it can read anything, so the build traces it
+each time. The key of its executable holds the digest of what tracing returned.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from prejit.compiler.pipeline.model import (
 from prejit.compiler.store.code import (
     ACCURACY,
     LOWERING,
+    OWN_ACCURACY,
+    OWN_WEIGHTS,
     WEIGHTS,
     code_digest,
 )
@@ -96,7 +98,11 @@ def compile_key(manifest: Manifest, spec: ProgramSpec, toolchain: Toolchain, sou
 
 
 def weights_key(
-    manifest: Manifest, model: ModelFiles | None, files: Digests, user: UserWeights
+    manifest: Manifest,
+    model: ModelFiles | None,
+    files: Digests,
+    user: UserWeights,
+    own: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> Key:
     """Return the key of the weights layer.
 
@@ -105,9 +111,17 @@ def weights_key(
         model: its model; None: it has none.
         files: the files of the checkpoint.
         user: the parameters of the user's functions.
+        own: the parameters of the user's decoder; None: the manifest has none.
     """
     ingredients = [("our code", code_digest(*WEIGHTS))]
-    if manifest.model is not None and model is not None:
+    if own is not None:
+        assert manifest.model is not None
+        ingredients += [
+            ("our code for decoders of the user", code_digest(*OWN_WEIGHTS)),
+            ("dtype", manifest.model.dtype),
+            *((f"parameter {name}", _content(value)) for name, value in own.items()),
+        ]
+    elif manifest.model is not None and model is not None:
         ingredients += [
             ("dtype", manifest.model.dtype),
             ("matrices", model.matrices),
@@ -115,8 +129,7 @@ def weights_key(
         ]
     for section, values in user.items():
         for name, value in values.items():
-            content = f"{value.dtype}{list(value.shape)} {digest_of(value.tobytes())}"
-            ingredients.append((f"{section}:{name}", content))
+            ingredients.append((f"{section}:{name}", _content(value)))
     return Key("weights", manifest.bundle.name, tuple(ingredients))
 
 
@@ -147,6 +160,31 @@ def accuracy_key(
     return Key("accuracy", manifest.bundle.name, ingredients)
 
 
+def own_accuracy_key(
+    manifest: Manifest, weights: str, programs: Iterable[str], text: str, tokenizer: str
+) -> Key:
+    """Return the key of what the dtypes cost a decoder of the user.
+
+    Args:
+        manifest: the manifest.
+        weights: digest of the key of the weights layer, which holds the exact values.
+        programs: digests of the portable programs, which hold what the decoder computes.
+        text: name and digest of the evaluation text, or `none`.
+        tokenizer: digest of tokenizer.json, or `none`.
+    """
+    ingredients = (
+        ("cache_dtype", cache_dtype(manifest)),
+        ("text", text),
+        ("tokenizer", tokenizer),
+        ("weights", weights),
+        ("programs", " ".join(sorted(set(programs)))),
+        ("our code", code_digest(*OWN_ACCURACY)),
+        ("jax configuration", jax_configuration(os.environ)),
+        *versions("jax", "jaxlib", "flax").items(),
+    )
+    return Key("accuracy", manifest.bundle.name, ingredients)
+
+
 def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
     """Return the key of a tokenizer check that passed.
 
@@ -154,7 +192,8 @@ def tokenizer_key(manifest: Manifest, tokenizer: bytes, config: str) -> Key:
         manifest: the manifest.
         tokenizer: the content of tokenizer.json.
         config: digest of config.json, which holds the size of the vocabulary. Reading that takes
-            transformers, which a build that changes nothing does not import.
+            transformers, which a build that changes nothing does not import. For a decoder of the user that
+            size itself.
     """
     ingredients = (
         ("file", digest_of(tokenizer)),
@@ -198,6 +237,10 @@ def versions(*packages: str) -> dict[str, str]:
 @cache
 def _version(package: str) -> str:
     return metadata.version(package)
+
+
+def _content(value: np.ndarray[Any, Any]) -> str:
+    return f"{value.dtype}{list(value.shape)} {digest_of(value.tobytes())}"
 
 
 def _files(files: Digests) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,12 @@ from prejit.compiler.native.calls import called
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.keys import UserWeights, native_key
 from prejit.compiler.pipeline.libraries import libraries_of
-from prejit.compiler.pipeline.model import ReadModel, longest_source
+from prejit.compiler.pipeline.model import (
+    ReadModel,
+    cache_dtype,
+    longest_context,
+    longest_source,
+)
 from prejit.compiler.pipeline.plan import (
     Lowered,
     Native,
@@ -42,6 +47,8 @@ from prejit.runtime.machine.targets import Target
 if TYPE_CHECKING:
     from prejit.compiler.lowering.program import LoweredProgram
     from prejit.compiler.lowering.user.finding import UserFunction
+    from prejit.compiler.lowering.user.models import OwnModel
+    from prejit.compiler.models.layers.config import DecoderConfig
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
@@ -50,21 +57,40 @@ Functions = Mapping[str, "UserFunction | LoweredProgram"]
 """The user's functions, and programs that were lowered elsewhere, by the name of their section."""
 
 
-def find_functions(manifest: Manifest) -> Functions:
-    """Import the functions of the manifest's programs, and read the shapes of their parameters.
+@dataclass(frozen=True)
+class UserCode:
+    """What a manifest names in modules of the user.
+
+    Attributes:
+        functions: the functions of [[program]] sections.
+        model: the decoder of [model]; None: the manifest names none.
+    """
+
+    functions: Functions = field(default_factory=dict)
+    model: OwnModel | None = None
+
+
+def find_code(manifest: Manifest) -> UserCode:
+    """Import the functions and the decoder that a manifest names, and read their parameters.
 
     Raises:
-        ManifestError: a module or an attribute does not exist, or raises an error.
+        ManifestError: a module or an attribute does not exist, or raises an error; or the decoder is none.
+        BuildError: the decoder's code raises an error.
         CheckpointError: parameters cannot be read.
     """
-    if not manifest.programs:
-        return {}  # and jax is not imported
+    if not (manifest.programs or manifest.has_own_model):
+        return UserCode()  # and jax is not imported
+    modules = UserModules(None if manifest.path is None else manifest.directory)
+    return UserCode(_find_functions(manifest, modules), _find_own_model(manifest, modules))
+
+
+def _find_functions(manifest: Manifest, modules: UserModules) -> Functions:
     from prejit.compiler.lowering.user.finding import find_function
 
-    modules = UserModules(None if manifest.path is None else manifest.directory)
     found = {}
     for program in manifest.programs:
-        parameters, nested = _parameters(manifest, program)
+        where = f"{manifest.where}: program {program.name!r}: params"
+        parameters, nested = _parameters(manifest, program.params, where)
         file = manifest.resolve(str(program.fn)) if program.is_file else None
         with modules.in_use():
             found[program.name] = find_function(
@@ -73,25 +99,36 @@ def find_functions(manifest: Manifest) -> Functions:
     return found
 
 
+def _find_own_model(manifest: Manifest, modules: UserModules) -> OwnModel | None:
+    if not manifest.has_own_model:
+        return None
+    from prejit.compiler.lowering.user.models import find_model
+
+    assert manifest.model is not None
+    where = f"{manifest.where}: model.params"
+    parameters, nested = _parameters(manifest, manifest.model.params, where)
+    with modules.in_use():
+        return find_model(manifest.model, manifest.where, parameters, modules, nested)
+
+
 def _parameters(
-    manifest: Manifest, program: Program
+    manifest: Manifest, params: Any, where: str
 ) -> tuple[dict[str, Any] | None, Callable[[Mapping[str, Any]], Any] | None]:
-    """Return a function's parameters by flat name, and what makes its first argument of them.
+    """Return parameters by flat name, and what makes a pytree of them again; None for nested dicts.
 
     Raises:
         ManifestError: two leaves of a pytree have the same name, or one is no array.
         CheckpointError: a file cannot be read.
     """
-    if program.params is None:
+    if params is None:
         return None, None
-    if isinstance(program.params, str | Path):
-        return read_parameters(manifest.resolve(str(program.params))), None
+    if isinstance(params, str | Path):
+        return read_parameters(manifest.resolve(str(params))), None
     import jax
     import numpy as np
 
-    leaves, structure = jax.tree_util.tree_flatten_with_path(program.params)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = [".".join(map(_step, path)) or "params" for path, _ in leaves]
-    where = f"{manifest.where}: program {program.name!r}: params"
     for name in names:
         if names.count(name) > 1:
             raise ManifestError(
@@ -120,9 +157,9 @@ def _step(key: Any) -> str:
     return next(str(getattr(key, at)) for at in ("key", "idx", "name") if hasattr(key, at))
 
 
-def weights_of(functions: Functions) -> UserWeights:
+def weights_of(code: UserCode) -> UserWeights:
     """Return the parameters of the user's functions, by section."""
-    values = {name: getattr(function, "values", None) for name, function in functions.items()}
+    values = {name: getattr(function, "values", None) for name, function in code.functions.items()}
     return {name: of for name, of in values.items() if of}
 
 
@@ -130,7 +167,7 @@ def lower(
     plan: Plan,
     program: PlannedProgram,
     model: ReadModel,
-    functions: Functions,
+    code: UserCode,
     store: Store,
     progress: Progress,
 ) -> Lowered:
@@ -145,7 +182,9 @@ def lower(
         return program.lowered
     if program.key is None:
         with progress.phase(f"lowering {program.spec.name}"):
-            return _lower_function(plan, program, functions, store)
+            if code.model is not None and program.spec.kind != "call":
+                return _lower_own_model(plan, program, code.model, store)
+            return _lower_function(plan, program, code.functions, store)
     with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
             return found  # another build has lowered it meanwhile
@@ -274,7 +313,7 @@ def lower_native(
 def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: Store) -> Lowered:
     read = model()
     if plan.manifest.encode is None:
-        from prejit.compiler.lowering.decoder import Split, lower_decoder
+        from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
         from prejit.compiler.models.parameters import parametrized
         from prejit.compiler.models.sharding import shardings
 
@@ -284,7 +323,7 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
             read.shape,
             program.spec,
             source=longest_source(plan.manifest),
-            split=None if mesh is None else Split(mesh, shardings(read.module, mesh)),
+            split=None if mesh is None else MeshSplit(mesh, shardings(read.module, mesh)),
         )
         return replace(_put(made, store), decoder=dict(made.decoder))
     from prejit.compiler.lowering.encoder import lower_encoder
@@ -295,6 +334,33 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
         encoder=asdict(read.shape),
         weight_sets=dict(made.weight_sets),
         estimated_microseconds=made.estimated_microseconds,
+    )
+
+
+def _lower_own_model(plan: Plan, program: PlannedProgram, model: OwnModel, store: Store) -> Lowered:
+    from prejit.compiler.lowering.decoder import lower_decoder
+    from prejit.compiler.lowering.user.models import CHECK_MODEL
+
+    manifest = plan.manifest
+    what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
+    with model.modules.tracing(what, CHECK_MODEL):
+        made = lower_decoder(
+            model.stored.model,
+            own_shape(manifest, model),
+            program.spec,
+            source=longest_source(manifest),
+        )
+    return replace(_put(made, store), decoder=dict(made.decoder))
+
+
+def own_shape(manifest: Manifest, model: OwnModel) -> DecoderConfig:
+    """Return what lowering needs to know of a decoder of the user."""
+    from prejit.compiler.models.layers.config import DecoderConfig
+
+    longest = longest_context(manifest)
+    assert longest is not None
+    return DecoderConfig(
+        model.label, model.vocab_size, cache_dtype(manifest), model.max_positions or longest
     )
 
 

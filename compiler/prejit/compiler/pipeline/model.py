@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint, open_checkpoint, open_encoder
 from prejit.compiler.manifest.manifest import Manifest
@@ -20,6 +20,11 @@ from prejit.compiler.native.library import KERNELS_ARCHITECTURE
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.user.models import OwnModel
+    from prejit.compiler.models.layers.config import DecoderConfig
+    from prejit.compiler.models.parameters import Parametrized
 
 MAX_PROGRAM_BYTES = 1 << 42
 """Largest size of a program's arrays in bytes, weights not counted: 4 TiB, more than any machine has. XLA is
@@ -75,8 +80,8 @@ ReadModel = Callable[[], ModelSource]
 
 
 def uses_kernels(manifest: Manifest) -> bool:
-    """Return whether programs may call kernels: those of a model on one device."""
-    return manifest.model is not None and manifest.mesh is None
+    """Return whether programs may call kernels: those of a published model on one device."""
+    return manifest.model is not None and not manifest.has_own_model and manifest.mesh is None
 
 
 def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path) -> ModelFiles:
@@ -86,12 +91,14 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
         manifest: the manifest.
         targets: the targets of the build. All have the architecture of the build host, so no other target
             changes how matrices are stored. Without a compiler for kernels XLA reads the same weights.
-        directory: the model directory.
+        directory: the model directory; beside a decoder of the user only that of its tokenizer.
 
     Raises:
         CheckpointError: an encoder has a module or a setting that prejit does not build.
         StoreError: a file of the configuration cannot be read.
     """
+    if manifest.has_own_model:
+        return ModelFiles(directory, None, out_in=False, configuration=())
     layout = None if manifest.encode is None else read_layout(directory)
     out_in = uses_kernels(manifest) and targets[0].architecture == KERNELS_ARCHITECTURE
     if layout is None:
@@ -161,85 +168,138 @@ def check_model(
             does not divide the model.
         CheckpointError: the weights do not fit config.json.
     """
-    if manifest.generate is not None:
-        _check_source(manifest, model)
-    for spec in specs:
-        _check_size(manifest, model, spec)
+    if manifest.encode is not None:
+        longest = model.shape.max_tokens
+        limit = f"{longest} tokens, which is what {model.files.directory} takes"
+        for spec in specs:
+            _check_longest(manifest, "encode.shapes", spec.bucket["length"], longest, limit)
+            _check_room(manifest, spec, _encoder_bytes(model, spec))
+    else:
+        from prejit.compiler.models.parameters import parametrized
+
+        config = model.files.directory / "config.json"
+        _check_source(manifest, getattr(model.module, "source", None), f"{config} is of")
+        limit = f"{model.shape.max_positions}, the positions that {config} gives the model"
+        _check_decoder(manifest, parametrized(model.module), model.shape, specs, limit)
     if manifest.mesh is not None and manifest.encode is None:
         from prejit.compiler.models.sharding import check_mesh
 
-        config = model.files.directory / "config.json"
         check_mesh(manifest.mesh, model.module, manifest.where, config)
     _ = weights.names  # raises an error that lists every tensor that does not fit
 
 
-def _check_source(manifest: Manifest, model: ModelSource) -> None:
-    """Check that the manifest has sizes of sources where the model reads one, and that it reads these."""
+def check_own_model(
+    manifest: Manifest, model: OwnModel, shape: DecoderConfig, specs: Iterable[ProgramSpec]
+) -> None:
+    """Check in seconds what would fail after minutes: that programs can be made from a user's decoder.
+
+    Args:
+        manifest: the manifest.
+        model: its decoder.
+        shape: what lowering needs to know of it.
+        specs: the programs of the manifest.
+
+    Raises:
+        ManifestError: the decoder was made for smaller buckets, or no machine has room for a program, or it
+            reads a source and the manifest gives no sizes of one.
+        BuildError: its cache does not follow rows and positions, or its code raises.
+    """
+    from prejit.compiler.lowering.user.models import CHECK_MODEL
+
+    limit = f"{shape.max_positions}, the max_positions of {model.label}"
+    own = [spec for spec in specs if spec.kind != "call"]
+    with model.modules.tracing(
+        f"{manifest.where}: cannot make the cache of {model.label}", CHECK_MODEL
+    ):
+        bound = model.stored.model.bind(dict(model.stored.model.weights))
+        source = bound.source if model.reads_source else None
+        _check_source(manifest, source, f"{model.label} is")
+        _check_decoder(manifest, model.stored.model, shape, own, limit)
+
+
+def _check_source(manifest: Manifest, source: Callable[[int, int], Any] | None, what: str) -> None:
+    """Check that the manifest has sizes of sources where the model reads one, and that it reads these.
+
+    Args:
+        manifest: the manifest.
+        source: `EncoderDecoder.source` of the model; None: it is a decoder.
+        what: the beginning of a sentence about the model, for errors.
+    """
     assert manifest.generate is not None
-    sizes, config = manifest.generate.source, model.files.directory / "config.json"
-    reads = hasattr(model.module, "encode")
-    if reads and not sizes:
+    sizes = manifest.generate.source
+    if source is not None and not sizes:
         raise ManifestError(
-            f"{manifest.where}: generate.source: missing; {config} is of an encoder-decoder",
+            f"{manifest.where}: generate.source: missing; {what} an encoder-decoder",
             hint="give the numbers of places that its encoder reads, such as source = [64, 512]",
         )
-    if sizes and not reads:
+    if sizes and source is None:
         raise ManifestError(
-            f"{manifest.where}: generate.source: expected none, because {config} is of a decoder that reads "
-            "prompts alone",
+            f"{manifest.where}: generate.source: expected none, because {what} a decoder that reads prompts "
+            "alone",
             hint="remove it",
         )
     for size in sizes:
         try:
-            model.module.source(1, size)
+            assert source is not None
+            source(1, size)
         except ManifestError as error:
             raise ManifestError(f"{manifest.where}: {error}", hint=error.hint) from None
 
 
-def _check_size(manifest: Manifest, model: ModelSource, spec: ProgramSpec) -> None:
-    """Check that the model was made for a bucket, and that a machine can have room for the program."""
-    directory = model.files.directory
-    if manifest.encode is not None:
-        section, found, longest = "encode.shapes", spec.bucket["length"], model.shape.max_tokens
-        limit = f"{longest} tokens, which is what {directory} takes"
-    else:
-        section, found = "generate.context", spec.bucket["context"]
-        longest = model.shape.max_positions
-        limit = f"{longest}, the positions that {directory / 'config.json'} gives the model"
+def _check_decoder(
+    manifest: Manifest,
+    model: Parametrized,
+    shape: DecoderConfig,
+    specs: Iterable[ProgramSpec],
+    limit: str,
+) -> None:
+    """Check that a decoder was made for its buckets, and that a machine can have room for the programs."""
+    import jax.numpy as jnp
+
+    from prejit.compiler.lowering.cache import cache_layout
+
+    specs = tuple(specs)
+    for spec in specs:
+        context = spec.bucket["context"]
+        _check_longest(manifest, "generate.context", context, shape.max_positions, limit)
+    layout = cache_layout(model, shape, longest_source(manifest))
+    for spec in specs:
+        rows = spec.bucket["batch"]
+        cache = sum(
+            math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+            for array in layout.sized(rows, spec.bucket["context"])
+        )
+        # Logits after each token of a draft, biases, counts of tokens.
+        others = 4 * rows * shape.vocab_size * (3 + spec.bucket.get("draft", 0))
+        _check_room(manifest, spec, cache + others)
+
+
+def _check_longest(
+    manifest: Manifest, section: str, found: int, longest: int | None, limit: str
+) -> None:
     if longest is not None and found > longest:
         raise ManifestError(
             f"{manifest.where}: {section}: expected at most {limit}; found {found}",
             hint="give smaller sizes, or a model that was trained for longer texts",
         )
-    needed = _array_bytes(manifest, model, spec)
+
+
+def _check_room(manifest: Manifest, spec: ProgramSpec, needed: int) -> None:
+    """Check the size of a program's arguments and results in bytes, weights not counted."""
     if needed > MAX_PROGRAM_BYTES:
+        section = "encode" if manifest.encode is not None else "generate"
         raise ManifestError(
-            f"{manifest.where}: {section.partition('.')[0]}: expected programs whose arrays take at "
-            f"most {MAX_PROGRAM_BYTES >> 40} TiB, found {spec.name}, whose arrays take "
-            f"{needed >> 40} TiB",
+            f"{manifest.where}: {section}: expected programs whose arrays take at most "
+            f"{MAX_PROGRAM_BYTES >> 40} TiB, found {spec.name}, whose arrays take {needed >> 40} TiB",
             hint="give a smaller batch, or a smaller context",
         )
 
 
-def _array_bytes(manifest: Manifest, model: ModelSource, spec: ProgramSpec) -> int:
-    """Return the size of a program's arguments and results in bytes, weights not counted."""
-    bucket, rows = spec.bucket, spec.bucket["batch"]
-    if manifest.encode is not None:
-        config = model.config.config
-        tokens = rows * bucket["length"]
-        return 4 * tokens * (config.hidden_size + config.num_attention_heads * bucket["length"])
-    import jax.numpy as jnp
-
-    from prejit.compiler.lowering.cache import cache_layout
-    from prejit.compiler.models.parameters import parametrized
-
-    layout = cache_layout(parametrized(model.module), model.shape, longest_source(manifest))
-    cache = sum(
-        math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
-        for array in layout.sized(rows, bucket["context"])
-    )
-    # Logits after each token of a draft, biases, counts of tokens.
-    return cache + 4 * rows * model.shape.vocab_size * (3 + bucket.get("draft", 0))
+def _encoder_bytes(model: ModelSource, spec: ProgramSpec) -> int:
+    config, length = model.config.config, spec.bucket["length"]
+    heads = config.num_attention_heads * length
+    size: int = 4 * spec.bucket["batch"] * length * (config.hidden_size + heads)
+    return size
 
 
 def file_digests(directory: Path, files: Iterable[Path]) -> tuple[tuple[str, str], ...]:

@@ -51,7 +51,7 @@ from prejit.runtime.machine.targets import Target
 CACHED = "cached"
 COMPILE = "compile"
 TRACED = "traced at build"
-"""The state of a user's function: only tracing it shows whether its executable is in the store."""
+"""The state of the user's code: only tracing it shows whether its executable is in the store."""
 
 _WITHOUT_KERNELS = ("copy", "embed", "call")
 """The kinds of programs that call no kernels."""
@@ -147,8 +147,8 @@ class PlannedProgram:
 
     Attributes:
         spec: the program.
-        key: the key of its lowering; None: a user's function, which every build traces, or a model that
-            was not fetched yet.
+        key: the key of its lowering; None: a function or decoder of the user, which every build traces, or a
+            model that was not fetched yet.
         lowered: what the store holds under the key; None: nothing.
     """
 
@@ -165,7 +165,7 @@ class Plan:
         manifest: the manifest.
         targets: the targets to compile for.
         programs: the programs.
-        model: the files of the model; None: the manifest has no model, or it was not fetched yet.
+        model: the files of the model; None: the manifest has no source, or it was not fetched yet.
         forms: the measured forms of products that are known.
         libraries: the user's own libraries.
     """
@@ -239,8 +239,9 @@ def plan_build(
                 f"{manifest.where}: target {target.name}: {reason}",
                 hint="leave the target out, or pass --skip-unbuildable",
             )
-    if directory is None and manifest.model is not None:
-        directory = find_source(manifest.model.source, manifest.directory)
+    source = None if manifest.model is None or manifest.has_own_model else manifest.model.source
+    if directory is None and source is not None:
+        directory = find_source(source, manifest.directory)
     model = None if directory is None else find_model(manifest, targets, directory)
     return Plan(
         manifest,
@@ -259,7 +260,7 @@ def plan_build(
 def _planned(
     manifest: Manifest, model: ModelFiles | None, spec: ProgramSpec, store: Store
 ) -> PlannedProgram:
-    if spec.kind == "call" or model is None:
+    if spec.kind == "call" or manifest.has_own_model or model is None:
         return PlannedProgram(spec)
     key = lower_key(manifest, model, spec)
     return PlannedProgram(spec, key, find_lowered(key, store))
@@ -376,6 +377,9 @@ def _state(
         return TRACED, f"a build traces {section.label}, and then looks for its executable"
     if program.key is None:
         assert manifest.model is not None
+        if manifest.has_own_model:
+            label = manifest.model.label
+            return TRACED, f"a build traces {label}, and then looks for its executable"
         return COMPILE, f"{manifest.model.source} has still to be fetched"
     if lowered is None:
         return COMPILE, _why(program.key, store)

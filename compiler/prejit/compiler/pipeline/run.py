@@ -32,9 +32,11 @@ from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kerne
 from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
+    UserCode,
     bind_libraries,
-    find_functions,
+    find_code,
     lower,
+    own_shape,
     products_of,
     source_of,
     weights_of,
@@ -46,6 +48,7 @@ from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
     check_model,
+    check_own_model,
     read_model,
     uses_kernels,
 )
@@ -130,10 +133,10 @@ def build(
     directory = _fetch(manifest)
     plan = plan_build(manifest, store, only=only, forms=forms, directory=directory)
     model: ReadModel = cache(partial(_read_model, plan))
-    layers = read_layers(plan, model, store, progress)
-    functions = find_functions(manifest)
+    code = find_code(manifest)
+    layers = read_layers(plan, partial(_vocab_size, model, code), store, progress)
     published = find_published(plan)
-    _check(plan, model, published)
+    _check(plan, model, published, code)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     libraries = _build_kernels(plan, toolchains, store, progress)
     with executor:
@@ -154,16 +157,19 @@ def build(
         tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
         before, submitted = executor.compiled, []
         for program in plan.programs:
-            lowered = lower(plan, program, model, functions, store, progress)
+            lowered = lower(plan, program, model, code, store, progress)
             for each in tools:
                 source = source_of(plan, program, lowered, each.kernels, model, store)
                 source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
                 submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
-        user = weights_of(functions)
-        weights = pack_weights(plan, published, user, model, store, progress)
+        user = weights_of(code)
+        weights = pack_weights(plan, published, user, code.model, model, store, progress)
         targets = compiled_targets(submitted, tools)
         compiled = executor.compiled - before
-    accuracy = measure_accuracy(plan, published, weights, model, store, progress)
+    programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
+    accuracy = measure_accuracy(
+        plan, published, weights, code.model, programs, model, store, progress
+    )
     costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
     products = products_of(plan, model, store) if any(each.kernels for each in tools) else ()
     layers = layers if weights is None else (*layers, weights)
@@ -174,9 +180,10 @@ def build(
 
 
 def _fetch(manifest: Manifest) -> Path | None:
-    if manifest.model is None:
+    if manifest.model is None or manifest.model.source is None:
         return None
-    return resolve_source(manifest.model.source, manifest.directory)
+    weights = not manifest.has_own_model
+    return resolve_source(manifest.model.source, manifest.directory, weights=weights)
 
 
 def _read_model(plan: Plan) -> ModelSource:
@@ -184,8 +191,15 @@ def _read_model(plan: Plan) -> ModelSource:
     return read_model(plan.manifest, plan.model)
 
 
-def _check(plan: Plan, model: ReadModel, published: Published | None) -> None:
+def _vocab_size(model: ReadModel, code: UserCode) -> int:
+    size: int = model().shape.vocab_size if code.model is None else code.model.vocab_size
+    return size
+
+
+def _check(plan: Plan, model: ReadModel, published: Published | None, code: UserCode) -> None:
     """Check the model against the programs that have to be lowered; others were checked before."""
+    if code.model is not None:
+        check_own_model(plan.manifest, code.model, own_shape(plan.manifest, code.model), plan.specs)
     new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
     if new and published is not None:
         check_model(plan.manifest, model(), published.checkpoint, new)

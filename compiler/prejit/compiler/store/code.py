@@ -40,6 +40,10 @@ WEIGHTS = (
     "prejit.compiler.models.registry",
 )
 """The modules that make the weights layer of a checkpoint."""
+OWN_WEIGHTS = ("prejit.compiler.models.narrowing",)
+"""The modules that store the weights of a decoder of the user."""
+OWN_ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.models.narrowing")
+"""The modules that measure what stored dtypes cost a decoder of the user."""
 ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.checkpoint.checkpoint")
 """The modules that measure what stored dtypes cost in accuracy."""
 

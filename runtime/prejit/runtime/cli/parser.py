@@ -11,6 +11,7 @@ from prejit.runtime.generation.options import OPTIONS, Option
 BUILD_COMMANDS = {
     "plan": "show programs x targets of a manifest: what is cached, what will compile and why",
     "build": "compile manifests and write their bundles",
+    "check-model": "check that a model of yours keeps the rules of a decoder",
     "targets": "list the targets that a manifest may name, and which of them this machine builds",
     "schema": "print the JSON Schema of manifests, for editors",
     "record": "run a program and pack what jax compiles for it into a bundle",
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         prog="prejit",
         description="Compile JAX models ahead of time, package them, and run them without compiling.",
         epilog="build side (pip install 'prejit[compiler]'):\n"
-        + "\n".join(f"  {name:<12}{text}" for name, text in BUILD_COMMANDS.items())
+        + "\n".join(f"  {name:<13}{text}" for name, text in BUILD_COMMANDS.items())
         + "\n\n`prejit COMMAND --help` gives options and examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -238,6 +239,11 @@ def parser() -> argparse.ArgumentParser:
         "--report",
         action="store_true",
         help="print on stderr at the end what was read and what was compiled, and why",
+    )
+    command.add_argument(
+        "--live",
+        action="store_true",
+        help="print on stderr what is compiled, and why, as soon as it happens",
     )
     command.add_argument("-o", "--output", metavar="FILE.json", help="write the report as JSON")
     command.add_argument(

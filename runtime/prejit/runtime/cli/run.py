@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from argparse import Namespace
+from contextlib import ExitStack
 from pathlib import Path
 
 from prejit.runtime.cli.output import print_text, write_text
@@ -15,6 +16,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.child import become, cache_settings, environment_for, run_command
 from prejit.runtime.recorded.events import read_events
 from prejit.runtime.recorded.hook.watch import CACHE_DIRECTORY, Orders
+from prejit.runtime.recorded.live import telling
 from prejit.runtime.recorded.opening import RecordedBundle, open_recorded
 from prejit.runtime.recorded.report import report_of, text
 
@@ -30,7 +32,7 @@ def run(options: Namespace) -> int:
         _say(
             f"{CACHE_DIRECTORY.upper()}={own} is not used: jax reads {options.bundle} and writes nothing"
         )
-    watched = options.report or options.output is not None or options.require_aot
+    watched = options.report or options.live or options.output is not None or options.require_aot
     if not watched:
         sys.stdout.flush()
         plain = bundle.directory is None
@@ -39,7 +41,11 @@ def run(options: Namespace) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="prejit-run-") as directory:
         orders = Orders(settings, events=directory, refuse=options.require_aot)
-        status = run_command(options.child, environment_for(orders, os.environ))
+        with ExitStack() as stack:
+            if options.live:
+                machine = Fingerprint.current()
+                stack.enter_context(telling(Path(directory), bundle, machine, _tell))
+            status = run_command(options.child, environment_for(orders, os.environ))
         processes = read_events(Path(directory))
     report = report_of(bundle, processes, Fingerprint.current())
     if options.report or (options.require_aot and report.misses):
@@ -72,6 +78,10 @@ def _check_match(bundle: RecordedBundle, options: Namespace) -> None:
             hint=f"add a target on this machine with: prejit record -o {options.bundle} -- COMMAND",
         )
     _say(f"{reason}. The program runs without the bundle, and jax compiles.")
+
+
+def _tell(paragraph: str) -> None:
+    print_text(paragraph, file=sys.stderr)
 
 
 def _say(message: str) -> None:

@@ -153,7 +153,7 @@ class Calls:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[ChosenBucket, Any]:
         """Run a program as `call` does; return its bucket and its results."""
-        chosen = self._chosen(name, args, kwargs)
+        chosen = self.choose_for(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen))
         result = self.rebuild(chosen, results)
         self.finish()
@@ -161,13 +161,13 @@ class Calls:
 
     def call_async(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
         """Run a program as `call` does, without waiting for it. The arguments are copied."""
-        chosen = self._chosen(name, args, kwargs)
+        chosen = self.choose_for(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen, copy=True))
         return self.pending(chosen, results, lambda: self.rebuild(chosen, results))
 
     def call_on_device(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a program as `call` does, and leave its results on the device."""
-        chosen = self._chosen(name, args, kwargs)
+        chosen = self.choose_for(name, args, kwargs)
         results = self.run(chosen.program, self.put(chosen))
         arrays = self.programs.results(chosen.program.name)
         if chosen.sizes and any(array.variables for array in arrays):
@@ -393,7 +393,10 @@ class Calls:
 
         return run
 
-    def _chosen(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChosenBucket:
+    def choose_for(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ChosenBucket:
+        """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
         mask = self.buckets(name)[0].mask
         static, others = _NO_STATIC, {**kwargs}
         if names := self._static[name]:

@@ -13,6 +13,7 @@ from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, to_numpy
 from prejit.runtime.format import trees
 from prejit.runtime.programs.calls import Calls, ChosenBucket
+from prejit.runtime.programs.dispatched_on_jax import JaxDispatchedCalls
 
 _DTYPES = frozenset(
     dtype_of(name)
@@ -26,16 +27,24 @@ _PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 """Dtypes of less than a byte, which a device holds in another way than NumPy."""
 
 
-def _are_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether all leaves of a call's arguments are arrays that jaxlib reads as NumPy does."""
+def _kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Any] | None:
+    """Return the class of all leaves of a call's arguments: of NumPy or of jax; None: they are others.
+
+    NumPy's arrays have dtypes that jaxlib reads as NumPy does.
+    """
     try:
         leaves = _jaxlib.leaves_for_dispatch((args, kwargs))
     except (
         RecursionError,
         Warning,
     ):  # too deep, or a leaf that jaxlib warns of: `Calls` has the error
-        return False
-    return all(type(value) is np.ndarray and value.dtype in _DTYPES for value in leaves)
+        return None
+    if all(type(value) is np.ndarray and value.dtype in _DTYPES for value in leaves):
+        return np.ndarray
+    of_jax = _jaxlib.imported_array_class()
+    if of_jax is not None and all(type(value) is of_jax for value in leaves):
+        return of_jax
+    return None
 
 
 @final
@@ -47,13 +56,15 @@ class DispatchedCalls:
     program runs.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, on_jax: JaxDispatchedCalls | None) -> None:
         """Dispatch nothing yet.
 
         Args:
             calls: how to call a program.
+            on_jax: the same for arrays of jax; None: the bundle's programs do not fit jax's client.
         """
         self._calls = calls
+        self._on_jax = on_jax
         self._functions: dict[str, Callable[..., Any] | None] = {}
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -63,8 +74,11 @@ class DispatchedCalls:
         except (KeyError, TypeError):
             self._calls.buckets(name)  # raises if there is none
             function = self._functions.setdefault(name, self._function(name))
-        if function is not None and _are_plain(args, kwargs):
-            return function(*args, **kwargs)
+        if function is not None and (kind := _kind_of(args, kwargs)) is not None:
+            if kind is np.ndarray:
+                return function(*args, **kwargs)
+            if self._on_jax is not None and (on_jax := self._on_jax.function(name)) is not None:
+                return on_jax(*args, **kwargs)
         return self._calls.call(name, args, kwargs)
 
     def _function(self, name: str) -> Callable[..., Any] | None:

@@ -31,6 +31,9 @@ from prejit.runtime.store.directory import cache_root
 from prejit.runtime.store.receipts import Receipts
 from prejit.runtime.verdict import Verdict
 
+_UNUSED_DAYS = 30
+"""After so many days without a start, unpacked files are removed when another bundle is unpacked."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedBundle:
@@ -149,7 +152,9 @@ def unpacked(layout: Layout, target: OpenTarget, contents: Contents) -> Path:
     directory = make_directory(cache_root() / "recorded" / "v1") / name
     programs = recorded_of(layout, contents)
     if _is_whole(directory, programs):
+        os.utime(directory)  # its last use
         return directory
+    _remove_unused(directory.parent)
     temporary = directory.with_name(f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     make_directory(temporary)
     try:
@@ -171,6 +176,15 @@ def unpacked(layout: Layout, target: OpenTarget, contents: Contents) -> Path:
         f"{directory}: expected the unpacked files of {layout.path}, found others",
         hint="another process writes there: remove the directory, then try again",
     )
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove the directories that no start has used for a long time."""
+    before = time.time() - _UNUSED_DAYS * 86400
+    for directory in root.iterdir():
+        with contextlib.suppress(OSError):
+            if directory.lstat().st_mtime < before:
+                _remove(directory)
 
 
 def _remove(directory: Path) -> None:

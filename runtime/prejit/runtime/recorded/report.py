@@ -203,7 +203,7 @@ def text(report: RunReport) -> str:
             for each in report.programs
         ]
         parts.append(table(["program", "hits", "misses", "took"], rows))
-    parts += _explained(report.misses)
+    parts += explained(report.misses)
     return "\n\n".join(parts)
 
 
@@ -213,7 +213,7 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}{ending}"
 
 
-def _explained(misses: Sequence[Miss]) -> list[str]:
+def explained(misses: Sequence[Miss]) -> list[str]:
     """Return a paragraph for each miss; equal ones share it."""
     groups: dict[tuple[object, ...], list[Miss]] = {}
     for miss in misses:

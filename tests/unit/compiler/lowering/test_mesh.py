@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from prejit.compiler.lowering.decoder import Split, lower_decoder
+from prejit.compiler.lowering.decoder import MeshSplit, lower_decoder
 from prejit.compiler.lowering.program import LoweredProgram
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.models import config_file, registry
@@ -127,7 +127,7 @@ def test_what_cannot_be_split_is_refused_with_what_fits(
 
 def _lowered(family: str, kind: str, mesh: Mesh, directory: Path) -> LoweredProgram:
     model, shape = model_of(CONFIGS[family], directory)
-    split = Split(mesh, shardings(model, mesh))
+    split = MeshSplit(mesh, shardings(model, mesh))
     return lower_decoder(parametrized(model), shape, SPECS[kind], split=split)
 
 

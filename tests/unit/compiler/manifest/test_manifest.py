@@ -150,6 +150,54 @@ MISTAKES = {
         'm.toml:5: model.source: expected a directory, or "hf://org/name@revision";'
         ' found "hf://gpt2"',
     ),
+    "model without source": (
+        ('source = "demo-model"\n', ""),
+        'm.toml:4: model.source: missing; expected a directory, or "hf://org/name@revision", or module, '
+        "which names a decoder of your own",
+    ),
+    "module without attribute": (
+        ('source = "demo-model"', 'module = "model"'),
+        'm.toml:5: model.module: expected "package.module:attribute"; found "model"',
+    ),
+    "module that is a number": (
+        ('source = "demo-model"', "module = 3"),
+        'm.toml:5: model.module: expected "package.module:attribute"; found 3',
+    ),
+    "params of no module": (
+        ('source = "demo-model"', 'source = "demo-model"\nparams = "score.safetensors"'),
+        "m.toml:6: model.params: expected module beside it, whose parameters they are; "
+        "a source has its own weights",
+    ),
+    "params that do not exist": (
+        ('source = "demo-model"', 'module = "m:m"\nparams = "scores.safetensors"'),
+        'm.toml:6: model.params: expected a file at "scores.safetensors", relative to the manifest;'
+        ' found none (did you mean "score.safetensors"?)',
+    ),
+    "params that are a list": (
+        ('source = "demo-model"', 'module = "m:m"\nparams = []'),
+        "m.toml:6: model.params: expected the path of a .safetensors file or of an orbax directory; found []",
+    ),
+    "a text that no tokenizer reads": (
+        ('source = "demo-model"', 'module = "m:m"\nevaluation = "LICENSE"'),
+        "m.toml:6: model.evaluation: expected source beside it, a directory with tokenizer.json",
+    ),
+    "a model of one's own on a mesh": (
+        (
+            'source = "demo-model"\ndtype = "float32"\n',
+            'module = "m:m"\n[mesh]\ntensor = 2\n',
+        ),
+        "m.toml:6: mesh: expected none beside model.module: a mesh splits a model with a source, or a "
+        "[[program]]; splitting a model of your own is not built",
+    ),
+    "a model of one's own that encodes": (
+        (
+            'source = "demo-model"\ndtype = "float32"\n\n[generate]\nbatch = [4, 1]\n'
+            "prompt = [64, 16]\ncontext = [128]\n",
+            'module = "m:m"\n[encode]\nshapes = [[1, 8]]\n',
+        ),
+        "m.toml:6: encode: expected [generate]: a model of your own is a decoder; "
+        "an encoder is a [[program]]",
+    ),
     "dtype that weights are not stored in": (
         ('"float32"\n', '"float16"\n'),
         'm.toml:6: model.dtype: expected "float32", "bfloat16" or "int8"; found "float16"'
@@ -562,8 +610,15 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
     unique = {"unique_by": lambda item: item["name"]}
     found = draw(st.lists(programs(), max_size=2, **unique))
     if not found or draw(st.booleans()):
-        source = st.sampled_from(["demo-model", "hf://org/name", "hf://org/name@v1.0"])
-        data["model"] = {"source": draw(source)}
+        sources = st.sampled_from(["demo-model", "hf://org/name", "hf://org/name@v1.0"])
+        own = st.fixed_dictionaries(
+            {"module": st.just("a.b:c")},
+            optional={
+                "source": sources,
+                "params": st.sampled_from(["score.safetensors", "checkpoint"]),
+            },
+        )
+        data["model"] = draw(st.fixed_dictionaries({"source": sources}) | own)
         generate = {name: draw(SIZES) for name in ("batch", "prompt", "context")}
         shortest = min(generate["prompt"])
         contexts = {size for size in generate["context"] if size >= shortest}

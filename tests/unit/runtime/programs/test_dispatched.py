@@ -1,4 +1,4 @@
-"""`Bundle.call` on NumPy arrays, dispatched by jaxlib's C++ without jax."""
+"""`Bundle.call` dispatched by jaxlib's C++: on NumPy arrays without jax, on jax's arrays on its client."""
 
 from __future__ import annotations
 
@@ -119,10 +119,9 @@ def test_what_python_must_see_is_called_in_python(bundle: Bundle, entered: list[
         np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
         np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
         np.testing.assert_array_equal(bundle.call("padded", x[:2]), x[:2] + 1)
-        assert isinstance(bundle.call("padded", jnp.ones(4)), jax.Array)
-        z = {**z_of(2), "one": jnp.ones(2)}
+        z = {**z_of(2), "one": jnp.ones(2)}  # of two kinds
         np.testing.assert_array_equal(bundle.call("placed", z, x[:2])["a"][0], [2, 2])
-    assert len(entered) == 10
+    assert len(entered) == 8
     np.testing.assert_array_equal(x, np.ones(4))
 
 
@@ -206,3 +205,54 @@ def test_a_jaxlib_without_these_parts(
     for _ in range(2):
         np.testing.assert_array_equal(bundle.call("weighted", x), x * 3)
     assert len(entered) == 2
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the programs that Python called, or whose arrays were copied to another client."""
+    names: list[str] = []
+    original = Calls.call
+
+    def record(self: Calls, name: str, *rest: Any) -> Any:
+        names.append(name)
+        return original(self, name, *rest)
+
+    monkeypatch.setattr(Calls, "call", record)
+    return names
+
+
+@pytest.mark.parametrize("name", ["named", "placed"])
+def test_arrays_of_jax_stay_on_its_client(bundle: Bundle, copied: list[str], name: str) -> None:
+    z, a = jax.tree.map(jnp.asarray, (z_of(2), np.ones(2, np.float32)))
+    expected = nested(z, a)
+    for _ in range(3):
+        found = bundle.call(name, a=a, z=z) if name == "named" else bundle.call(name, z, a)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert isinstance(mine, jax.Array)
+            assert mine.dtype == theirs.dtype
+            assert mine.devices() == theirs.devices()
+            np.testing.assert_array_equal(mine, theirs)
+    assert copied == []
+
+
+def test_arrays_of_jax_that_no_program_takes_as_they_are(bundle: Bundle, copied: list[str]) -> None:
+    x = jnp.ones(4)
+    for _ in range(2):
+        np.testing.assert_array_equal(bundle.call("donated", x), x + 1)
+        np.testing.assert_array_equal(bundle.call("scaled", x, factor=3), x * 3)
+        np.testing.assert_array_equal(bundle.call("padded", x[:3]), x[:3] + 1)
+        np.testing.assert_array_equal(bundle.call("weighted", jnp.ones((2, 8))), np.full((2, 8), 3))
+    assert copied == ["donated", "scaled", "padded", "weighted"] * 2
+    with pytest.raises(UsageError, match=r"expected float32\[2, 8\], found float32\[3\]"):
+        bundle.call("weighted", jnp.ones(3))
+
+
+def test_arrays_of_jax_and_of_numpy_in_turn(bundle: Bundle) -> None:
+    for size in (4, 2, 4):
+        for of in (np.asarray, jnp.asarray):
+            z, a = jax.tree.map(of, (z_of(size), np.full(2, size, np.float32)))
+            found = bundle.call("named", a=a, z=z)
+            assert isinstance(found["a"][0], jax.Array) == (of is jnp.asarray)
+            np.testing.assert_array_equal(found["a"][0], np.full(2, size + 1))
+            np.testing.assert_array_equal(found["z"][0], z["one"] * 2)

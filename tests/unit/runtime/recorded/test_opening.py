@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,6 +56,22 @@ def test_a_second_start_unpacks_nothing(
 
     monkeypatch.setattr(opening, "read_files", fail)
     assert open_recorded(path).directory == first.directory
+
+
+def test_files_that_no_start_used_for_a_month_make_room(write_recorded: Write) -> None:
+    first = open_recorded(write_recorded())
+    assert first.directory is not None
+    old = first.directory.with_name("0" * 64)
+    used = first.directory.with_name("1" * 64)
+    for directory, days in ((old, 31), (used, 29)):
+        directory.mkdir()
+        (directory / "file").touch()
+        os.utime(directory, (0, time.time() - days * 86400))
+    os.utime(first.directory, (0, time.time() - 40 * 86400))
+    assert open_recorded(write_recorded()).directory == first.directory
+    assert old.exists(), "only what unpacks removes"
+    opening._remove_unused(old.parent)
+    assert sorted(old.parent.iterdir()) == sorted([first.directory, used])
 
 
 def test_a_third_start_hashes_nothing(

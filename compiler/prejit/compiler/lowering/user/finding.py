@@ -14,6 +14,7 @@ import numpy as np
 from prejit.compiler.lowering.program import LoweredProgram, Shapes
 from prejit.compiler.lowering.user.arrays import example_of
 from prejit.compiler.lowering.user.files import read_file
+from prejit.compiler.lowering.user.pytrees import arrays_in, differing_names
 from prejit.runtime.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def find_function(
     if isinstance(args, str):
         args = modules.find(args, f"{where}: args")
     values = None if parameters is None else dict(sorted(parameters.items()))
-    nested = nested or _nested
+    nested = nested or nested_by_dots
     module = None
     if "flax" in sys.modules:  # else it is no module of flax, whose import takes 0.4 s
         from prejit.compiler.lowering.user.flax_modules import call_module
@@ -136,27 +137,17 @@ def _of_pytree(
     module: Callable[..., Any], where: str, parameters: Mapping[str, Any] | None
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a function that calls a module which is a pytree of its own parameters, as one of equinox."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(module)
-    names = [jax.tree_util.keystr(path).strip(".[]") for path, _ in leaves]
-    own = {
-        name: np.asarray(leaf)
-        for name, (_, leaf) in zip(names, leaves, strict=True)
-        if isinstance(leaf, jax.Array | np.ndarray)
-    }
-    if parameters is not None and parameters.keys() != own.keys():
-        differing = sorted(own.keys() ^ parameters.keys())
+    own, bind = arrays_in(module, lambda path: jax.tree_util.keystr(path).strip(".[]"))
+    if parameters is not None and (differing := differing_names(own, parameters)):
         raise ManifestError(
-            f"{where}: params: expected the names of the module's arrays, and "
-            f"{', '.join(differing[:8])} differ"
+            f"{where}: params: expected the names of the module's arrays, and {differing}"
         )
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        parts = [
-            weights.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)
-        ]  # other leaves, such as activation functions, stay what they are
-        return jax.tree.unflatten(structure, parts)(*args, **kwargs)
+        return bind(weights)(*args, **kwargs)
 
-    return function, dict(sorted((parameters or own).items()))
+    values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
+    return function, dict(sorted(values.items()))
 
 
 def _calling(
@@ -171,7 +162,8 @@ def _calling(
     return function
 
 
-def _nested(weights: Mapping[str, Any]) -> Any:
+def nested_by_dots(weights: Mapping[str, Any]) -> Any:
+    """Return flat weights as nested dicts."""
     from flax import traverse_util
 
     return traverse_util.unflatten_dict(dict(weights), sep=".")

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from flax import linen, nnx
 
-from prejit.compiler.models.parameters import flat_parameters, with_parameters
+from prejit.compiler.lowering.user.pytrees import differing_names
+from prejit.compiler.models.parameters import flat_parameters, parametrized
 from prejit.runtime.errors import ManifestError
 
 Values = Mapping[str, np.ndarray[Any, Any]]
@@ -50,26 +51,31 @@ def _of_linen(
     module: linen.Module, nested: Callable[[Mapping[str, Any]], Any]
 ) -> Callable[..., Any]:
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        variables = nested(weights)
-        variables = variables if "params" in variables else {"params": variables}
-        return module.apply(variables, *args, **kwargs)
+        return module.apply(variables_of(nested(weights)), *args, **kwargs)
 
     return function
+
+
+def variables_of(nested: Any) -> Any:
+    """Return the variables of a flax.linen module, from variables or from its params alone."""
+    return nested if "params" in nested else {"params": nested}
 
 
 def _of_nnx(
     module: nnx.Module, label: str, at: str, parameters: Values | None
 ) -> tuple[Callable[..., Any], Values]:
-    graph, random, state = nnx.split(module, nnx.RngState, ...)
-    own = flat_parameters(state)
-    if parameters is not None and own.keys() != parameters.keys():
-        differing = sorted(own.keys() ^ parameters.keys())
-        raise ManifestError(
-            f"{at}: params: expected the names of {label}, and {', '.join(differing[:8])} differ"
-        )
-    values = parameters or {name: np.asarray(leaf) for name, leaf in sorted(own.items())}
+    own = own_values(module)
+    if parameters is not None and (differing := differing_names(own, parameters)):
+        raise ManifestError(f"{at}: params: expected the names of {label}, and {differing}")
+    values = parameters or {name: np.asarray(leaf) for name, leaf in own.items()}
+    bind = parametrized(module).bind
 
     def function(weights: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return nnx.merge(graph, random, with_parameters(state, weights))(*args, **kwargs)
+        return bind(weights)(*args, **kwargs)
 
     return function, values
+
+
+def own_values(module: nnx.Module) -> dict[str, Any]:
+    """Return what a flax.nnx module holds, by name, in alphabetical order, without random state."""
+    return flat_parameters(nnx.split(module, nnx.RngState, ...)[2])

@@ -22,10 +22,11 @@ from typing import Any, final
 
 from prejit.compiler.base.wording import nearest
 from prejit.compiler.progress import Unbreakable
-from prejit.runtime.errors import BuildError, ManifestError
+from prejit.runtime.errors import BuildError, ManifestError, PrejitError
 
 _STDOUT, _STDERR = 1, 2
 _INSTALLED = {"site-packages", "dist-packages"}
+_TRACING_HINT = "call it under jax.jit with these shapes to see where it fails"
 
 
 @final
@@ -70,7 +71,7 @@ class UserModules:
                 except BaseException as error:
                     raise ManifestError(
                         f"{where}: cannot read {attribute!r} of {module_name!r}: "
-                        f"{self._describe(error)}"
+                        f"{self.describe(error)}"
                     ) from error
                 if not present:
                     near = nearest(name, tuple(vars(found)) if hasattr(found, "__dict__") else ())
@@ -82,11 +83,12 @@ class UserModules:
         return found
 
     @contextmanager
-    def tracing(self, what: str) -> Iterator[None]:
-        """Run code of the user inside the block; any exception but KeyboardInterrupt becomes a BuildError.
+    def tracing(self, what: str, hint: str = _TRACING_HINT) -> Iterator[None]:
+        """Run code of the user inside the block; what it raises becomes a BuildError.
 
         Args:
             what: what failed then, with its place in the manifest, for the error.
+            hint: what the user can do about it.
 
         Raises:
             BuildError: the code raised; the error holds the line of the user's code.
@@ -94,13 +96,10 @@ class UserModules:
         with self.in_use():
             try:
                 yield
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, PrejitError):
                 raise
             except BaseException as error:
-                raise BuildError(
-                    f"{what}: {self._describe(error)}",
-                    hint="call it under jax.jit with these shapes to see where it fails",
-                ) from error
+                raise BuildError(f"{what}: {self.describe(error)}", hint=hint) from error
 
     def _import(self, module_name: str, where: str) -> Any:
         try:
@@ -112,7 +111,7 @@ class UserModules:
             if isinstance(error, ImportError):
                 hint = "put the module beside the manifest, or install it into this environment"
             raise ManifestError(
-                f"{where}: cannot import {module_name!r}: {self._describe(error)}", hint=hint
+                f"{where}: cannot import {module_name!r}: {self.describe(error)}", hint=hint
             ) from error
 
     @contextmanager
@@ -165,7 +164,7 @@ class UserModules:
         places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
         return any(os.path.dirname(os.path.abspath(place)) in self._roots for place in places)
 
-    def _describe(self, error: BaseException) -> str:
+    def describe(self, error: BaseException) -> str:
         """Return the text of an exception, with the line of the user's code that raised it."""
         text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
         if isinstance(error, SyntaxError) and error.filename is not None:

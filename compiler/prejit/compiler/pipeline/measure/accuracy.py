@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
-from prejit.compiler.pipeline.keys import accuracy_key, measuring_key
-from prejit.compiler.pipeline.model import ModelSource, ReadModel, cache_dtype, file_digest
+from prejit.compiler.pipeline.keys import (
+    accuracy_key,
+    measuring_key,
+    own_accuracy_key,
+    weights_key,
+)
+from prejit.compiler.pipeline.model import (
+    ReadModel,
+    cache_dtype,
+    file_digest,
+    longest_context,
+    longest_source,
+)
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer
+from prejit.compiler.pipeline.pack.model_layers import special_ids
 from prejit.compiler.pipeline.pack.weights import Published
 from prejit.compiler.pipeline.plan import Plan
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.format.schema import Accuracy
+
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.user.models import OwnModel
 
 _NONE = "none"
 """The value in a key for a missing file."""
@@ -23,6 +41,8 @@ def measure_accuracy(
     plan: Plan,
     published: Published | None,
     weights: PackedLayer | None,
+    own: OwnModel | None,
+    programs: Iterable[str],
     model: ReadModel,
     store: Store,
     progress: Progress,
@@ -33,65 +53,127 @@ def measure_accuracy(
         plan: the plan of the build.
         published: the weights of its model.
         weights: the weights as they were packed.
+        own: the user's decoder; None: the manifest has none.
+        programs: digests of the portable programs, which hold what a decoder of the user computes.
         model: reads the model.
         store: keeps the result.
         progress: shows that accuracy is measured.
 
     Returns:
-        None where all is float32, or there is no model.
+        None where all is float32, or there is no model, or it is an encoder-decoder.
     """
     manifest, files = plan.manifest, plan.model
-    if weights is None or published is None or manifest.model is None or files is None:
+    if weights is None or manifest.model is None or longest_source(manifest) is not None:
         return None
     if {manifest.model.dtype, cache_dtype(manifest)} == {"float32"}:
         return None
     text = None
     if manifest.model.evaluation is not None:
         text = manifest.resolve(manifest.model.evaluation)
-    tokenizer = files.transformer / "tokenizer.json"
-    key = accuracy_key(
-        manifest,
-        files,
-        published.files,
+    tokenizer = None if files is None else files.transformer / "tokenizer.json"
+    texts = (
         _NONE if text is None else f"{text.name} {file_digest(text)}",
-        file_digest(tokenizer) if text is not None and tokenizer.is_file() else _NONE,
+        file_digest(tokenizer)
+        if text is not None and tokenizer is not None and tokenizer.is_file()
+        else _NONE,
     )
+    measure: Callable[[], Accuracy]
+    if own is not None:
+        exact = {name: read() for name, read in own.exact.values.items()}
+        of_weights = weights_key(manifest, None, (), {}, exact).digest
+        key = own_accuracy_key(manifest, of_weights, programs, *texts)
+        measure = partial(_measure_own, plan, own, exact, weights, text)
+    elif published is not None and files is not None:
+        key = accuracy_key(manifest, files, published.files, *texts)
+        checkpoint, dtype = published.checkpoint, manifest.model.dtype
+        measure = partial(_measure_published, model, checkpoint, weights, dtype, text)
+    else:
+        return None
     alone = store.making(measuring_key("accuracy", ("weights", weights.digest)))
     with progress.phase("measuring accuracy"), alone:
         if (known := store.get(key)) is not None:
             return Accuracy(**known)
-        found = _measure(model(), published.checkpoint, weights, manifest.model.dtype, text)
+        found = measure()
         store.put(key, asdict(found))
         return found
 
 
-def _measure(
-    model: ModelSource, published: Checkpoint, weights: PackedLayer, dtype: str, text: Path | None
+def _measure_own(
+    plan: Plan,
+    own: OwnModel,
+    exact: Mapping[str, Any],
+    weights: PackedLayer,
+    text: Path | None,
+) -> Accuracy:
+    """Compare a decoder of the user as it is packed with itself as the user gave it."""
+    from prejit.compiler.lowering.user.models import CHECK_MODEL
+    from prejit.compiler.pipeline.measure import comparison
+
+    manifest, files = plan.manifest, plan.model
+    assert isinstance(weights.content, Path)
+    assert manifest.model is not None
+    packed = comparison.mapped(weights.content)
+    named, bos = None, None
+    if files is not None:
+        _, bos, _ = special_ids(files.directory, own.vocab_size, own=True)
+        if text is not None:
+            tokenizer = files.directory / "tokenizer.json"
+            named = (text.name, *comparison.read_text(text, tokenizer))
+    longest = own.max_positions or longest_context(manifest)
+    assert longest is not None
+    with own.modules.tracing(f"{manifest.where}: cannot run {own.label}", CHECK_MODEL):
+        return comparison.of_decoder(
+            manifest.model.dtype,
+            comparison.ComparedModel(own.exact.model, exact),
+            comparison.ComparedModel(
+                own.stored.model,
+                {name: packed[name] for name in own.stored.model.weights},
+                cache_dtype(manifest),
+            ),
+            (own.vocab_size, longest),
+            named,
+            bos or 0,
+        )
+
+
+def _measure_published(
+    read: ReadModel, published: Checkpoint, weights: PackedLayer, dtype: str, text: Path | None
 ) -> Accuracy:
     """Compare the packed model with its float32 form, on a text or on what the model writes itself."""
     from prejit.compiler.models import registry
+    from prejit.compiler.models.parameters import parametrized
     from prejit.compiler.pipeline.measure import comparison
 
     assert isinstance(weights.content, Path)
+    model = read()
     values = {name: published.read(name) for name in published.names}
     packed, out_in = comparison.mapped(weights.content), model.files.out_in
     tokenizer = model.files.transformer / "tokenizer.json"
+    stored = parametrized(model.module)
+    vocab_size = model.shape.vocab_size
     if model.files.layout is None:
-        exact = comparison.ComparedModel(
-            registry.make_decoder(model.config, out_in=out_in),
-            values,
-            registry.describe(model.config),
-        )
-        stored = comparison.ComparedModel(model.module, packed, model.shape)
+        exact = parametrized(registry.make_decoder(model.config, out_in=out_in))
         named = None if text is None else (text.name, *comparison.read_text(text, tokenizer))
         bos = getattr(model.config, "bos_token_id", None)
-        bos = bos if isinstance(bos, int) and 0 <= bos < model.shape.vocab_size else 0
-        return comparison.of_decoder(dtype, exact, stored, named, bos)
-    exact = comparison.ComparedModel(registry.make_encoder(model.config, out_in=out_in), values)
-    stored = comparison.ComparedModel(model.module, packed)
-    vocab_size, max_tokens = model.shape.vocab_size, model.shape.max_tokens
+        bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else 0
+        return comparison.of_decoder(
+            dtype,
+            comparison.ComparedModel(exact, values),
+            comparison.ComparedModel(stored, packed, model.shape.cache_dtype),
+            (vocab_size, model.shape.max_positions),
+            named,
+            bos,
+        )
+    exact = parametrized(registry.make_encoder(model.config, out_in=out_in))
+    max_tokens = model.shape.max_tokens
     if text is None:
         name, sentences = comparison.RANDOM, comparison.random_sentences(vocab_size, max_tokens)
     else:
         name, sentences = text.name, comparison.read_sentences(text, tokenizer, max_tokens)
-    return comparison.of_encoder(dtype, exact, stored, name, *sentences)
+    return comparison.of_encoder(
+        dtype,
+        comparison.ComparedModel(exact, values),
+        comparison.ComparedModel(stored, packed),
+        name,
+        *sentences,
+    )

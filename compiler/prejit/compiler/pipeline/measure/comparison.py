@@ -17,10 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from prejit.compiler.models.layers import config
-from prejit.compiler.models.parameters import with_parameters
+from prejit.compiler.models.parameters import Parametrized
 from prejit.runtime.encoding.sentences import shorten
 from prejit.runtime.errors import (
     BuildError,
@@ -59,14 +57,14 @@ class ComparedModel:
     """A decoder or encoder that can be run.
 
     Attributes:
-        module: the abstract module.
+        model: the model.
         weights: the parameters by name.
-        shape: shape of a decoder, with the dtype of its cache; None: an encoder.
+        cache_dtype: the dtype of a decoder's cache.
     """
 
-    module: nnx.Module
+    model: Parametrized
     weights: Mapping[str, Arrays]
-    shape: config.DecoderConfig | None = None
+    cache_dtype: str = "float32"
 
 
 def read_text(file: Path, tokenizer_file: Path) -> tuple[Arrays, Arrays]:
@@ -177,6 +175,7 @@ def of_decoder(
     dtype: str,
     exact: ComparedModel,
     stored: ComparedModel,
+    sizes: tuple[int, int],
     text: tuple[str, Arrays, Arrays] | None,
     bos: int,
 ) -> Accuracy:
@@ -186,6 +185,7 @@ def of_decoder(
         dtype: dtype of the stored weights.
         exact: the decoder in float32.
         stored: the decoder as it is packed.
+        sizes: the number of tokens that it knows, and its longest text.
         text: name of the text, its tokens and those that begin any text, int32; None: what the float32 model
             writes. The models read it in windows, each of which begins as a text does.
         bos: the token with which the float32 model begins to write.
@@ -193,9 +193,8 @@ def of_decoder(
     Raises:
         BuildError: logits are infinite or NaN.
     """
-    assert exact.shape is not None
-    assert stored.shape is not None
-    longest = min(_WINDOW, exact.shape.max_positions, max(2, _MAX_LOGITS // exact.shape.vocab_size))
+    vocab_size, longest = sizes
+    longest = min(_WINDOW, longest, max(2, _MAX_LOGITS // vocab_size))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         weights = {name: jnp.asarray(values) for name, values in exact.weights.items()}
         packed = {name: jnp.asarray(values) for name, values in stored.weights.items()}
@@ -265,7 +264,7 @@ def of_encoder(
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want, found = (
-            np.asarray(jax.jit(_caller(each.module))(each.weights, tokens, length), np.float64)
+            np.asarray(_embeddings(each)(each.weights, tokens, length), np.float64)
             for each in (exact, stored)
         )
     lengths = np.linalg.norm(want, axis=-1) * np.linalg.norm(found, axis=-1)
@@ -280,30 +279,19 @@ def of_encoder(
     )
 
 
-def _caller(module: nnx.Module) -> Callable[..., Any]:
-    """Return the module as a function of its weights and its arguments."""
-    graph, state = nnx.split(module)
-
-    def call(weights: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
-        return nnx.merge(graph, with_parameters(state, weights))(*arguments, **options)
-
-    return call
-
-
-def _cache(model: ComparedModel, rows: int, slots: int) -> Any:
-    assert model.shape is not None
-    return model.module.make_cache(rows, slots, model.shape.cache_dtype)
+def _embeddings(model: ComparedModel) -> Callable[..., jax.Array]:
+    return jax.jit(lambda weights, *arguments: model.model.bind(weights)(*arguments))
 
 
 def _logits(model: ComparedModel) -> Callable[[Mapping[str, Any], Arrays], jax.Array]:
     """Return a function of weights and int32 [1, T] that returns all logits, float32 [T, V]."""
-    call = _caller(model.module)
 
     def logits(weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
         count = tokens.shape[1]
         length = jnp.full(1, count, jnp.int32)
-        cache = _cache(model, 1, count)
-        found: jax.Array = call(weights, tokens, length * 0, length, cache, every=True)[0][0]
+        bound = model.model.bind(weights)
+        cache = bound.make_cache(1, count, model.cache_dtype)
+        found: jax.Array = bound(tokens, length * 0, length, cache, every=True)[0][0]
         return found
 
     return jax.jit(logits)
@@ -313,18 +301,18 @@ def _sampled(
     model: ComparedModel, weights: Mapping[str, jax.Array], bos: int, steps: int
 ) -> Arrays:
     """Return what a decoder writes at temperature 1: int32 [_ROWS, steps], the same each time."""
-    call = _caller(model.module)
     one = jnp.ones(_ROWS, jnp.int32)
 
     def write(weights: Mapping[str, jax.Array]) -> jax.Array:
         def step(carry: tuple[jax.Array, Any], at: jax.Array) -> tuple[Any, jax.Array]:
             token, cache = carry
-            logits, cache = call(weights, token[:, None], one * at, one, cache)
+            logits, cache = model.model.bind(weights)(token[:, None], one * at, one, cache)
             key = jax.random.fold_in(jax.random.key(0), at)
             following = jax.random.categorical(key, logits).astype(jnp.int32)
             return (following, cache), token
 
-        start = (one * bos, _cache(model, _ROWS, steps))
+        cache = model.model.bind(weights).make_cache(_ROWS, steps, model.cache_dtype)
+        start = (one * bos, cache)
         return jax.lax.scan(step, start, jnp.arange(steps))[1].T
 
     return np.asarray(jax.jit(write)(weights))

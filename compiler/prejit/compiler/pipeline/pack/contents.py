@@ -235,8 +235,12 @@ def _decoder(plan: Plan, executables: Iterable[CompiledExecutable]) -> Decoder |
     shape = next((e.lowered.decoder for e in executables if e.lowered.decoder is not None), None)
     if shape is None:
         return None
-    assert plan.model is not None
-    eos, bos, start = special_ids(plan.model.directory, shape["vocab_size"])
+    eos: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+    bos = None
+    if plan.model is not None:
+        own = plan.manifest.has_own_model
+        eos, bos, start = special_ids(plan.model.directory, shape["vocab_size"], own=own)
     return Decoder(
         **{**shape, "cache": tuple(shape["cache"])},
         eos_token_ids=eos,

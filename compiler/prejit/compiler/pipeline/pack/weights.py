@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 
+if TYPE_CHECKING:
+    from prejit.compiler.lowering.user.models import OwnModel
+
 
 @dataclass(frozen=True)
 class Published:
@@ -44,13 +47,13 @@ class Published:
 
 
 def find_published(plan: Plan) -> Published | None:
-    """Open the weights of the plan's model, and hash their files. None: the manifest has no model.
+    """Open the weights of the plan's model, and hash their files. None: it has no published model.
 
     Raises:
         CheckpointError: files are missing.
         StoreError: a file cannot be read.
     """
-    if plan.model is None:
+    if plan.model is None or plan.manifest.has_own_model:
         return None
     checkpoint = open_weights(plan.model)
     return Published(checkpoint, file_digests(plan.model.directory, checkpoint.files))
@@ -60,6 +63,7 @@ def pack_weights(
     plan: Plan,
     published: Published | None,
     user: UserWeights,
+    own: OwnModel | None,
     model: ReadModel,
     store: Store,
     progress: Progress,
@@ -70,15 +74,17 @@ def pack_weights(
         plan: the plan of the build.
         published: the weights of its model.
         user: the parameters of the user's functions.
+        own: the user's decoder; None: the manifest has none.
         model: reads the model.
         store: keeps the layer.
         progress: shows that weights are packed.
     """
-    if published is None and not user:
+    if published is None and not user and (own is None or not own.stored.values):
         return None
     with progress.phase("packing weights"):
         files = () if published is None else published.files
-        key = weights_key(plan.manifest, plan.model, files, user)
+        exact = None if own is None else {name: read() for name, read in own.exact.values.items()}
+        key = weights_key(plan.manifest, plan.model, files, user, exact)
         with store.making(key):
             result = store.get(key)
             if result is None:
@@ -89,6 +95,8 @@ def pack_weights(
                 ]
                 if published is not None:
                     tensors = [*_tensors(model(), published.checkpoint.read), *tensors]
+                if own is not None:
+                    tensors = [*_own_tensors(own), *tensors]
                 with store.blob_writer() as blob:
                     bundle_files.write_weights(tensors, blob)
                 result = {"digest": blob.digest, "size": blob.size}
@@ -101,6 +109,13 @@ def pack_weights(
         )
         chunks_of([layer], store)  # while workers compile; `pack_bundle` finds them in the store
     return layer
+
+
+def _own_tensors(own: OwnModel) -> list[PackedTensor]:
+    return [
+        PackedTensor(name, str(shape.dtype), shape.shape, own.stored.values[name])
+        for name, shape in own.stored.model.weights.items()
+    ]
 
 
 def _tensors(model: ModelSource, read: Callable[[str], np.ndarray[Any, Any]]) -> list[PackedTensor]:

@@ -11,6 +11,7 @@ from tests import decoders
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, registry
+from prejit.compiler.models.parameters import parametrized
 from prejit.compiler.pipeline.measure import comparison
 from prejit.runtime.errors import CheckpointError
 
@@ -63,9 +64,7 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
     source = decoders.write_random("gpt2", tmp_path / "gpt2")
     checkpoint, config = open_checkpoint(source), config_file.load_config(source)
     values = {name: checkpoint.read(name) for name in checkpoint.names}
-    model = comparison.ComparedModel(
-        registry.make_decoder(config), values, registry.describe(config)
-    )
+    model = comparison.ComparedModel(parametrized(registry.make_decoder(config)), values)
     text = np.random.default_rng(0).integers(0, decoders.VOCABULARY, count).astype(np.int32)
     logits_of = comparison._logits(model)
     losses = []
@@ -76,9 +75,9 @@ def test_a_perplexity_counts_each_token_after_what_begins_the_text(
         logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
         known = max(1, len(begin))
         losses += [-logits[at - 1, window[at]] for at in range(known, len(window))]
-    found = comparison.of_decoder(
-        "float32", model, model, ("text", text, np.array(begin, np.int32)), 0
-    )
+    sizes = (decoders.VOCABULARY, decoders.LARGEST_CONTEXT)
+    named = ("text", text, np.array(begin, np.int32))
+    found = comparison.of_decoder("float32", model, model, sizes, named, 0)
     assert found.tokens == len(losses)
     perplexity = np.exp(np.mean(losses)) * 1e6
     assert found.perplexity_millionths == pytest.approx(perplexity, rel=1e-4)

@@ -1,0 +1,44 @@
+"""Objects of the user that hold arrays: find the arrays, and make the object again with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from prejit.compiler.lowering.user.arrays import is_key
+
+Bind = Callable[[Mapping[str, Any]], Any]
+
+
+def arrays_in(tree: Any, spelled: Callable[[Any], str]) -> tuple[dict[str, Any], Bind]:
+    """Return the arrays of a pytree by name, and a function that puts others in their place.
+
+    Leaves that are no arrays, such as activation functions, and random keys stay what they are.
+
+    Args:
+        tree: the pytree; arrays may be shapes (jax.ShapeDtypeStruct).
+        spelled: returns the name of a leaf from its path.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    named = [(spelled(path) if _is_array(leaf) else None, leaf) for path, leaf in leaves]
+
+    def bind(values: Mapping[str, Any]) -> Any:
+        parts = [leaf if name is None else values[name] for name, leaf in named]
+        return jax.tree.unflatten(structure, parts)
+
+    return {name: leaf for name, leaf in named if name is not None}, bind
+
+
+def differing_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return in words, for errors, the names that only one of two sets of arrays has."""
+    differing = sorted(own.keys() ^ given.keys())
+    more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+    return f"{', '.join(differing[:8])}{more} differ" if differing else ""
+
+
+def _is_array(leaf: Any) -> bool:
+    held = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    return held and not is_key(leaf)

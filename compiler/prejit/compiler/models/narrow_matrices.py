@@ -1,0 +1,200 @@
+"""Call a function of float32 matrices with the narrow values that a bundle stores.
+
+The function is traced with float32 matrices, and its jaxpr is evaluated with the stored values in their
+place. A product with a matrix becomes `linear.dot` of the stored values, as in prejit's own layers, and the
+scales multiply its result, or x. Whatever else the function does with a matrix gets the matrix widened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from prejit.compiler.models.layers import linear
+
+_INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+"""Primitives that call a jaxpr with their own operands."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NarrowMatrix:
+    """A matrix as it is stored, with two or more axes.
+
+    Attributes:
+        values: bfloat16, or integers.
+        scale: float32, of the shape without the shared axes; None: `values` are the values themselves.
+        shared: the axes whose values share a scale.
+        order: the axes of `values` in the order of the matrix that the function sees.
+    """
+
+    values: jax.Array
+    scale: jax.Array | None
+    shared: tuple[int, ...] = field(metadata={"static": True})
+    order: tuple[int, ...] = field(metadata={"static": True})
+
+    def widened(self) -> jax.Array:
+        """Return the matrix in float32."""
+        wide = self.values.astype(jnp.float32)
+        if self.scale is not None:
+            wide *= jnp.expand_dims(self.scale, self.shared)
+        return jnp.transpose(wide, self.order)
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether it is a stack of matrices, each with scales of its own."""
+        return self.values.ndim > 2 and 0 not in self.shared and self.order[0] == 0
+
+    @property
+    def of_slices(self) -> NarrowMatrix:
+        """Return the matrix again where a loop has sliced its arrays."""
+        return replace(
+            self,
+            shared=tuple(axis - 1 for axis in self.shared),
+            order=tuple(axis - 1 for axis in self.order[1:]),
+        )
+
+
+def call_narrow(
+    function: Callable[..., Any], matrices: Mapping[str, NarrowMatrix], *arguments: Any
+) -> Any:
+    """Return `function(wide, *arguments)`, where `wide` has the matrices in float32, by name."""
+    wide = jax.eval_shape(lambda: {name: each.widened() for name, each in matrices.items()})
+    traced, result = jax.make_jaxpr(function, return_shape=True)(wide, *arguments)
+    ordered = [matrices[name] for name in sorted(matrices)]
+    found = _evaluate(traced, [*ordered, *jax.tree.leaves(arguments)])
+    return jax.tree.unflatten(jax.tree.structure(result), map(_wide, found))
+
+
+def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+    """Return the results of a jaxpr. Arguments and results may be narrow matrices."""
+    jaxpr = closed.jaxpr
+    known: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *arguments), strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        given = [read(atom) for atom in equation.invars]
+        known.update(zip(equation.outvars, _apply(equation, given), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """Return the results of one operation."""
+    name, narrow = equation.primitive.name, [isinstance(each, NarrowMatrix) for each in given]
+    if any(narrow):
+        if name in _INLINED:
+            return _evaluate(_called(equation), given)
+        if name == "scan":
+            return _scan(equation, given)
+        if name == "transpose":
+            order = (given[0].order[axis] for axis in equation.params["permutation"])
+            return [replace(given[0], order=tuple(order))]
+        if name == "dot_general" and narrow.count(True) == 1:
+            product = _product(equation, given, narrow.index(True))
+            if product is not None:
+                return [product]
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*map(_wide, given), **parameters)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _called(equation: Any) -> ClosedJaxpr:
+    held = next(each for each in equation.params.values() if isinstance(each, ClosedJaxpr | Jaxpr))
+    return held if isinstance(held, ClosedJaxpr) else ClosedJaxpr(held, ())
+
+
+def _product(equation: Any, given: list[Any], place: int) -> jax.Array | None:
+    """Return the product with a narrow matrix, [free axes of x, free axes of the matrix] or reversed.
+
+    Returns None for a product that `linear.dot` does not compute: of batches, or where the scales differ
+    along some contracted and some other axis, or where axes of the matrix would have to move.
+    """
+    matrix, x = given[place], given[1 - place]
+    contracted, batches = equation.params["dimension_numbers"]
+    wanted = equation.params["preferred_element_type"]
+    if any(batches) or x.dtype != jnp.float32 or wanted not in (None, jnp.float32):
+        return None
+    pairs = sorted(
+        (matrix.order[of_matrix], of_x)
+        for of_matrix, of_x in zip(contracted[place], contracted[1 - place], strict=True)
+    )
+    inner = tuple(axis for axis, _ in pairs)
+    outer = tuple(axis for axis in matrix.order if axis not in inner)
+    if not inner or not outer or (*inner, *outer) not in _straight(inner, outer):
+        return None
+    kept = [axis for axis in range(matrix.values.ndim) if axis not in matrix.shared]
+    sizes = matrix.values.shape
+    axes = [axis for _, axis in pairs]
+    x = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
+    free = x.shape[: x.ndim - len(axes)]
+    if matrix.scale is not None and set(kept) <= set(inner):
+        of_inner = [sizes[axis] if axis in kept else 1 for axis in inner]
+        x *= matrix.scale.reshape(of_inner)
+    elif matrix.scale is not None and not set(kept) <= set(outer):
+        return None
+    inputs, outputs = (math.prod(sizes[axis] for axis in each) for each in (inner, outer))
+    in_out = inner[0] < outer[0]
+    stored = matrix.values.reshape((inputs, outputs) if in_out else (outputs, inputs))
+    y = linear.dot(x.reshape(*free, inputs), stored, 0 if in_out else 1)
+    y = y.reshape(*free, *(sizes[axis] for axis in outer))
+    if matrix.scale is not None and set(kept) <= set(outer):
+        y *= matrix.scale.reshape([sizes[axis] if axis in kept else 1 for axis in outer])
+    if place == 0:
+        y = jnp.moveaxis(y, range(len(free)), range(y.ndim - len(free), y.ndim))
+    return y
+
+
+def _straight(inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the orders of axes with which a matrix is two axes, without moving a value."""
+    every = tuple(range(len(inner) + len(outer)))
+    return every, (*every[len(outer) :], *every[: len(outer)])
+
+
+def _scan(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """Run a loop, such as one over layers. Slices of stacks of narrow matrices stay narrow inside."""
+    settings, body = equation.params, _called(equation)
+    # What a loop slices or stacks has one more axis outside: jax 0.12 has no numbers of them as 0.10 has.
+    carried = len(equation.outvars) - _sliced(equation.outvars, body.jaxpr.outvars)
+    second = len(given) - _sliced(equation.invars, body.jaxpr.invars)
+    first = second - carried
+    constants, carry = given[:first], [_wide(each) for each in given[first:second]]
+    stacks = [
+        each if isinstance(each, NarrowMatrix) and each.is_sliceable else _wide(each)
+        for each in given[second:]
+    ]
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        inside = [each.of_slices if isinstance(each, NarrowMatrix) else each for each in slices]
+        found = [_wide(each) for each in _evaluate(body, [*constants, *carry, *inside])]
+        return found[: len(carry)], found[len(carry) :]
+
+    last, stacked = lax.scan(
+        step,
+        carry,
+        stacks,
+        length=settings["length"],
+        reverse=settings["reverse"],
+        unroll=settings["unroll"],
+    )
+    return [*last, *stacked]
+
+
+def _sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(one.aval.ndim > other.aval.ndim for one, other in pairs)
+
+
+def _wide(value: Any) -> Any:
+    return value.widened() if isinstance(value, NarrowMatrix) else value

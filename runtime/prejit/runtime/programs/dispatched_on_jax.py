@@ -1,0 +1,144 @@
+"""Calls of a user's program on jax's arrays that jaxlib's C++ dispatches, on jax's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.device import _jaxlib
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.format import trees
+from prejit.runtime.programs.calls import Calls
+from prejit.runtime.programs.on_jax import JaxPrograms
+
+_PLAIN = ("list", "tuple", "dict", "none")
+"""Kinds of containers that jax takes apart and makes again as they are."""
+
+
+@final
+class JaxDispatchedCalls:
+    """The user's programs of a bundle, on arrays of the host program's jax. Safe to use from many threads.
+
+    The first call of a signature loads the program on jax's client, where its arguments are. Later calls of
+    it do not enter Python, and copy nothing between clients. A call that no such program takes as it is goes
+    through `Calls`.
+    """
+
+    def __init__(self, calls: Calls, programs: Callable[[], JaxPrograms]) -> None:
+        """Dispatch nothing yet.
+
+        Args:
+            calls: how to call a program that is not dispatched.
+            programs: returns the programs on jax's client.
+        """
+        self._calls = calls
+        self._programs = programs
+        self._functions: dict[str, Callable[..., Any] | None] = {}
+
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """Return what jaxlib dispatches for a program; None: this version of jax has other parts."""
+        if name not in self._functions:
+            import jax
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._calls.call(name, args, kwargs)
+
+            jitted = jax.jit(call)
+            dispatch = _jaxlib.Dispatch.of(jitted)
+            made = None
+            if dispatch is not None:
+                made = dispatch.function(jitted, partial(self._miss, name, dispatch))
+            self._functions.setdefault(name, made)
+        return self._functions[name]
+
+    def _miss(
+        self, name: str, dispatch: _jaxlib.Dispatch, /, *args: Any, **kwargs: Any
+    ) -> _jaxlib.Missed:
+        """Run a call whose signature is new, and return its results and how jaxlib dispatches later calls."""
+        program = self._program(name, args, kwargs)
+        if program is None:
+            return self._calls.call(name, args, kwargs), None, False
+        import jax
+
+        on_jax = self._programs()
+        executable, device = on_jax.executable(program), on_jax.device.first
+        results = on_jax.programs.results(program)
+        inputs = _jaxlib.leaves_for_dispatch((args, kwargs))
+        assemble = _jaxlib.assembler_for_jax(
+            [(array.shape, dtype_of(array.dtype)) for array in results],
+            [False] * len(results),
+            device,
+            any(array.committed for array in inputs),
+        )
+        arrays = assemble(executable.loaded.execute_sharded(inputs))
+        structure = jax.tree.structure(_nested(on_jax.programs.results_tree(program), iter(arrays)))
+        value = jax.tree.unflatten(structure, arrays)
+        self._calls.finish()
+        return value, dispatch.path(executable.loaded, len(inputs), value, device), False
+
+    def _program(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """Return the program that takes the arrays of a call as they are, in jaxlib's order; None: none."""
+        import jax
+
+        on_jax = self._programs()
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        device = on_jax.device.first
+        if not all(_is_on(array, device) for array in leaves):
+            return None
+        # NumPy arrays of the same shapes stand for them: `Calls` would copy the arrays to look at them.
+        stand_ins = [np.broadcast_to(np.zeros((), array.dtype), array.shape) for array in leaves]
+        like, named = structure.unflatten(stand_ins)
+        chosen = self._calls.choose_for(name, like, named)
+        program = chosen.program
+        arrays = self._calls.programs.arguments(program.name)
+        kept = (
+            program.weights is None
+            and not chosen.sizes
+            and len(leaves) == len(chosen.values)
+            and all(one is other for one, other in zip(stand_ins, chosen.values, strict=True))
+            and not any(array.donated for array in arrays)
+            and any(program.name == each.name for each in on_jax.buckets(name))
+            and _is_plain(self._calls.programs.results_tree(program.name))
+        )
+        return program.name if kept else None
+
+
+def _is_on(array: Any, device: Any) -> bool:
+    """Return whether an array is on one device, as jax lays it out."""
+    import jax
+
+    sharding = array.sharding
+    return (
+        isinstance(sharding, jax.sharding.SingleDeviceSharding)
+        and sharding.device_set == {device}
+        and sharding.memory_kind in (None, device.default_memory().kind)
+        and (
+            array.format.layout is None
+            or array.format.layout.major_to_minor == tuple(range(array.ndim))
+        )
+    )
+
+
+def _is_plain(tree: trees.Tree) -> bool:
+    if isinstance(tree, trees.Leaf):
+        return not tree.key
+    return tree.kind in _PLAIN and all(map(_is_plain, tree.children))
+
+
+def _nested(tree: trees.Tree, arrays: Any) -> Any:
+    """Return arrays in the containers of a plain tree."""
+    if isinstance(tree, trees.Leaf):
+        return next(arrays)
+    children: Sequence[Any] = [_nested(child, arrays) for child in tree.children]
+    match tree.kind:
+        case "none":
+            return None
+        case "dict":
+            return dict(zip(tree.keys, children, strict=True))
+        case "tuple":
+            return tuple(children)
+        case _:
+            return children

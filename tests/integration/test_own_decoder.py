@@ -1,0 +1,237 @@
+"""Decoders of the user: built from a manifest, loaded and generated with in a process without their code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from safetensors.numpy import save_file
+from tests import own_decoders
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+import prejit.compiler
+from prejit.compiler import Generate, Manifest, Model
+from prejit.compiler.lowering.user.models import OwnModel, find_model
+from prejit.compiler.lowering.user.modules import UserModules
+from prejit.runtime import load
+from prejit.runtime.errors import PrejitError
+
+from .conftest import Run
+
+PROMPT, COUNT = [5, 80, 17, 3, 44, 9, 61, 2, 30, 11, 8], 24
+MANIFEST = """
+[bundle]
+name = "own"
+
+[model]
+module = "own_decoders:{attribute}"
+dtype = "{dtype}"
+{more}
+
+[generate]
+batch = [1, 2]
+prompt = [4, 8]
+context = [16, 64]
+draft_tokens = 3
+
+[[program]]
+name = "model"
+function = "own_decoders:double"
+args = ["float32[3]"]
+
+[[target]]
+name = "cpu-host"
+"""
+DOUBLE = "\n\ndef double(x):\n    return x * 2\n"
+
+
+def linen_params() -> dict[str, np.ndarray[Any, Any]]:
+    named = traverse_util.flatten_dict(own_decoders.linen_variables(), sep=".")
+    return {name: np.asarray(value) for name, value in named.items()}
+
+
+@pytest.fixture(scope="module")
+def build(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds the bundle of a decoder in own_decoders.py; `more` are lines of [model]."""
+
+    def build(attribute: str, dtype: str, more: str = "") -> Path:
+        directory = tmp_path_factory.mktemp("own")
+        shutil.copy(own_decoders.__file__, directory / "own_decoders.py")
+        with (directory / "own_decoders.py").open("a") as file:
+            file.write(DOUBLE)
+        if attribute.startswith("linen"):
+            save_file(linen_params(), directory / "weights.safetensors")
+            more += 'params = "weights.safetensors"'
+        text = MANIFEST.format(attribute=attribute, dtype=dtype, more=more)
+        (directory / "own.toml").write_text(text)
+        run("build", directory / "own.toml", "-o", directory, quick=True)
+        return directory / "own"
+
+    return build
+
+
+def stored(attribute: str, dtype: str) -> Any:
+    """The decoder with the values that a bundle stores."""
+    params = linen_params() if attribute.startswith("linen") else None
+    module = getattr(own_decoders, attribute)
+    found: OwnModel = find_model(Model(module=module, dtype=dtype), "m", params, UserModules(None))
+    weights = {name: jnp.asarray(read()) for name, read in found.stored.values.items()}
+    return found.stored.model.bind(weights)
+
+
+GENERATE = """
+import json, sys
+import numpy as np
+from prejit.runtime import load
+from prejit.runtime.errors import PrejitError
+
+bundle = load(sys.argv[1], on_mismatch="error")
+prompt, count = json.loads(sys.argv[2]), int(sys.argv[3])
+options = {"max_new_tokens": count, "temperature": 0}
+plain = bundle.generate(prompt, **options)
+drafted = bundle.generate(prompt, **options, prompt_lookup=True)
+both = bundle.generate_batch([prompt, prompt[:3]], **options)
+assert bundle.call("model", np.ones(3, np.float32)).tolist() == [2, 2, 2]
+assert not {"own_decoders", "flax", "equinox"} & sys.modules.keys()
+print(json.dumps([list(each.token_ids) for each in (plain, drafted, *both)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "dtype"),
+    [
+        ("nnx_decoder", "float32"),
+        ("nnx_decoder", "bfloat16"),
+        ("nnx_decoder", "int8"),
+        ("linen_decoder", "float32"),
+        ("linen_decoder", "int8"),
+        ("equinox_decoder", "bfloat16"),
+        ("PlainDecoder", "int8"),
+    ],
+)
+def test_a_fresh_process_writes_what_the_model_writes(
+    attribute: str, dtype: str, build: Callable[..., Path], python: Run
+) -> None:
+    done = python(GENERATE, build(attribute, dtype), json.dumps(PROMPT), str(COUNT))
+    model = stored(attribute, dtype)
+    expected = own_decoders.greedy(model, PROMPT, COUNT, 40)
+    short = own_decoders.greedy(model, PROMPT[:3], COUNT, 40)
+    assert len(set(expected)) > 4, "a text that says something"
+    assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, expected, short]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"cache": tmp_path / "cache", "quiet": True, "measure": False}
+
+
+GENERATE_SIZES = Generate(batch=(1,), prompt=(8,), context=(16,), cache_dtype="bfloat16")
+
+
+def test_a_second_build_compiles_nothing_and_another_value_is_seen(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    decoder = own_decoders.equinox_decoder()
+
+    def built(changed: Any) -> Any:
+        manifest = Manifest(
+            "own",
+            model=Model(module=changed, dtype="int8"),
+            generate=GENERATE_SIZES,
+            targets=["cpu-host"],
+        )
+        return prejit.compiler.build(manifest, tmp_path / "out", **options)
+
+    first, second = built(decoder), built(decoder)
+    assert (first.compiled, first.cached, first.written) == (3, 0, True)
+    assert (second.compiled, second.cached, second.written) == (0, 3, False)
+    assert first.digest == second.digest
+    assert first.accuracy == second.accuracy
+    assert first.accuracy is not None
+    assert first.accuracy.weights == "int8"
+    assert 0 < first.accuracy.logit_difference_millionths < 500_000
+    other = equinox.tree_at(lambda each: each.norm.weight, decoder, decoder.norm.weight * 2)
+    third = built(other)
+    assert (third.compiled, third.cached) == (0, 3)
+    assert third.digest != first.digest
+    assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of a word for each token of the decoder, of which the last ends a text."""
+    words = {f"w{number}": number for number in range(own_decoders.VOCAB - 2)}
+    words |= {"<unk>": len(words), "</s>": len(words) + 1}
+    model = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    model.add_special_tokens(["</s>"])
+    directory.mkdir()
+    model.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+
+
+def test_a_source_without_config_json_gives_the_tokenizer(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 w9 " * 3)
+    manifest = Manifest(
+        "own",
+        model=Model(
+            str(tmp_path / "tokenizer"),
+            "bfloat16",
+            str(tmp_path / "text.txt"),
+            module=own_decoders.PlainDecoder(),
+        ),
+        generate=GENERATE_SIZES,
+        targets=["cpu-host"],
+    )
+    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    assert built.accuracy is not None
+    assert built.accuracy.text == "text.txt"
+    bundle = load(built.path)
+    assert bundle.decoder.decoder.eos_token_ids == (own_decoders.VOCAB - 1,)
+    assert bundle.generate("w5 w17 w3", max_new_tokens=3).text
+
+
+def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def failing(module: Any, generate: Generate) -> str:
+        manifest = Manifest(
+            "own", model=Model(module=module), generate=generate, targets=["cpu-host"]
+        )
+        with pytest.raises(PrejitError) as caught:
+            prejit.compiler.build(manifest, tmp_path / "out", **options)
+        return f"{caught.value}"
+
+    long = Generate(batch=(1,), prompt=(8,), context=(128,))
+    assert failing(own_decoders.PlainDecoder(), long) == (
+        "manifest 'own': generate.context: expected at most 96, the max_positions of PlainDecoder; found 128"
+    )
+
+    class Transposed(own_decoders.PlainDecoder):
+        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+            return jnp.zeros((positions, rows))
+
+    assert "expected the first axis, and no other, to be rows" in failing(
+        Transposed(), GENERATE_SIZES
+    )
+
+    class Raising(own_decoders.PlainDecoder):
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            raise ValueError("not today")
+
+    error = failing(Raising(), GENERATE_SIZES)
+    assert "cannot lower" in error
+    assert "ValueError: not today" in error
+    assert not (tmp_path / "out").exists()

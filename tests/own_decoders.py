@@ -1,0 +1,219 @@
+"""One small decoder as users of flax, equinox and plain Python write it, without prejit.
+
+The tests import it, and copy it beside a manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox
+import flax.linen
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+VOCAB, WIDTH, HEADS, LAYERS, LONGEST = 97, 64, 4, 2, 96
+
+
+def run(
+    model: Any, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+) -> Any:
+    """The decoder, whatever its layers are made of: a transformer with its norms before each part."""
+    place = start[:, None] + jnp.arange(tokens.shape[1])
+    valid = jnp.arange(tokens.shape[1]) < length[:, None]
+    x = model.embed(tokens) + model.places(jnp.minimum(place, LONGEST - 1))
+    following = []
+    for layer, (keys, values) in zip(model.layers, cache, strict=True):
+        q, k, v = jnp.split(layer.qkv(layer.norm1(x)), 3, -1)
+        rows, slots = jnp.arange(len(tokens))[:, None], jnp.where(valid, place, keys.shape[1])
+        keys = keys.at[rows, slots].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[rows, slots].set(v.astype(values.dtype), mode="drop")
+        seen = jnp.arange(keys.shape[1]) <= place[..., None]
+        x = x + layer.out(_attended(q, keys, values, seen))
+        x = x + layer.down(jax.nn.gelu(layer.up(layer.norm2(x))))
+        following.append((keys, values))
+    if not every:
+        x = x[jnp.arange(len(x)), jnp.maximum(length, 1) - 1]
+    return model.head(model.norm(x)), tuple(following)
+
+
+def _attended(q: Any, keys: Any, values: Any, seen: Any) -> Any:
+    def heads(x: Any) -> Any:
+        return x.astype(jnp.float32).reshape(*x.shape[:2], HEADS, -1)
+
+    scores = jnp.einsum("bthd,bshd->bhts", heads(q), heads(keys)) / (WIDTH // HEADS) ** 0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), -1)
+    return jnp.einsum("bhts,bshd->bthd", weights, heads(values)).reshape(q.shape)
+
+
+def empty(rows: int, positions: int, dtype: str) -> Any:
+    one = jnp.zeros((rows, positions, WIDTH), dtype)
+    return ((one, one),) * LAYERS
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+
+class NnxDecoder(nnx.Module):
+    vocab_size = VOCAB
+    max_positions = LONGEST
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.places = nnx.Embed(LONGEST, WIDTH, rngs=rngs)
+        self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)  # it holds random state
+
+    def head(self, x: Any) -> Any:
+        return self.dropout(self.last(x))
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return empty(rows, positions, dtype)
+
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        return run(self, *arguments, every=every)
+
+
+class LinenLayer(flax.linen.Module):
+    def setup(self) -> None:
+        self.norm1, self.norm2 = flax.linen.LayerNorm(), flax.linen.LayerNorm()
+        self.qkv, self.out = flax.linen.Dense(3 * WIDTH), flax.linen.Dense(WIDTH)
+        self.up, self.down = flax.linen.Dense(2 * WIDTH), flax.linen.Dense(WIDTH)
+
+
+class LinenDecoder(flax.linen.Module):
+    vocab_size: int = VOCAB
+    max_positions: int | None = LONGEST
+
+    def setup(self) -> None:
+        self.embed = flax.linen.Embed(VOCAB, WIDTH)
+        self.places = flax.linen.Embed(LONGEST, WIDTH)
+        self.layers = [LinenLayer() for _ in range(LAYERS)]
+        self.norm, self.head = flax.linen.LayerNorm(), flax.linen.Dense(VOCAB)
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return empty(rows, positions, dtype)
+
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        return run(self, tokens, start, length, cache, every=every)
+
+
+class Matrix(equinox.Module):
+    weight: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.weight
+
+
+class Table(equinox.Module):
+    weight: Any
+
+    def __call__(self, index: Any) -> Any:
+        return self.weight[index]
+
+
+class Norm(equinox.Module):
+    weight: Any
+
+    def __call__(self, x: Any) -> Any:
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * self.weight
+
+
+class EquinoxLayer(equinox.Module):
+    norm1: Norm
+    qkv: Matrix
+    out: Matrix
+    norm2: Norm
+    up: Matrix
+    down: Matrix
+
+
+def _random(seed: int, *shape: int) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape) * 0.15
+
+
+def _layer(seed: int) -> EquinoxLayer:
+    return EquinoxLayer(
+        Norm(jnp.ones(WIDTH)),
+        Matrix(_random(seed, WIDTH, 3 * WIDTH)),
+        Matrix(_random(seed + 1, WIDTH, WIDTH)),
+        Norm(jnp.ones(WIDTH)),
+        Matrix(_random(seed + 2, WIDTH, 2 * WIDTH)),
+        Matrix(_random(seed + 3, 2 * WIDTH, WIDTH)),
+    )
+
+
+class EquinoxDecoder(equinox.Module):
+    embed: Table
+    places: Table
+    layers: list[EquinoxLayer]
+    norm: Norm
+    head: Matrix
+    vocab_size: int = VOCAB
+    max_positions: int | None = None
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return empty(rows, positions, dtype)
+
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        return run(self, *arguments, every=every)
+
+
+class PlainDecoder:
+    """No pytree: its attributes hold the arrays."""
+
+    vocab_size = VOCAB
+    max_positions = LONGEST
+
+    def __init__(self) -> None:
+        self.embed, self.places = Table(_random(1, VOCAB, WIDTH)), Table(_random(2, LONGEST, WIDTH))
+        self.layers = [_layer(10 * (at + 1)) for at in range(LAYERS)]
+        self.norm, self.head = Norm(jnp.ones(WIDTH)), Matrix(_random(3, WIDTH, VOCAB))
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return empty(rows, positions, dtype)
+
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        return run(self, *arguments, every=every)
+
+
+def nnx_decoder() -> NnxDecoder:
+    return NnxDecoder(nnx.Rngs(0))
+
+
+def equinox_decoder() -> EquinoxDecoder:
+    plain = PlainDecoder()
+    return EquinoxDecoder(plain.embed, plain.places, plain.layers, plain.norm, plain.head)
+
+
+linen_decoder = LinenDecoder()
+
+
+def linen_variables() -> Any:
+    one = jnp.ones(1, jnp.int32)
+    arguments = (one[:, None], one * 0, one, empty(1, 4, "float32"))
+    return linen_decoder.init(jax.random.key(0), *arguments)
+
+
+def greedy(model: Any, prompt: list[int], count: int, positions: int) -> list[int]:
+    """What the model writes, step by step in plain Python, each time from an empty cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        cache = model.make_cache(1, positions, "float32")
+        length = jnp.array([len(tokens)], jnp.int32)
+        padded = jnp.array([tokens + [0] * (positions - len(tokens))], jnp.int32)
+        logits, _ = model(padded, length * 0, length, cache)
+        tokens.append(int(logits[0].argmax()))
+    return tokens[len(prompt) :]

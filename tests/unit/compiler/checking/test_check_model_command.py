@@ -1,0 +1,174 @@
+"""`prejit check-model`: what it prints, its exit status, and errors of its arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save_file
+from tests import own_decoders
+
+from prejit.runtime.__main__ import main
+
+from . import tiny_models
+
+ROOT = Path(__file__).parents[4]
+MODELS = """
+model = random_model(Tiny)
+narrow = random_model(NarrowLogits)
+number = 3
+
+
+def make_model():
+    return random_model(Tiny)
+
+
+def make_sized(size):
+    return random_model(Tiny)
+
+
+class Reads(Tiny):
+    def last(self, x, length):
+        return x[length]["last"]  # a mistake
+
+
+reads = random_model(Reads)
+
+
+def zeros(tokens):
+    return np.zeros((*tokens.shape, V)) + np.arange(V)
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    code = Path(tiny_models.__file__).read_text()
+    (tmp_path / "model.py").write_text(code + MODELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_model_that_passes_ends_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-model", "model:make_model"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "check       result  worst difference"
+    assert lines[2] == "attributes  pass"
+    assert [line.split()[1] for line in lines[2:-2]] == ["pass"] * 15
+    assert lines[-1] == "15 checks: 15 passed, 0 failed"
+
+
+def test_a_failed_check_says_what_to_change_and_ends_with_status_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check-model", "model:narrow"]) == 1
+    assert capsys.readouterr().out == (
+        "check       result  worst difference\n"
+        "----------  ------  ----------------\n"
+        "attributes  pass\n"
+        "cache       pass\n"
+        "logits      FAIL\n"
+        "\n"
+        "logits: expected float32 with B = 1, T = 1, every = False, found bfloat16\n"
+        "  change: return `logits.astype(jnp.float32)`\n"
+        "\n"
+        "3 checks: 2 passed, 1 failed\n"
+    )
+
+
+def test_params_replace_the_values_and_a_reference_gives_other_logits(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_models.random_model(tiny_models.Tiny)
+    values = {"places": model.places, "mixing": model.mixing}
+    save_file({**values, "embedding": 0 * model.embedding}, directory / "zeros.safetensors")
+    options = ["--params", "zeros.safetensors", "--against", "model:zeros"]
+    assert main(["check-model", "model:model", *options]) == 1
+    printed = capsys.readouterr().out
+    assert "sensitive   FAIL    0.0e+00" in printed
+    assert "against     FAIL    1.0e+00" in printed
+    assert "found a difference of 1.0e+00 of their spread after token 0" in printed
+    assert "15 checks: 14 passed" not in printed
+    save_file(values, directory / "fewer.safetensors")
+    assert main(["check-model", "model:model", "--params", "fewer.safetensors"]) == 2
+    assert "embedding differ" in capsys.readouterr().err
+
+
+def test_an_error_of_the_model_has_the_line_of_its_code(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check-model", "model:reads"]) == 1
+    printed = capsys.readouterr().out
+    line = (
+        (directory / "model.py")
+        .read_text()
+        .splitlines()
+        .index('        return x[length]["last"]  # a mistake')
+    )
+    assert "logits: expected a result, found " in printed
+    assert f"({directory}/model.py, line {line + 1})" in printed
+
+
+@pytest.mark.parametrize("example", ["state_space", "mixture_of_experts"])
+def test_the_models_of_the_examples_keep_the_rules(
+    example: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = Path("examples", example, "model.py")
+    four = " = 512, 4, 128, "
+    text = (ROOT / code).read_text()
+    assert four in text, f"{code}: expected the sizes of a model of 4 layers"
+    (directory / "example.py").write_text(text.replace(four, " = 512, 2, 128, "))
+    assert main(["check-model", "example:model"]) == 0, capsys.readouterr()
+
+
+def test_a_module_of_linen_is_checked_with_its_params(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "own.py").write_text(Path(own_decoders.__file__).read_text())
+    variables = flatten_dict(own_decoders.linen_variables(), sep=".")
+    save_file({name: np.asarray(leaf) for name, leaf in variables.items()}, "w.safetensors")
+    options = ["--params", "w.safetensors"]
+    assert main(["check-model", "own:linen_decoder", *options]) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["model"], "MODEL: expected package.module:attribute, found 'model'", "is the object"),
+        (["model.py:model:x"], "expected package.module:attribute", "is the object"),
+        (["modle:model"], "cannot import 'modle'", "put the module into this directory"),
+        (["model:modle"], "'model' has no 'modle'", "did you mean 'model'?"),
+        (["own:linen_decoder"], "check-model: expected --params beside own:linen_decoder", "orbax"),
+        (["model:number"], "has no make_cache, no __call__", None),
+        (["model:make_sized"], "takes no arguments, and 'model:make_sized' does", "make an object"),
+        (["model:model", "--against", "model:number"], "expected a function, found int", "tokens"),
+        (["model:model", "--against", "zeros"], "--against: expected package.module:", "object"),
+        (["model:model", "--against", "model:one"], "'model' has no 'one'", None),
+        (["model:model", "--params", "w.npz"], "expected a .safetensors file", "save_file"),
+        (["model:model", "--tolerance", "0"], "0.0 is not in the range x>0", None),
+    ],
+)
+def test_wrong_arguments_are_errors_without_a_traceback(
+    arguments: list[str], error: str, hint: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text(Path(own_decoders.__file__).read_text())
+    assert main(["check-model", *arguments]) in (1, 2)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert error in printed.err
+    assert "Traceback" not in printed.err
+    if hint is None:
+        assert "check-model MODULE" not in printed.err
+    else:
+        assert f"hint: {hint}" in printed.err or hint in printed.err.partition("hint:")[2]
+
+
+def test_what_is_printed_at_import_goes_to_stderr(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "loud.py").write_text("print('hello')\nfrom model import narrow as model\n")
+    assert main(["check-model", "loud:model"]) == 1
+    printed = capfd.readouterr()
+    assert "hello" not in printed.out
+    assert "hello" in printed.err

@@ -1,0 +1,245 @@
+"""The checks of the decoder protocol: right models pass, and each broken rule is found under its name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.parity.cases import cases
+from tests.parity.t5_cases import cases as t5_cases
+from tests.parity.whisper_cases import cases as whisper_cases
+
+from prejit.compiler.checking import parity
+from prejit.compiler.checking.finding import TOLERANCE, Finding, difference
+from prejit.compiler.checking.kit import RULES, SHAPES, check_model
+from prejit.compiler.checking.subject import Subject
+from prejit.compiler.models import config_file, registry
+from prejit.compiler.models.parameters import parametrized
+
+from .tiny_models import BROKEN, LONGEST, Layer, Tiny, TinyWriter, apart, random_model
+
+_CHECKS = {check.__name__: check for check in (*SHAPES, *RULES)}
+_OF_DECODERS = [*_CHECKS][:-1]
+
+
+def check(kind: type[Layer], name: str, **changed: Any) -> Finding | None:
+    model, values = apart(replace(random_model(kind), **changed))
+    return _CHECKS[name](Subject(model, values, TOLERANCE, 16))
+
+
+def test_a_model_that_keeps_the_rules_passes_every_check() -> None:
+    found = list(check_model(*apart(random_model(Tiny))))
+    assert [one for one in found if not one.passed] == []
+    assert [one.name for one in found] == _OF_DECODERS
+    assert all(one.difference is None or one.difference < 1e-5 for one in found)
+
+
+def test_an_encoder_decoder_is_checked_with_its_sources() -> None:
+    found = list(check_model(*apart(random_model(TinyWriter))))
+    assert [one for one in found if not one.passed] == []
+    assert [one.name for one in found] == [*_CHECKS]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"), BROKEN, ids=[f"{name}-{kind.__name__}" for name, kind, _ in BROKEN]
+)
+def test_a_broken_rule_is_found_by_the_check_of_its_name(
+    name: str, kind: type[Layer], says: str
+) -> None:
+    found = check(kind, name)
+    assert found is not None
+    assert (found.name, found.passed) == (name, False)
+    assert says in found.found
+    assert found.found.startswith(("expected", "cache[", "max_positions:", "vocab_size:"))
+    assert found.change
+
+
+def test_every_check_has_a_model_that_breaks_its_rule() -> None:
+    assert {name for name, _, _ in BROKEN} == {*_CHECKS}
+
+
+def test_checks_of_numbers_do_not_run_on_wrong_shapes() -> None:
+    [kind] = [kind for _, kind, _ in BROKEN if kind.__name__ == "NarrowLogits"]
+    found = list(check_model(*apart(random_model(kind))))
+    assert [(one.name, one.passed) for one in found] == [
+        ("attributes", True),
+        ("cache", True),
+        ("logits", False),
+    ]
+
+
+def test_weights_of_zeros_fail_because_they_hide_everything() -> None:
+    found = check(Tiny, "sensitive", embedding=np.zeros((19, 8), np.float32))
+    assert found is not None
+    assert "too small for the other checks to find a mistake" in found.found
+    assert "--params" in found.change
+
+
+def test_what_a_model_raises_is_a_failed_check() -> None:
+    class Raises(Tiny):
+        def last(self, x: Any, length: Any) -> Any:
+            raise KeyError("no last token")
+
+    *passed, last = check_model(*apart(random_model(Raises)), describe=lambda error: f"<{error!r}>")
+    assert [one.name for one in passed] == ["attributes", "cache"]
+    assert last.found == "expected a result, found <KeyError('no last token')>"
+
+
+def test_an_interrupt_is_no_finding() -> None:
+    class Interrupted(Tiny):
+        def last(self, x: Any, length: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(check_model(*apart(random_model(Interrupted))))
+
+
+def test_a_model_of_few_positions_is_checked_within_them() -> None:
+    class Short(Tiny):
+        max_positions = 13
+
+        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+            assert positions <= 13
+            return super().make_cache(rows, positions, dtype)
+
+    found = list(check_model(*apart(random_model(Short))))
+    assert [one for one in found if not one.passed] == []
+    assert LONGEST > 13
+
+
+def test_without_positions_nothing_is_rewound() -> None:
+    class Recurrent(Tiny):
+        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+            return {"state": jnp.zeros((rows, 8))}
+
+        def __call__(
+            self, tokens: Any, start: Any, length: Any, cache: Any, **keywords: Any
+        ) -> Any:
+            found, state = self.summed(cache["state"], self.embedding[tokens], length)
+            wanted = found if keywords["every"] else self.last(found, length)
+            return wanted @ self.embedding.T, {"state": state}
+
+    found = list(check_model(*apart(random_model(Recurrent))))
+    assert [one for one in found if not one.passed] == []
+    assert {*_OF_DECODERS} - {one.name for one in found} == {"fresh", "rewind"}
+
+
+def test_a_model_that_takes_one_size_of_sources_needs_no_mask() -> None:
+    class Fixed(TinyWriter):
+        def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+            if source.shape[1] != 30:
+                raise ValueError("expected 30 places")
+            whole = jnp.full_like(length, 30)
+            return super().encode(source, whole, positions, dtype)
+
+    model = apart(random_model(Fixed))
+    found = list(check_model(*model, source_size=30))
+    assert [one for one in found if not one.passed] == []
+    *_, refused = check_model(*model)
+    assert (refused.name, refused.passed) == ("cache", False)
+    assert "expected 30 places" in refused.found
+    assert refused.change.startswith("give --source N if the model takes sources of N places only")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "t5", "whisper"])
+def test_our_families_keep_the_rules(family: str, tmp_path: Path) -> None:
+    case = next(
+        case
+        for case in (*cases(), *t5_cases(), *whisper_cases())
+        if case.config["model_type"] == family
+    )
+    (tmp_path / "config.json").write_text(json.dumps(case.config))
+    model = parametrized(registry.make_decoder(config_file.load_config(tmp_path)))
+    random = np.random.default_rng(0)
+    values = {
+        name: random.standard_normal(shape.shape, np.float32) * np.float32(0.3)
+        for name, shape in model.weights.items()
+    }
+    found = list(check_model(model, values, source_size=getattr(case, "frames", 16)))
+    assert [one for one in found if not one.passed] == []
+    assert [one.name for one in found] == (
+        [*_CHECKS] if family in ("t5", "whisper") else _OF_DECODERS
+    )
+
+
+def reference(tokens: Any) -> Any:
+    """Logits of Tiny after each token, in one call over texts."""
+    model = random_model(Tiny)
+    rows, count = tokens.shape
+    zeros = jnp.zeros(rows, jnp.int32)
+    cache = model.make_cache(rows, count, "float32")
+    return model(jnp.asarray(tokens), zeros, zeros + count, cache, every=True)[0]
+
+
+def against(function: Any, kind: type[Layer] = Tiny, tolerance: float = TOLERANCE) -> Finding:
+    return parity.against(Subject(*apart(random_model(kind)), tolerance, 16), function)
+
+
+def test_a_model_is_compared_with_a_reference_after_each_token() -> None:
+    assert against(reference).passed
+    assert against(lambda tokens: np.asarray(reference(tokens), np.float64)).passed
+    wrong = against(lambda tokens: np.asarray(reference(tokens)) * np.linspace(1, 2, 12)[:, None])
+    assert not wrong.passed
+    assert "after token 1, the first that differs" in wrong.found
+    assert wrong.difference == pytest.approx(0.5, rel=0.5)
+    assert against(lambda tokens: 1.01 * reference(tokens), tolerance=0.1).passed
+    assert not against(lambda tokens: 1.01 * reference(tokens), tolerance=1e-3).passed
+
+
+def test_a_reference_of_another_shape_or_that_fails_is_a_finding() -> None:
+    found = against(lambda tokens: reference(tokens)[:, -1])
+    assert "expected logits [3, 12, 19] of the reference, found [3, 19]" in found.found
+    *_, found = check_model(*apart(random_model(Tiny)), against=lambda: None)
+    assert (found.name, found.passed) == ("against", False)
+    assert "expected a result, found TypeError(" in found.found
+
+
+def test_a_tensor_of_torch_is_read() -> None:
+    class Tensor:
+        """The methods of a torch tensor in bfloat16 that needs gradients."""
+
+        def __init__(self, values: Any, done: tuple[str, ...] = ()) -> None:
+            self.values, self.done = values, done
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("detach", "float", "cpu"):
+                raise AttributeError(name)
+            return lambda: Tensor(self.values, (*self.done, name))
+
+        def numpy(self) -> Any:
+            assert self.done == ("detach", "float", "cpu")
+            return np.asarray(self.values)
+
+    assert against(lambda tokens: Tensor(reference(tokens))).passed
+
+
+def test_an_encoder_decoder_is_compared_with_its_sources() -> None:
+    def written(source: Any, length: Any, tokens: Any) -> Any:
+        model = random_model(TinyWriter)
+        rows, count = tokens.shape
+        cache = model.encode(source, length, count, "float32")
+        zeros = jnp.zeros(rows, jnp.int32)
+        return model(tokens, zeros, zeros + count, cache, every=True)[0]
+
+    assert against(written, TinyWriter).passed
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1.0, 3.0], [1.0, 3.0], 0.0),
+        ([1.0, 2.5], [1.0, 3.0], 0.25),
+        ([2.0, 2.0], [2.0, 2.0], 0.0),
+        ([2.0, 2.1], [2.0, 2.0], np.inf),
+        ([np.nan, 2.0], [1.0, 2.0], np.inf),
+        ([1.0, 2.0], [1.0, np.inf], np.inf),
+    ],
+)
+def test_differences_are_relative_to_the_spread(one: Any, other: Any, expected: float) -> None:
+    assert difference(one, jax.numpy.asarray(other)) == expected

@@ -1,0 +1,415 @@
+"""A decoder and an encoder-decoder that keep all rules, and one that breaks each: `BROKEN`.
+
+Both attend to a cache of positions and carry a state of the whole text. Each broken model changes one method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prejit.compiler.models.parameters import Parametrized
+
+V, D, LONGEST = 19, 8, 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: attention, and a decaying sum of the text."""
+
+    embedding: Any
+    places: Any
+    mixing: Any
+
+    vocab_size = V
+    max_positions = LONGEST
+
+    def zeros(self, rows: int, positions: int, dtype: str) -> Any:
+        keys = jnp.zeros((rows, positions, D), dtype)
+        return {"keys": keys, "values": keys, "state": jnp.zeros((rows, D))}
+
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        positions = self.positions(start, tokens.shape[1])
+        x = self.normalized(self.embedding[tokens] + self.places[positions])
+        query, keys, values = x @ self.mixing[0], x @ self.mixing[1], x @ self.mixing[2]
+        cache = dict(cache)
+        cache["keys"] = self.write(cache["keys"], keys, start, length)
+        cache["values"] = self.write(cache["values"], values, start, length)
+        sums, cache["state"] = self.summed(cache["state"], x, length)
+        seen = self.visible(positions, cache)
+        mixed = attention(query, cache["keys"], cache["values"], seen) + sums
+        mixed = self.with_source(mixed @ self.mixing[3] + x, cache)
+        wanted = mixed if every else self.last(mixed, length)
+        return (wanted @ self.embedding.T).astype(jnp.float32), cache
+
+    def positions(self, start: Any, count: int) -> Any:
+        return start[:, None] + jnp.arange(count)
+
+    def normalized(self, x: Any) -> Any:
+        return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
+
+    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+        token = jnp.arange(new.shape[1])
+        places = jnp.where(token < length[:, None], start[:, None] + token, array.shape[1])
+        rows = jnp.arange(len(new))[:, None]
+        return array.at[rows, places].set(new.astype(array.dtype), mode="drop")
+
+    def visible(self, positions: Any, cache: Any) -> Any:
+        return jnp.arange(cache["keys"].shape[1]) <= positions[..., None]
+
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        def step(state: Any, inputs: Any) -> Any:
+            token, valid = inputs
+            state = jnp.where(valid[:, None], 0.7 * state + token, state)
+            return state, state
+
+        valid = jnp.arange(x.shape[1])[:, None] < length
+        state, found = jax.lax.scan(step, state, (x.swapaxes(0, 1), valid))
+        return found.swapaxes(0, 1), state
+
+    def with_source(self, x: Any, cache: Any) -> Any:
+        return x
+
+    def last(self, x: Any, length: Any) -> Any:
+        return x[jnp.arange(len(x)), jnp.maximum(length - 1, 0)]
+
+
+class Tiny(Layer):
+    """A decoder."""
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return self.zeros(rows, positions, dtype)
+
+
+class TinyWriter(Layer):
+    """An encoder-decoder, which also attends to a source of tokens."""
+
+    def source(self, rows: int, size: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, size), jnp.int32)
+
+    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+        cache = self.zeros(len(source), positions, dtype)
+        return {**cache, "source": self.embedding[source].astype(dtype), "length": length}
+
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        return jnp.zeros_like(x), state  # arrays without positions do not change
+
+    def with_source(self, x: Any, cache: Any) -> Any:
+        places = jnp.arange(cache["source"].shape[1])
+        seen = jnp.broadcast_to(
+            places < cache["length"][:, None, None], (*x.shape[:2], len(places))
+        )
+        return x + attention(x, cache["source"], cache["source"], seen)
+
+
+def attention(query: Any, keys: Any, values: Any, seen: Any) -> Any:
+    scores = jnp.einsum("btd,bsd->bts", query, keys.astype(jnp.float32))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("bts,bsd->btd", weights, values.astype(jnp.float32))
+
+
+def random_model(kind: type[Layer]) -> Any:
+    random = np.random.default_rng(0)
+    shapes = {"embedding": (V, D), "places": (LONGEST, D), "mixing": (4, D, D)}
+    return kind(
+        **{name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    )
+
+
+def apart(model: Layer) -> tuple[Parametrized, dict[str, Any]]:
+    """The model apart from its parameters, and their values."""
+    values = {field.name: getattr(model, field.name) for field in fields(model)}
+    shapes = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in values.items()}
+    return Parametrized(shapes, lambda bound: replace(model, **bound)), values
+
+
+BROKEN: list[tuple[str, type[Layer], str]] = []
+"""The check that must find it, the model, and a part of what the finding says."""
+
+
+def breaks(check: str, says: str) -> Callable[[type[Layer]], type[Layer]]:
+    def add(kind: type[Layer]) -> type[Layer]:
+        BROKEN.append((check, kind, says))
+        return kind
+
+    return add
+
+
+@breaks("attributes", "expected an attribute vocab_size, an integer of at least 2, found none")
+class WithoutVocabulary(Tiny):
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        raise AttributeError
+
+
+@breaks("attributes", "max_positions: expected None or an integer of at least 12, found 4")
+class TooShort(Tiny):
+    max_positions = 4
+
+
+@breaks("attributes", "vocab_size: expected an integer of at least 2, found 19.0")
+class VocabularyNoInteger(Tiny):
+    vocab_size = 19.0  # type: ignore[assignment]
+
+
+@breaks("attributes", "expected a method source, found none in WithoutSource")
+class WithoutSource(TinyWriter):
+    source = None  # type: ignore[assignment]
+
+
+@breaks("attributes", "expected a method make_cache, found none in WithoutCache")
+class WithoutCache(Tiny):
+    make_cache = None  # type: ignore[assignment]
+
+
+@breaks("cache", "cache['keys']: expected [B, ...] with the rows on axis 0 alone, found (16, 3, 8)")
+class PositionsFirst(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        cache = super().make_cache(rows, positions, dtype)
+        return {**cache, "keys": cache["keys"].swapaxes(0, 1)}
+
+
+@breaks(
+    "cache",
+    "cache['keys']: expected one axis of exactly S, or none that S changes, found (3, 17, 8)",
+)
+class OnePositionMore(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return super().make_cache(rows, positions + 1, dtype)
+
+
+@breaks("cache", "(3, 16, 8) for S = 16 and (3, 32, 8) for S = 64")
+class WindowOfPositions(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return super().make_cache(rows, min(positions, 32), dtype)
+
+
+@breaks("cache", "(3, 16, 16) for S = 16")
+class PositionsTwice(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        cache = super().make_cache(rows, positions, dtype)
+        return {**cache, "mask": jnp.zeros((rows, positions, positions))}
+
+
+@breaks("cache", "expected one tree of arrays for any number of positions")
+class ArraysByPositions(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        cache = super().make_cache(rows, positions, dtype)
+        return {**cache, "pages": [jnp.zeros(rows)] * (positions // 16)}
+
+
+@breaks("cache", "cache['key']: expected a dtype that a bundle can hold, found key<fry>")
+class RandomKeys(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        cache = super().make_cache(rows, positions, dtype)
+        return {**cache, "key": jax.random.split(jax.random.key(0), rows)}
+
+
+@breaks("cache", "cache['count']: expected [B, ...] with the rows on axis 0 alone, found ()")
+class CountOfAllRows(Tiny):
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return {**super().make_cache(rows, positions, dtype), "count": 0}
+
+
+@breaks("logits", "expected float32 with B = 1, T = 1, every = False, found bfloat16")
+class NarrowLogits(Tiny):
+    def __call__(self, *inputs: Any, every: bool = False) -> Any:
+        logits, cache = super().__call__(*inputs, every=every)
+        return logits.astype(jnp.bfloat16), cache
+
+
+@breaks("logits", "expected [1, 19] with B = 1, T = 1, every = False, found float32 [1, 1, 19]")
+class AllLogits(Tiny):
+    def last(self, x: Any, length: Any) -> Any:
+        return x
+
+
+@breaks(
+    "returned", "cache['keys']: expected bfloat16 [3, 16, 8], as it went in with dtype 'bfloat16'"
+)
+class WidenedCache(Tiny):
+    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+        return super().write(array.astype(jnp.float32), new, start, length)
+
+
+@breaks("returned", "expected the tree")
+class OtherTree(Tiny):
+    def __call__(self, *inputs: Any, every: bool = False) -> Any:
+        logits, cache = super().__call__(*inputs, every=every)
+        return logits, tuple(cache.values())
+
+
+@breaks("finite", "found NaN or infinity in cache['state']")
+class MeanOfNothing(Tiny):
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        found, _ = super().summed(state, x, length)
+        valid = jnp.arange(x.shape[1]) < length[:, None]
+        return found, jnp.sum(x * valid[..., None], 1) / length[:, None]
+
+
+@breaks("sensitive", "expected other logits where the tokens before the last differ")
+class WithoutMemory(Tiny):
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        _, cache = super().__call__(tokens, start, length, cache)
+        x = self.embedding[tokens] @ self.mixing[0]
+        return (x if every else self.last(x, length)) @ self.embedding.T, cache
+
+
+@breaks("chunks", "between the whole prompt and single tokens")
+class IgnoresStart(Tiny):
+    def positions(self, start: Any, count: int) -> Any:
+        return super().positions(0 * start, count)
+
+
+@breaks("chunks", "")
+class ForgetsState(Tiny):
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        found, new = super().summed(0 * state, x, length)
+        return found, jnp.where((length > 0)[:, None], new, state)
+
+
+@breaks("padding", "after the prompt, with other padding")
+class SumsPadding(Tiny):
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        found, new = super().summed(state, x, jnp.full_like(length, x.shape[1]))
+        return found, jnp.where((length > 0)[:, None], new, state)
+
+
+@breaks("padding", "")
+class LogitsOfPadding(Tiny):
+    def last(self, x: Any, length: Any) -> Any:
+        return x[:, -1]
+
+
+@breaks("end", "expected padding that runs past the last of 16 positions to change nothing")
+class WritesBlocks(Tiny):
+    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+        def row(array: Any, new: Any, start: Any, length: Any) -> Any:
+            block = jax.lax.dynamic_slice(array, (start, 0), new.shape)
+            valid = (jnp.arange(len(new)) < length)[:, None]
+            return jax.lax.dynamic_update_slice(array, jnp.where(valid, new, block), (start, 0))
+
+        return jax.vmap(row)(array, new.astype(array.dtype), start, length)
+
+
+@breaks("batch", "expected a row alone to give what it gives beside others")
+class NormalizesOverRows(Tiny):
+    def normalized(self, x: Any) -> Any:
+        return x / jnp.sqrt(jnp.mean(x * x, (0, 2), keepdims=True))
+
+
+@breaks("batch", "in row")
+class StartOfFirstRow(Tiny):
+    def positions(self, start: Any, count: int) -> Any:
+        return super().positions(jnp.broadcast_to(start[:1], start.shape), count)
+
+
+@breaks("idle", "found a change in cache['state'] at its own start, with T = 1")
+class DecaysIdleRows(Tiny):
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        found, new = super().summed(state, x, length)
+        return found, jnp.where((length > 0)[:, None], new, 0.99 * new)
+
+
+@breaks("idle", "found a change in cache['state'] at start 0")
+class ClearsAtStart(Tiny):
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        state = jnp.where((start > 0)[:, None], cache["state"], 0)
+        return super().__call__(tokens, start, length, {**cache, "state": state}, every=every)
+
+
+@breaks("idle", "found a change in cache['keys']")
+class WritesIdleRows(Tiny):
+    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+        return super().write(array, new, start, jnp.maximum(length, 1))
+
+
+@breaks("fresh", "expected a text at start 0 to ignore what another text left in the cache")
+class SeesAllPositions(Tiny):
+    def visible(self, positions: Any, cache: Any) -> Any:
+        return jnp.ones((*positions.shape, cache["keys"].shape[1]), bool)
+
+
+@breaks("rewind", "expected a text to go on as if rejected drafts had never been in the cache")
+class SeesWhatWasWritten(Tiny):
+    def visible(self, positions: Any, cache: Any) -> Any:
+        written = (cache["keys"] != 0).any(-1)[:, None]
+        own = jnp.arange(cache["keys"].shape[1]) - positions[..., None]
+        # Tokens of this call see what is before them; the rest counts as earlier text.
+        return written & ((own <= 0) | (own >= positions.shape[1]))
+
+
+@breaks("rewind", "expected a text to go on as if rejected drafts had never been in the cache")
+class StateOfText(TinyWriter):
+    def summed(self, state: Any, x: Any, length: Any) -> Any:
+        return Layer.summed(self, state, x, length)
+
+
+@breaks("context", "from one of 12")
+class FillsFromTheEnd(Tiny):
+    def write(self, array: Any, new: Any, start: Any, length: Any) -> Any:
+        return super().write(array[:, ::-1], new, start, length)[:, ::-1]
+
+    def visible(self, positions: Any, cache: Any) -> Any:
+        return super().visible(positions, cache)[..., ::-1]
+
+
+@breaks("every", "at the tokens before")
+class EveryIsLast(Tiny):
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        logits, cache = super().__call__(tokens, start, length, cache)
+        if every:
+            logits = jnp.repeat(logits[:, None], tokens.shape[1], 1)
+        return logits, cache
+
+
+@breaks("every", "in the next call")
+class EveryKeepsTheCache(Tiny):
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        logits, after = super().__call__(tokens, start, length, cache, every=every)
+        return logits, cache if every else after
+
+
+@breaks("encode", "with other padding of the source")
+class SeesSourcePadding(TinyWriter):
+    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+        whole = jnp.full_like(length, source.shape[1])
+        return super().encode(source, whole, positions, dtype)
+
+
+@breaks("encode", "after the cache was padded")
+class CountsSourcePlaces(TinyWriter):
+    def with_source(self, x: Any, cache: Any) -> Any:
+        return super().with_source(x, cache) / cache["source"].shape[1]
+
+    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+        cache = super().encode(source, length, positions, dtype)
+        return {**cache, "source": cache["source"] * source.shape[1]}
+
+
+@breaks("encode", "expected other logits for other sources")
+class BlindToSource(TinyWriter):
+    def with_source(self, x: Any, cache: Any) -> Any:
+        return x
+
+
+@breaks("encode", "between a source alone and in row")
+class MixesSources(TinyWriter):
+    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+        cache = super().encode(source, length, positions, dtype)
+        return {**cache, "source": cache["source"] - cache["source"].mean(0)}

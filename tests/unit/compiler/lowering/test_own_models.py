@@ -1,0 +1,275 @@
+"""Decoders of the user: every kind is found, its matrices are stored narrow, and mistakes are explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+from tests import own_decoders
+from tests.own_decoders import VOCAB
+
+from prejit.compiler.lowering.user.models import OwnModel, find_model
+from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.manifest.manifest import Model
+from prejit.compiler.models.layers.linear import Embedding, Linear
+from prejit.compiler.models.narrowing import Stored
+from prejit.compiler.models.protocol import Decoder
+from prejit.runtime.errors import BuildError, ManifestError
+
+Arrays = np.ndarray[Any, Any]
+
+
+def flat(variables: Any) -> dict[str, Arrays]:
+    named = traverse_util.flatten_dict(variables, sep=".")
+    return {name: np.asarray(value) for name, value in named.items()}
+
+
+def find(module: Any, dtype: str = "float32", params: dict[str, Arrays] | None = None) -> OwnModel:
+    return find_model(Model(module=module, dtype=dtype), "m.toml", params, UserModules(None))
+
+
+KINDS: dict[str, tuple[Any, Callable[[], dict[str, Arrays] | None]]] = {
+    "nnx": (own_decoders.nnx_decoder, lambda: None),
+    "linen variables": (own_decoders.LinenDecoder, lambda: flat(own_decoders.linen_variables())),
+    "linen params": (
+        own_decoders.linen_decoder,
+        lambda: flat(own_decoders.linen_variables()["params"]),
+    ),
+    "equinox": (own_decoders.equinox_decoder, lambda: None),
+    "plain": (own_decoders.PlainDecoder(), lambda: None),
+}
+
+
+def logits(stored: Stored, tokens: Arrays) -> Arrays:
+    """What a stored model returns after each of the tokens, int32 [B, T]."""
+    rows, count = tokens.shape
+    length = np.full(rows, count, np.int32)
+
+    def call(weights: Any, tokens: Any) -> Any:
+        model = stored.model.bind(weights)
+        assert isinstance(model, Decoder)
+        cache = model.make_cache(rows, count, "float32")
+        return model(tokens, jnp.zeros_like(length), length, cache, every=True)[0]
+
+    weights = {name: read() for name, read in stored.values.items()}
+    assert {name: (v.shape, v.dtype) for name, v in weights.items()} == {
+        name: (shape.shape, shape.dtype) for name, shape in stored.model.weights.items()
+    }
+    return np.asarray(jax.jit(call)(weights, tokens))
+
+
+TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind: str) -> None:
+    module, params = KINDS[kind]
+    wide, bfloat16, int8 = (find(module, d, params()) for d in ("float32", "bfloat16", "int8"))
+    assert (wide.vocab_size, wide.max_positions) in ((VOCAB, own_decoders.LONGEST), (VOCAB, None))
+    expected = logits(wide.exact, TOKENS)
+    spread = expected.std()
+    np.testing.assert_array_equal(logits(wide.stored, TOKENS), expected)
+    for narrow, tolerance, share in ((bfloat16, 0.03, 0.53), (int8, 0.08, 0.30)):
+        found = logits(narrow.stored, TOKENS)
+        assert 0 < np.abs(found - expected).max() < tolerance * spread * 3
+        assert size(narrow.stored) < share * size(wide.stored)
+
+
+def size(stored: Stored) -> int:
+    return sum(read().nbytes for read in stored.values.values())
+
+
+def test_weights_have_their_own_names_and_norms_stay_float32() -> None:
+    found = find(own_decoders.equinox_decoder, "int8").stored.model.weights
+    assert found["layers.0.qkv.weight"].dtype == jnp.int8
+    assert found["layers.0.qkv.weight_scale"].shape == (3 * own_decoders.WIDTH,)
+    assert found["layers.0.norm1.weight"].dtype == jnp.float32
+    assert list(found) == sorted(found)
+
+
+class Shaped(nnx.Module):
+    """Parameters of many shapes: which of them are narrowed is all that is looked at."""
+
+    vocab_size, max_positions = 5, None
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+
+        def made(*shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32)))
+
+        self.stack = made(3, 80, 70)
+        self.heads = made(128, 4, 16)
+        self.norms = made(12, 768)
+        self.small = made(64, 63)
+        self.vector = made(9000)
+        self.mask = nnx.Param(jnp.where(jnp.tri(80) > 0, 0, -jnp.inf))
+        self.half = nnx.Param(jnp.ones((80, 80), jnp.float16))
+        self.angles = nnx.Variable(jnp.ones((80, 80)))
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return jnp.zeros((rows, positions))
+
+    def __call__(self, *arguments: Any, every: bool = False) -> Any:
+        raise NotImplementedError
+
+
+def test_only_what_is_a_matrix_and_can_be_held_is_narrowed() -> None:
+    found = find(Shaped, "int8")
+    weights = found.stored.model.weights
+    narrow = {name: leaf.shape for name, leaf in weights.items() if leaf.dtype == jnp.int8}
+    assert narrow == {"stack": (3, 80, 70), "heads": (128, 4, 16)}
+    # A scale for each output of each layer; and one for all of the short axis of the heads.
+    assert weights["stack_scale"].shape == (3, 70)
+    assert weights["heads_scale"].shape == (16,)
+    exact = found.exact.values["stack"]()
+    integers, scale = (found.stored.values[name]() for name in ("stack", "stack_scale"))
+    assert np.abs(integers * scale[:, None] - exact).max() <= scale.max() * 0.501
+    bfloat16 = find(Shaped, "bfloat16").stored.model.weights
+    assert {name for name, leaf in bfloat16.items() if leaf.dtype == jnp.bfloat16} == set(narrow)
+
+
+class OurLayers(nnx.Module):
+    """A decoder of prejit's layers: each token's logits depend on that token alone."""
+
+    vocab_size, max_positions = 70, None
+
+    def __init__(self) -> None:
+        self.table, self.head = Embedding(70, 64), Linear(64, 70, bias=True)
+        random = np.random.default_rng(0)
+        for part in (self.table, self.head):
+            values = random.standard_normal(part.weight.shape, np.float32)
+            part.weight = nnx.Param(jnp.asarray(values))
+        self.middle = nnx.Param(jnp.asarray(random.standard_normal((64, 64), np.float32)))
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return (jnp.zeros((rows, positions)),)
+
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        assert every
+        return self.head(jnp.tanh(self.table(tokens) @ self.middle[...])), cache
+
+
+def test_layers_of_prejit_multiply_with_the_stored_values() -> None:
+    found = find(OurLayers, "int8")
+    weights = found.stored.model.weights
+    assert weights["table.weight_scale"].shape == (70,)  # for each token, as in our own models
+    assert weights["head.weight"].dtype == weights["middle"].dtype == jnp.int8
+    expected = logits(found.exact, TOKENS)
+    assert np.abs(logits(found.stored, TOKENS) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_params_replace_values_in_the_dtypes_of_the_model() -> None:
+    own = {name: read() for name, read in find(own_decoders.equinox_decoder).exact.values.items()}
+    changed = {name: (value * 2).astype(np.float16) for name, value in own.items()}
+    found = find(own_decoders.equinox_decoder, "float32", changed).exact.values
+    for name, read in found.items():
+        np.testing.assert_array_equal(read(), changed[name].astype(np.float32))
+    shapes = equinox.filter_eval_shape(
+        own_decoders.equinox_decoder
+    )  # values come from params alone
+    np.testing.assert_array_equal(
+        find(shapes, "float32", own).exact.values["head.weight"](), own["head.weight"]
+    )
+
+
+def needs(width: int) -> None:
+    del width
+
+
+def breaks() -> None:
+    raise ValueError("no such file")
+
+
+@dataclass
+class Wrong:
+    vocab_size: Any = 5
+    max_positions: Any = None
+
+    def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+        return ()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return ()
+
+
+EQUINOX = own_decoders.equinox_decoder
+MISTAKES: dict[str, tuple[Any, dict[str, Arrays] | None, str]] = {
+    "a class with arguments": (
+        own_decoders.NnxDecoder,
+        None,
+        "expected a class that takes no arguments, and 'NnxDecoder' does: missing a required argument: "
+        "'rngs'",
+    ),
+    "a function with arguments": (
+        needs,
+        None,
+        "expected a function that takes no arguments, and 'needs' does: missing a required argument: 'width'",
+    ),
+    "a function that fails": (
+        breaks,
+        None,
+        "cannot make the model of breaks: ValueError: no such file",
+    ),
+    "a function of JAX": (
+        partial(lambda: jnp.ones(3)),
+        None,
+        "has no make_cache, no __call__, no vocab_size, no max_positions",
+    ),
+    "no vocabulary": (
+        Wrong(None),
+        None,
+        "vocab_size: expected an integer of 1 or more, found None",
+    ),
+    "positions of zero": (
+        Wrong(5, 0),
+        None,
+        "max_positions: expected an integer of 1 or more, or None, found 0",
+    ),
+    "linen without params": (
+        own_decoders.linen_decoder,
+        None,
+        "expected model.params beside LinenDecoder, a module of flax.linen, which holds no values",
+    ),
+    "params of another model": (
+        EQUINOX,
+        {"head.weight": np.ones(3, np.float32), "tail": np.ones(3, np.float32)},
+        "m.toml: model.params: expected the names of the parameters of equinox_decoder, and embed.weight, "
+        "layers.0.down.weight, layers.0.norm1.weight",
+    ),
+    "shapes without values": (
+        lambda: equinox.filter_eval_shape(EQUINOX),
+        None,
+        "embed.weight: expected a value, found the shape of one: float32[97, 64]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_explained(mistake: str) -> None:
+    module, params, expected = MISTAKES[mistake]
+    with pytest.raises((ManifestError, BuildError)) as caught:
+        find(module, params=params)
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith("m.toml: model.")
+    assert caught.value.hint
+
+
+def test_params_of_another_shape_are_named() -> None:
+    own = {name: read() for name, read in find(EQUINOX).exact.values.items()}
+    with pytest.raises(ManifestError) as caught:
+        find(EQUINOX, params={**own, "head.weight": np.ones((64, 3), np.float32)})
+    assert str(caught.value) == (
+        "m.toml: model.params: head.weight: expected float32[64, 97], as in equinox_decoder; "
+        "found float32[64, 3]"
+    )

@@ -1,0 +1,132 @@
+"""Functions of float32 matrices compute the same with stored values, and products never widen a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.compiler.models import precision
+from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow
+
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 64), np.float32))
+HEADS = X.reshape(2, 3, 4, 16)
+
+
+def matrix(*shape: int, dtype: str, shared: tuple[int, ...]) -> NarrowMatrix:
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
+    order = tuple(range(len(shape)))
+    if dtype == "bfloat16":
+        return NarrowMatrix(jnp.asarray(values, jnp.bfloat16), None, (), order)
+    integers, scale = precision.quantized(values, shared, STORED_DTYPES[dtype])
+    return NarrowMatrix(jnp.asarray(integers), jnp.asarray(scale), shared, order)
+
+
+@jax.custom_jvp
+def custom(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+custom.defjvp(lambda primals, tangents: (custom(*primals), tangents[0]))
+
+
+def over_layers(w: Any) -> Any:
+    return lax.scan(lambda x, layer: (jnp.tanh(x @ layer), x.sum()), X, w)
+
+
+def over_rows(w: Any) -> Any:
+    layer = equinox.tree_at(
+        lambda each: each.weight, equinox.nn.Linear(64, 5, key=jax.random.key(0)), w
+    )
+    return jax.vmap(jax.vmap(layer))(X)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A use of a matrix of a shape whose values share scales along some axes."""
+
+    function: Callable[[Any], Any]
+    shape: tuple[int, ...]
+    shared: tuple[int, ...]
+
+
+PRODUCTS = {
+    "matmul": Use(lambda w: X @ w, (64, 5), (0,)),
+    "one row": Use(lambda w: X[0, 0] @ w, (64, 5), (0,)),
+    "the matrix first": Use(lambda w: w @ X[0].T, (5, 64), (1,)),
+    "einsum": Use(lambda w: jnp.einsum("btd,de->ebt", X, w), (64, 5), (0,)),
+    "transposed": Use(lambda w: X @ w.T, (5, 64), (1,)),
+    "a tied head, with scales along the inputs": Use(lambda w: X @ w.T, (5, 64), (0,)),
+    "under jit": Use(jax.jit(lambda w: X @ w), (64, 5), (0,)),
+    "under checkpoint": Use(jax.checkpoint(lambda w: X @ w), (64, 5), (0,)),  # type: ignore[no-untyped-call]
+    "with a derivative of its own": Use(lambda w: custom(X, w), (64, 5), (0,)),
+    "under vmap": Use(over_rows, (5, 64), (1,)),
+    "to heads": Use(lambda w: jnp.einsum("btd,dnh->btnh", X, w), (64, 4, 16), (0, 1)),
+    "to heads, a scale for each": Use(
+        lambda w: jnp.einsum("btd,dnh->btnh", X, w), (64, 4, 16), (0,)
+    ),
+    "from heads": Use(lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w), (4, 16, 7), (0, 1)),
+    "a stack of layers": Use(over_layers, (3, 64, 64), (1,)),
+}
+OTHERS = {
+    "rows of a table": Use(lambda w: jnp.take(w, jnp.array([[1, 3]]), axis=0), (5, 64), (0,)),
+    "from heads, with scales along both": Use(
+        lambda w: jnp.einsum("btnh,nhd->btd", HEADS, w), (4, 16, 7), (1,)
+    ),
+    "batches": Use(lambda w: jnp.einsum("btd,bde->bte", X, w), (2, 64, 5), (1,)),
+    "elementwise": Use(lambda w: X @ (w * 2), (64, 5), (0,)),
+    "with itself": Use(lambda w: w.T @ w, (64, 5), (0,)),
+    "as it is": Use(lambda w: (w, {"same": w.T}), (64, 5), (0,)),
+    "a stack that shares scales": Use(over_layers, (3, 64, 64), (0, 1)),
+    "a condition": Use(
+        lambda w: lax.cond(w[0, 0] > 9, lambda: X @ w, lambda: -X @ w), (64, 5), (0,)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", [*PRODUCTS, *OTHERS])
+def test_a_use_of_a_matrix_gets_its_stored_values(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = {**PRODUCTS, **OTHERS}[name]
+    narrow = matrix(*use.shape, dtype=dtype, shared=use.shared)
+    expected = use.function(narrow.widened())
+    widened = []
+    real = NarrowMatrix.widened
+    monkeypatch.setattr(
+        NarrowMatrix, "widened", lambda self: widened.append(self.values.shape) or real(self)
+    )
+
+    def call(narrow: NarrowMatrix) -> Any:
+        return call_narrow(lambda wide: use.function(wide["w"]), {"w": narrow})
+
+    found = jax.jit(call)(narrow)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    at_all = 1  # for the shapes that the function is traced with
+    if dtype == "int8" or name not in (
+        "from heads, with scales along both",
+        "a stack that shares scales",
+    ):
+        assert (len(widened) > at_all) == (name in OTHERS)
+
+
+def test_a_product_of_float16_is_not_replaced() -> None:
+    narrow = matrix(64, 5, dtype="int8", shared=(0,))
+
+    def call(wide: Any) -> Any:
+        return X.astype(jnp.float16) @ wide["w"].astype(jnp.float16)
+
+    found = jax.jit(lambda narrow: call_narrow(call, {"w": narrow}))(narrow)
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found, call({"w": narrow.widened()}), rtol=1e-2, atol=1e-2)
