@@ -92,6 +92,7 @@ handlers = { scale = "ScaleHandler", negate = "NegateHandler" }
 [[target]]
 name = "cpu-host"
 """
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-library.md"
 X = np.linspace(-1, 1, 5, dtype=np.float32)
 EXPECTED = np.tanh(X * np.float32(2.5))
 
@@ -321,6 +322,39 @@ def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(
     monkeypatch.setattr(kernels, "register", refused)
     with pytest.raises(MismatchError, match=r"libraries: .*another version"):
         load(built, on_mismatch="error")
+
+
+def test_the_page_shows_what_works(
+    build_cache: Path, compiled: Compile, run: Run, tmp_path: Path
+) -> None:
+    """The first C++, Python and TOML of docs/how-to/own-library.md, and its command for x86-64-v2."""
+    import jax
+
+    compiled()  # skips where there is no compiler
+    page = PAGE.read_text()
+    code, command, python, manifest = (
+        page.split(f"```{language}\n", 1)[1].split("```")[0]
+        for language in ("cpp", "sh", "python", "toml")
+    )
+    (tmp_path / "scale.cc").write_text(code)
+    (tmp_path / "page_code.py").write_text(python)
+    manifest = manifest.replace("my_package.model:", "page_code:").replace("x86-64-v3", "x86-64-v2")
+    (tmp_path / "m.toml").write_text(manifest)
+    flags = [word for word in command.split("-I")[0].split()[1:] if word != "-march=x86-64-v3"]
+    flags = [str(tmp_path / word) if "scale." in word else word for word in flags]
+    compiler = next(find_compilers("x86-64-v2", build_cache))
+    problem = compiler.run([*compiler.flags, *flags, "-w", "-isystem", jax.ffi.include_dir()])
+    assert not problem
+    run("build", tmp_path / "m.toml", "-o", tmp_path / "out")
+    x = np.ones((8, 128), np.float32)
+    np.testing.assert_array_equal(load(tmp_path / "out/scaled").call("scaled", x=x), x * 2.5)
+
+
+def test_arrays_of_jax_go_to_the_library_on_jaxs_own_client(built: Path) -> None:
+    import jax
+
+    found = load(built).call("scaled", x=jax.numpy.asarray(X))
+    np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
 
 
 # Damage

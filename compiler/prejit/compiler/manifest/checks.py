@@ -310,9 +310,10 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
 
 def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
     libraries, targets = data.get("library"), data.get("target")
-    names = {_table(each).get("name") for each in (targets if isinstance(targets, list) else ())}
+    found = [_table(each).get("name") for each in (targets if isinstance(targets, list) else ())]
+    names = {name for name in found if isinstance(name, str)}
     # A target that was made in Python has its version of jax in its name.
-    names |= {re.sub(r"-jax[\d.]+$", "", name) for name in names if isinstance(name, str)}
+    names |= {re.sub(r"-jax[\d.]+$", "", name) for name in names}
     for index, each in enumerate(libraries if isinstance(libraries, list) else ()):
         library = _table(each)
         path, handlers, wanted = (library.get(key) for key in ("path", "handlers", "targets"))
@@ -330,7 +331,7 @@ def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
                     )
         for place, name in enumerate(wanted if isinstance(wanted, list) else ()):
             if isinstance(name, str) and name not in names:
-                guess = did_you_mean(name, [each for each in names if isinstance(each, str)])
+                guess = did_you_mean(name, sorted(names))
                 yield (
                     (*where, "targets", place),
                     f"expected {expected('library[].targets[]')}; found {shown(name)}{guess}",
