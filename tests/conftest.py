@@ -24,6 +24,7 @@ pytest_plugins = (
 
 LONGEST = (
     *("test_fleet.py", "test_mesh.py", "test_invariance.py", "test_build.py", "test_parity.py"),
+    "test_own_decoder.py",
     *("test_fallback_processes.py", "test_kernel_linear.py", "test_accuracy.py", "test_stories.py"),
     *(
         "test_jax_coverage.py",

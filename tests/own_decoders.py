@@ -5,6 +5,7 @@ The tests import it, and copy it beside a manifest.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import equinox
@@ -189,6 +190,34 @@ class PlainDecoder:
         return run(self, *arguments, every=every)
 
 
+class Translator:
+    """An encoder-decoder: each token also sees the mean of the source's embeddings."""
+
+    vocab_size = VOCAB
+    max_positions = LONGEST
+
+    def __init__(self) -> None:
+        vars(self).update(vars(PlainDecoder()))
+
+    def source(self, rows: int, size: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, size), jnp.int32)
+
+    def encode(self, source: Any, length: Any, positions: int, dtype: str) -> Any:
+        valid = jnp.arange(source.shape[1]) < length[:, None]
+        memory = jnp.where(valid[..., None], self.embed(source), 0)  # type: ignore[attr-defined]
+        return {"memory": memory, "length": length, "text": empty(len(source), positions, dtype)}
+
+    def __call__(
+        self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+    ) -> Any:
+        places = jnp.arange(cache["memory"].shape[1]) < cache["length"][:, None]
+        mean = (cache["memory"] * places[..., None]).sum(1) / cache["length"][:, None]
+        parts = SimpleNamespace(**vars(self))
+        parts.embed = lambda index: self.embed(index) + mean[:, None]  # type: ignore[attr-defined]
+        logits, text = run(parts, tokens, start, length, cache["text"], every=every)
+        return logits, {**cache, "text": text}
+
+
 def nnx_decoder() -> NnxDecoder:
     return NnxDecoder(nnx.Rngs(0))
 
@@ -207,11 +236,17 @@ def linen_variables() -> Any:
     return linen_decoder.init(jax.random.key(0), *arguments)
 
 
-def greedy(model: Any, prompt: list[int], count: int, positions: int) -> list[int]:
+def greedy(
+    model: Any, prompt: list[int], count: int, positions: int, source: list[int] | None = None
+) -> list[int]:
     """What the model writes, step by step in plain Python, each time from an empty cache."""
     tokens = list(prompt)
     for _ in range(count):
-        cache = model.make_cache(1, positions, "float32")
+        if source is None:
+            cache = model.make_cache(1, positions, "float32")
+        else:
+            read = jnp.array([source], jnp.int32), jnp.array([len(source)], jnp.int32)
+            cache = model.encode(*read, positions, "float32")
         length = jnp.array([len(tokens)], jnp.int32)
         padded = jnp.array([tokens + [0] * (positions - len(tokens))], jnp.int32)
         logits, _ = model(padded, length * 0, length, cache)

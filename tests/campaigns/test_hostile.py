@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ..parity import cases, encoder_cases  # noqa: TID252 (tests are no installed package)
+from ..parity import cases, encoder_cases, t5_cases  # noqa: TID252 (tests are no installed package)
 from . import processes
 from .junk import FLOATS, NUMBERS, VALUES, mutated, mutated_bytes, to_json, to_toml
 
@@ -140,24 +140,26 @@ _CASES: dict[str, Any] = {
         ("sentence-" if case.pooling else "") + case.config["model_type"]: case
         for case in reversed(encoder_cases.cases())
     },
+    "t5": t5_cases.cases()[0],
 }
-"""The first case of each family of decoders and encoders."""
+"""The first case of each family of decoders and encoders, and an encoder-decoder."""
 _DECODERS = frozenset(case.config["model_type"] for case in cases.cases())
 _OPTIONAL = (
     *("head_dim", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "hidden_act"),
     *("tie_word_embeddings", "max_position_embeddings", "num_key_value_heads", "torch_dtype"),
     *("partial_rotary_factor", "final_logit_softcapping", "eos_token_id", "unknown"),
+    *("num_decoder_layers", "decoder_start_token_id", "dense_act_fn", "scale_decoder_outputs"),
 )
 
 
 def _write_model(directory: Path, family: str, dtype: str = "float32") -> Path:
     """Write a family's checkpoint and the manifest m.toml that builds it."""
     _CASES[family].write(directory / "model")
-    buckets = (
-        "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [32]"
-        if family in _DECODERS
-        else "[encode]\nshapes = [[1, 8]]"
-    )
+    buckets = "[generate]\nbatch = [1]\nprompt = [8]\ncontext = [32]"
+    if family == "t5":
+        buckets += "\nsource = [8]"
+    elif family not in _DECODERS:
+        buckets = "[encode]\nshapes = [[1, 8]]"
     (directory / "m.toml").write_text(
         f'[bundle]\nname = "m"\n[model]\nsource = "model"\ndtype = "{dtype}"\n'
         f'{buckets}\n[[target]]\nname = "cpu-host"\n'
@@ -198,10 +200,8 @@ def test_any_config_json_is_refused_or_makes_a_bundle_that_runs(campaign: Campai
         with tempfile.TemporaryDirectory() as name:
             directory = _write_model(Path(name), family, dtype)
             (directory / "model" / "config.json").write_bytes(config)
-            if family in _DECODERS:
-                _build_and_run(campaign, "config.json", directory, drawn, _GENERATE)
-            else:
-                _build_and_run(campaign, "config.json", directory, drawn, _ENCODE)
+            command = _GENERATE if family in _DECODERS else _READ if family == "t5" else _ENCODE
+            _build_and_run(campaign, "config.json", directory, drawn, command)
 
     campaign.explore(_model_configs(), attempt)
 
@@ -211,6 +211,7 @@ _GENERATE = (
     *("--logprobs", "1", "--json", "--on-mismatch", "error"),
 )
 _ENCODE = ("encode", "out/m")
+_READ = ("read", "out/m")
 
 
 def _build_and_run(
@@ -225,7 +226,7 @@ def _build_and_run(
         if "error[" not in built.stderr:
             campaign.fail(kind, "no error was printed", built, drawn)
         return
-    runner = _encode if command is _ENCODE else _main
+    runner = {_ENCODE: _encode, _READ: _read}.get(tuple(command), _main)
     ran = processes.run(runner, command, directory, limit_seconds=LIMIT_SECONDS)
     if not campaign.judge(f"{kind}, run", ran, drawn):
         return
@@ -240,6 +241,16 @@ def _encode(_: object) -> int:
     from prejit.runtime import load
 
     print(json.dumps(load("out/m", on_mismatch="error").encode([[1, 2, 3]]).tolist()))
+    return 0
+
+
+def _read(_: object) -> int:
+    """Print what a model writes about token ids, which the command line does not take as a source."""
+    from prejit.runtime import load
+
+    bundle = load("out/m", on_mismatch="error")
+    result = bundle.generate([0], source=[1, 2, 3], max_new_tokens=4, logprobs=1)
+    print(json.dumps([(one.token_id, one.logprob) for one in result.logprobs or ()]))
     return 0
 
 

@@ -287,9 +287,14 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
 
 def spelled(argument: Argument) -> str:
     """As the document spells it: the name, `*` where it is donated, dtype and shape."""
-    name = ".".join(map(str, argument.path))
+    name = named(argument.path)
     shape = ",".join(map(str, argument.shape))
     return f"{name}{'*' if argument.donated else ''} {argument.dtype}[{shape}]"
+
+
+def named(path: list[str | int]) -> str:
+    """A path as text, in which the place 0 is another than the key `0`."""
+    return ".".join(key if isinstance(key, str) else f"#{key}" for key in path)
 
 
 def decoder_signature(
@@ -299,6 +304,9 @@ def decoder_signature(
     b, v = bucket["batch"], decoder["vocab_size"]
     assert ("cache" in decoder) == (written > 4)
     assert ("num_layers" in decoder) == (written < 5)
+    assert written > 4 or not decoder.keys() & {"source", "start_token_ids"}
+    assert decoder.get("start_token_ids") != []
+    assert all(0 <= token < v for token in decoder.get("start_token_ids", ()))
     cache = cache_of(decoder, b, bucket["context"])
     donated = [f"{name}* {array}" for name, array in cache]
     kept = [f"{name} {array}" for name, array in cache]
@@ -312,7 +320,11 @@ def decoder_signature(
         targets = [each.replace("cache", "target", 1) for each in donated]
         return [*sources, rows, *targets], [each.replace("cache", "target", 1) for each in kept]
     if kind == "encode":
-        ((_, source_of),) = sized([decoder["source"]], {"batch": b, "source": bucket["source"]})
+        assert "source" in decoder
+        sizes = {"batch": b, "source": bucket["source"]}
+        ((name, source_of),) = sized([decoder["source"]], sizes, "source")
+        assert name == "source"
+        assert "source" in decoder["source"].rpartition("~")[2].split(",")
         return [f"source {source_of}", f"length int32[{b}]"], kept
     row, history = f"int32[{b}]", f"int32[{b},{v}]"
     sampling = {
@@ -354,27 +366,34 @@ def cache_of(decoder: dict[str, Any], batch: int, context: int) -> list[tuple[st
         sizes = (batch, decoder["num_kv_heads"], context, decoder["head_size"])
         whole = f"{decoder['cache_dtype']}[{','.join(map(str, sizes))}]"
         layers = range(decoder["num_layers"])
-        return [(f"cache.{at}.{name}", whole) for at in layers for name in ("keys", "values")]
-    found = sized(decoder["cache"], {"batch": batch, "context": context})
-    assert len(dict(found)) == len(found) > 0
+        names = ("keys", "values")
+        return [(named(["cache", at, name]), whole) for at in layers for name in names]
+    assert not decoder.keys() & {"num_kv_heads", "head_size"}
+    found = sized(decoder["cache"], {"batch": batch, "context": context}, "cache")
+    assert len(dict(found)) == len(found)
+    assert 0 < len(found) <= 16_384
     return found
 
 
-def sized(texts: list[str], sizes: dict[str, int]) -> list[tuple[str, str]]:
+def sized(texts: list[str], sizes: dict[str, int], first: str) -> list[tuple[str, str]]:
     """The name and the array that each text stands for, at these sizes."""
     found = []
     for text in texts:
         path, end = json.JSONDecoder().raw_decode(text)
+        assert path[:1] == [first]
+        assert len(path) <= 256
         form = re.fullmatch(r" (\w+)\[([\d,]+)\] ~([a-z,]+)", text[end:])
         assert form
         shape, axes = [int(size) for size in form[2].split(",")], form[3].split(",")
         assert len(shape) == len(axes)
+        assert len(shape) <= 64
         assert axes[0] == "batch"
         assert all(axes.count(axis) <= 1 for axis in sizes)
         assert set(axes) <= {*sizes, ""}
         assert all(size == 1 for size, axis in zip(shape, axes, strict=True) if axis)
+        assert 0 not in shape
         whole = [sizes.get(axis, size) for size, axis in zip(shape, axes, strict=True)]
-        found.append((".".join(map(str, path)), f"{form[1]}[{','.join(map(str, whole))}]"))
+        found.append((named(path), f"{form[1]}[{','.join(map(str, whole))}]"))
     return found
 
 

@@ -92,6 +92,19 @@ def v3() -> Callable[[str], Bundle]:
     return functools.cache(lambda name: fallen_back(HERE / "v3" / name))
 
 
+@pytest.fixture(scope="module")
+def v5() -> Callable[[str], Bundle]:
+    """A bundle of format 5, as `v3`."""
+    return functools.cache(lambda name: fallen_back(HERE / "v5" / name))
+
+
+@pytest.fixture(params=["v3", "v5"])
+def decoder(request: pytest.FixtureRequest) -> tuple[Bundle, Any]:
+    """A GPT-2 with every kind of program, and what it answers: the same one in two formats."""
+    load_one = request.getfixturevalue(request.param)
+    return load_one("decoder"), expected_of("decoder", request.param)
+
+
 def expected_of(name: str, version: str = "v3") -> Any:
     """What a bundle answers."""
     return expected(HERE / version / name)[name]
@@ -176,11 +189,15 @@ def test_the_documentation_names_every_key() -> None:
     assert {key for key in keys if f"`{key}`" not in document} == set()
 
 
-@pytest.mark.parametrize("name", ["decoder", "mesh", "stored", "encoder"])
-def test_two_readers_miss_the_same_programs(name: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["v3/decoder", "v3/mesh", "v3/stored", "v3/encoder", "v5/decoder", "v5/reader"]
+)
+def test_two_readers_miss_the_same_programs(path: str) -> None:
     """Each program of a model is taken away once: one reader must not serve what another refuses."""
     pytest.importorskip("safetensors")
-    _, [target] = second_reader.read(HERE / "v3" / name)
+    name = path.partition("/")[2]
+    format_of, [target] = second_reader.read(HERE / path)
+    written = str(format_of)
     config = from_json(Config, to_json(target.config), name)
     missed = set()
     for lost in target.programs:
@@ -189,23 +206,26 @@ def test_two_readers_miss_the_same_programs(name: str) -> None:
             config, programs=tuple(p for p in config.programs if p.name != lost)
         )
         content, needs = to_json(fewer), config.requirement
-        if name == "decoder" and lost.startswith("prefill"):  # there is another, of other length
-            check_config(content, "3", config.target, needs, name)
-            second_reader.check_programs(target.config, rest, 3)
+        # There is another, of other length.
+        if path == "v3/decoder" and lost.startswith("prefill"):
+            check_config(content, written, config.target, needs, name)
+            second_reader.check_programs(target.config, rest, format_of)
             continue
         with pytest.raises(RejectError):
-            check_config(content, "3", config.target, needs, name)
+            check_config(content, written, config.target, needs, name)
         with pytest.raises(AssertionError):
-            second_reader.check_programs(target.config, rest, 3)
+            second_reader.check_programs(target.config, rest, format_of)
         missed.add(lost.partition("/")[0])
     assert (
         missed
         == {
-            "decoder": {"decode", "verify", "copy"},
-            "mesh": {"decode", "prefill", "copy"},
-            "stored": {"decode", "prefill", "verify", "copy"},
-            "encoder": {"encode"},
-        }[name]
+            "v3/decoder": {"decode", "verify", "copy"},
+            "v3/mesh": {"decode", "prefill", "copy"},
+            "v3/stored": {"decode", "prefill", "verify", "copy"},
+            "v3/encoder": {"encode"},
+            "v5/decoder": {"decode", "prefill", "verify", "copy"},
+            "v5/reader": {"decode", "prefill", "verify", "copy", "encode"},
+        }[path]
     )
 
 
@@ -595,8 +615,8 @@ def test_older_decoders_still_sample_share_and_go_on(v2: Path) -> None:
     assert [[*result.token_ids] for result in several] == [tokens] * 3
 
 
-def test_v3_decoder_generates_from_its_portable_form(v3: Callable[[str], Bundle]) -> None:
-    loaded, wanted = v3("decoder"), expected_of("decoder")
+def test_decoders_generate_from_their_portable_form(decoder: tuple[Bundle, Any]) -> None:
+    loaded, wanted = decoder
     results = loaded.generate_batch(wanted["prompts"], max_new_tokens=20, logprobs=2)
     assert [[*result.token_ids] for result in results] == wanted["token_ids"]
     assert [result.text for result in results] == wanted["texts"]
@@ -604,17 +624,18 @@ def test_v3_decoder_generates_from_its_portable_form(v3: Callable[[str], Bundle]
     np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
 
 
-def test_v3_decoder_samples_as_on_the_day_it_was_built(v3: Callable[[str], Bundle]) -> None:
+def test_decoders_sample_as_on_the_day_they_were_built(decoder: tuple[Bundle, Any]) -> None:
     """By all ten arrays; a change of the random numbers would be a change of every bundle's tokens."""
-    loaded, wanted = v3("decoder"), expected_of("decoder")
+    loaded, wanted = decoder
     options = {**wanted["options"], "logit_bias": {int(k): v for k, v in wanted["bias"].items()}}
     for prompt, tokens in zip(wanted["prompts"], wanted["sampled"], strict=True):
         assert [*loaded.generate(prompt, max_new_tokens=20, **options).token_ids] == tokens
 
 
-@pytest.mark.parametrize("name", ["decoder", "stored"])
-def test_v3_drafts_are_verified(name: str, v3: Callable[[str], Bundle]) -> None:
-    loaded, wanted = v3(name), expected_of(name)
+@pytest.mark.parametrize("path", ["v3/decoder", "v3/stored", "v5/decoder"])
+def test_drafts_are_verified(path: str, request: pytest.FixtureRequest) -> None:
+    version, _, name = path.partition("/")
+    loaded, wanted = request.getfixturevalue(version)(name), expected_of(name, version)
     options = {"max_new_tokens": 32 - len(wanted["lookup_prompt"])}
     result = loaded.generate(wanted["lookup_prompt"], prompt_lookup=True, **options)
     assert [*result.token_ids] == wanted["lookup"]
@@ -622,9 +643,9 @@ def test_v3_drafts_are_verified(name: str, v3: Callable[[str], Bundle]) -> None:
     assert loaded.generate(wanted["lookup_prompt"], **options).token_ids == result.token_ids
 
 
-def test_v3_caches_grow_while_a_row_is_at_work(v3: Callable[[str], Bundle]) -> None:
+def test_caches_grow_while_a_row_is_at_work(decoder: tuple[Bundle, Any]) -> None:
     """The first needs a context of 16, the second, which joins later, one of 32."""
-    loaded, wanted = v3("decoder"), expected_of("decoder")
+    loaded, wanted = decoder
     batch, tokens = loaded.batch(2), dict[int, list[int]]()
 
     def step() -> None:
@@ -646,12 +667,91 @@ def test_v3_caches_grow_while_a_row_is_at_work(v3: Callable[[str], Bundle]) -> N
     assert "copy/b2-c16-to-b2-c32" in made
 
 
-def test_v3_prefixes_are_copied(v3: Callable[[str], Bundle]) -> None:
-    loaded, wanted = v3("decoder"), expected_of("decoder")
+def test_prefixes_are_copied(decoder: tuple[Bundle, Any]) -> None:
+    loaded, wanted = decoder
     prefix = loaded.prefix(wanted["prompts"][0][:6])
     result = loaded.generate(wanted["prompts"][0], max_new_tokens=20, prefix=prefix)
     assert [*result.token_ids] == wanted["token_ids"][0]
     assert result.stats.reused_tokens == 6
+
+
+def test_sessions_go_on_from_what_they_have_computed(decoder: tuple[Bundle, Any]) -> None:
+    loaded, wanted = decoder
+    session = loaded.session()
+    first = session.generate(wanted["prompts"][0], max_new_tokens=20)
+    assert [*first.token_ids] == wanted["token_ids"][0]
+    again = session.generate(wanted["prompts"][0], max_new_tokens=20)
+    assert again.token_ids == first.token_ids
+    assert again.stats.reused_tokens == len(wanted["prompts"][0]) - 1
+
+
+def test_v5_decoder_lists_the_arrays_of_its_cache(v5: Callable[[str], Bundle]) -> None:
+    """It is the model of format 3, which gives the same tokens: only the cache is described otherwise."""
+    config = v5("decoder").config.decoder
+    assert config is not None
+    assert config.cache == (
+        '["cache",0,0] float32[1,2,1,4] ~batch,,context,',
+        '["cache",0,1] float32[1,2,1,4] ~batch,,context,',
+    )
+    assert config.num_layers is None
+    for answer in ("token_ids", "sampled", "lookup"):
+        assert expected_of("decoder", "v5")[answer] == expected_of("decoder", "v3")[answer]
+
+
+def test_v5_reader_writes_about_its_sources(v5: Callable[[str], Bundle]) -> None:
+    """Together, and each alone, in the smallest of two programs that takes it."""
+    loaded, wanted = v5("reader"), expected_of("reader", "v5")
+    options: Any = {"max_new_tokens": 12, "stop_token_ids": []}
+    results = loaded.generate_batch(sources=wanted["sources"], logprobs=2, **options)
+    assert [[*result.token_ids] for result in results] == wanted["token_ids"]
+    assert [result.text for result in results] == wanted["texts"]
+    found = [[one.logprob for one in result.logprobs or ()] for result in results]
+    np.testing.assert_allclose(found, wanted["logprobs"], rtol=1e-4, atol=1e-4)
+    session = loaded.session()
+    sizes = []
+    for source, tokens in zip(wanted["sources"], wanted["token_ids"], strict=True):
+        for one in (loaded, session):
+            alone = one.generate(source=source, **options)
+            assert [*alone.token_ids] == tokens
+            assert alone.stats.reused_tokens == 0
+        sizes.append(alone.stats.programs[0].partition("-c")[0])
+    assert sizes == ["encode/b1-n4", "encode/b1-n8", "encode/b1-n8"]
+
+
+def test_v5_reader_stops_at_its_end_and_goes_on_from_a_prompt(
+    v5: Callable[[str], Bundle],
+) -> None:
+    loaded, wanted = v5("reader"), expected_of("reader", "v5")
+    tokens, prompt = wanted["token_ids"][2], wanted["prompt"]
+    ended = loaded.generate(source=wanted["sources"][2], max_new_tokens=12)
+    assert [*ended.token_ids] == tokens[: tokens.index(1)]
+    assert ended.finish_reason == "stop"
+    options: Any = {"max_new_tokens": 12, "stop_token_ids": []}
+    result = loaded.generate(prompt, source=wanted["sources"][2], **options)
+    assert [*result.token_ids] == wanted["prompted"]
+
+
+def test_v5_reader_samples_and_verifies_drafts(v5: Callable[[str], Bundle]) -> None:
+    loaded, wanted = v5("reader"), expected_of("reader", "v5")
+    sampled = loaded.generate(source=wanted["sources"][1], max_new_tokens=12, **wanted["options"])
+    assert [*sampled.token_ids] == wanted["sampled"]
+    [start], tokens = loaded.decoder.decoder.start_token_ids or (), wanted["token_ids"][0]
+    drafted = loaded.generate(  # it repeats itself, so that the first draft is right
+        [start, *tokens[:7]], source=wanted["sources"][0], max_new_tokens=5, prompt_lookup=True
+    )
+    assert [*drafted.token_ids] == tokens[7:]
+    assert drafted.stats.accepted_tokens > 0
+
+
+def test_v5_reader_says_what_it_reads(v5: Callable[[str], Bundle]) -> None:
+    loaded = v5("reader")
+    config = loaded.config.decoder
+    assert config is not None
+    assert (config.source, config.start_token_ids) == ('["source"] int32[1,1] ~batch,source', (0,))
+    kinds = [text.rpartition("~")[2] for text in config.cache or ()]
+    assert set(kinds) == {"batch,,context,", "batch,,,", "batch"}
+    with pytest.raises(UsageError, match="source: expected what the model is to read, found none"):
+        loaded.generate([0])
 
 
 def test_v3_chat_templates_give_the_tokens_of_a_conversation(v3: Callable[[str], Bundle]) -> None:

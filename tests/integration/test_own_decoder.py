@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox
@@ -23,6 +24,8 @@ import prejit.compiler
 from prejit.compiler import Generate, Manifest, Model
 from prejit.compiler.lowering.user.models import OwnModel, find_model
 from prejit.compiler.lowering.user.modules import UserModules
+from prejit.compiler.models.layers.forms import Forms, using
+from prejit.compiler.native.products import Product
 from prejit.runtime import load
 from prejit.runtime.errors import PrejitError
 
@@ -89,6 +92,20 @@ def stored(attribute: str, dtype: str) -> Any:
     return found.stored.model.bind(weights)
 
 
+class Xla(dict[Product, str]):
+    """Forms of products without kernels."""
+
+    def get(self, product: Product, default: Any = None) -> str:
+        del default
+        return product.forms[0]
+
+
+def greedy(model: Any, *arguments: Any) -> list[int]:
+    """What a decoder writes in plain Python, rounding x in products as a program with kernels does."""
+    with using(Forms(Xla())):
+        return own_decoders.greedy(model, *arguments)
+
+
 GENERATE = """
 import json, sys
 import numpy as np
@@ -124,15 +141,15 @@ def test_a_fresh_process_writes_what_the_model_writes(
 ) -> None:
     done = python(GENERATE, build(attribute, dtype), json.dumps(PROMPT), str(COUNT))
     model = stored(attribute, dtype)
-    expected = own_decoders.greedy(model, PROMPT, COUNT, 40)
-    short = own_decoders.greedy(model, PROMPT[:3], COUNT, 40)
+    expected = greedy(model, PROMPT, COUNT, 40)
+    short = greedy(model, PROMPT[:3], COUNT, 40)
     assert len(set(expected)) > 4, "a text that says something"
     assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, expected, short]
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
-    return {"cache": tmp_path / "cache", "quiet": True, "measure": False}
+def options(build_cache: Path) -> dict[str, Any]:
+    return {"cache": build_cache, "quiet": True, "measure": False}
 
 
 GENERATE_SIZES = Generate(batch=(1,), prompt=(8,), context=(16,), cache_dtype="bfloat16")
@@ -152,8 +169,15 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
         )
         return prejit.compiler.build(manifest, tmp_path / "out", **options)
 
+    manifest = Manifest(
+        "own", model=Model(module=decoder), generate=GENERATE_SIZES, targets=["cpu-host"]
+    )
+    planned = prejit.compiler.plan(manifest, cache=options["cache"])
+    assert {(each.state, each.why) for each in planned} == {
+        ("traced at build", "a build traces EquinoxDecoder, and then looks for its executable")
+    }
     first, second = built(decoder), built(decoder)
-    assert (first.compiled, first.cached, first.written) == (3, 0, True)
+    assert (first.compiled + first.cached, first.written) == (3, True)
     assert (second.compiled, second.cached, second.written) == (0, 3, False)
     assert first.digest == second.digest
     assert first.accuracy == second.accuracy
@@ -165,6 +189,25 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     assert (third.compiled, third.cached) == (0, 3)
     assert third.digest != first.digest
     assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_encoder_decoder_reads_a_source(
+    dtype: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    manifest = Manifest(
+        "own",
+        model=Model(module=own_decoders.Translator, dtype=dtype),
+        generate=Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8)),
+        targets=["cpu-host"],
+    )
+    built = prejit.compiler.build(manifest, tmp_path / "out", **options)
+    assert built.accuracy is None
+    bundle, model = load(built.path), stored("Translator", dtype)
+    for source in ([3, 50, 7], [9, 8, 7, 6, 5, 4]):
+        expected = greedy(model, [1, 2], 12, 32, source)
+        found = bundle.generate([1, 2], source=source, max_new_tokens=12, temperature=0)
+        assert list(found.token_ids) == expected
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -214,6 +257,9 @@ def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
             prejit.compiler.build(manifest, tmp_path / "out", **options)
         return f"{caught.value}"
 
+    assert failing(own_decoders.Translator, GENERATE_SIZES) == (
+        "manifest 'own': generate.source: missing; Translator is an encoder-decoder"
+    )
     long = Generate(batch=(1,), prompt=(8,), context=(128,))
     assert failing(own_decoders.PlainDecoder(), long) == (
         "manifest 'own': generate.context: expected at most 96, the max_positions of PlainDecoder; found 128"
@@ -227,11 +273,44 @@ def test_what_a_decoder_cannot_do_is_said_before_anything_compiles(
         Transposed(), GENERATE_SIZES
     )
 
+    class Half(own_decoders.PlainDecoder):
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            logits, cache = own_decoders.run(self, *arguments, every=every)
+            return logits.astype(jnp.bfloat16), cache
+
+    assert (
+        "Half: logits: expected float32[1, 97] for 1 rows of one token, found bfloat16[1, 97]"
+        in (failing(Half(), GENERATE_SIZES))
+    )
+
+    class Forgetful(own_decoders.PlainDecoder):
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            return own_decoders.run(self, *arguments, every=every)[0]
+
+    assert (
+        "Forgetful: logits: expected float32[1, 97] for 1 rows of one token, found None"
+        in failing(Forgetful(), GENERATE_SIZES)
+    )
+
+    class Hidden(own_decoders.PlainDecoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = SimpleNamespace(bias=jnp.ones((4000, 97)))
+
+        def __call__(self, *arguments: Any, every: bool = False) -> Any:
+            logits, cache = own_decoders.run(self, *arguments, every=every)
+            return logits + self.inner.bias.sum(0), cache
+
+    assert (
+        "expected all large arrays to be parameters, found float32[4000, 97] inside its code"
+        in (failing(Hidden(), GENERATE_SIZES))
+    )
+
     class Raising(own_decoders.PlainDecoder):
         def __call__(self, *arguments: Any, every: bool = False) -> Any:
             raise ValueError("not today")
 
     error = failing(Raising(), GENERATE_SIZES)
-    assert "cannot lower" in error
+    assert error.startswith("manifest 'own': cannot call Raising: ")
     assert "ValueError: not today" in error
     assert not (tmp_path / "out").exists()

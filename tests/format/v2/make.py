@@ -52,6 +52,7 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.layout import Layout, write_layout
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
+    KERNELS_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     TITLE,
     WEIGHTS_MEDIA_TYPE,
@@ -218,7 +219,10 @@ def frame_of(raw: bytes) -> tuple[bytes, Segment]:
 
 
 def without_executables(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The files of a bundle whose executables are a few words, for a jaxlib that never was."""
+    """The files of a bundle whose executables are a few words, for a jaxlib that never was.
+
+    They call no kernels, so the bundle has none either.
+    """
     frame, segment = frame_of(b"an executable for a jaxlib that never was")
     with Layout(path) as layout:
         index, _ = open_index(layout)
@@ -233,12 +237,17 @@ def without_executables(path: Path) -> tuple[bytes, dict[str, Any]]:
                 (kept.annotations or {})[TITLE],
             )
             for kept in contents.manifest.layers
+            if kept.mediaType != KERNELS_MEDIA_TYPE
         ]
     config = contents.config
     config = dataclasses.replace(
         config,
-        requirement=dataclasses.replace(config.requirement, jaxlib=NO_JAXLIB),
-        programs=tuple(dataclasses.replace(p, executable=segment) for p in config.programs),
+        requirement=dataclasses.replace(config.requirement, jaxlib=NO_JAXLIB, glibc=None),
+        programs=tuple(
+            dataclasses.replace(p, executable=segment, kernels=None) for p in config.programs
+        ),
+        kernels=None,
+        forms=None,
     )
     return assemble(config.bundle, [PackedTarget(config, tuple(layers))])
 

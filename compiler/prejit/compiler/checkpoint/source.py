@@ -9,7 +9,7 @@ from pathlib import Path
 from prejit.runtime.errors import CheckpointError, ManifestError, NetworkError
 
 _REFERENCE = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_TEXT = ("*.json", "LICENSE*")
+_TEXT = ("*.json", "*.jinja", "LICENSE*")
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 _FLAX_WEIGHTS = ("flax_model.safetensors", "flax_model.msgpack")
 

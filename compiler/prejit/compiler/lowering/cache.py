@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from prejit.compiler.lowering.user.arrays import arrays_of
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.parameters import Parametrized
-from prejit.compiler.models.protocol import Cache, EncoderDecoder
+from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Array
 
@@ -170,9 +170,9 @@ def _shapes(
     )
 
 
-def _bound(model: Parametrized) -> EncoderDecoder:
+def _bound(model: Parametrized) -> EncoderDecoderModel:
     """Return the model with shapes for parameters, for methods that compute nothing."""
-    bound: EncoderDecoder = model.bind(dict(model.weights))
+    bound: EncoderDecoderModel = model.bind(dict(model.weights))
     return bound
 
 

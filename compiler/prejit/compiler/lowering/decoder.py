@@ -84,7 +84,7 @@ def lower_decoder(
     every device.
 
     Args:
-        model: implements `protocol.Decoder`, or `protocol.EncoderDecoder` if there is a source.
+        model: implements `protocol.DecoderModel`, or `protocol.EncoderDecoderModel` if there is a source.
         shape: what else is known of the model.
         spec: the program and its bucket; on a mesh, `data` divides its batch.
         source: the number of places of the longest source; None: the model is no encoder-decoder.

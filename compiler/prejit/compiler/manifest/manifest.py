@@ -89,8 +89,7 @@ class Model:
             return str(self.source)
         if isinstance(self.module, str):
             return self.module
-        named = self.module if hasattr(self.module, "__qualname__") else type(self.module)
-        return str(named.__qualname__)
+        return str(getattr(self.module, "__name__", type(self.module).__name__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ scales multiply its result, or x. Whatever else the function does with a matrix 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from prejit.compiler.models.layers import linear
+from prejit.compiler.base.stored_dtypes import STORED_DTYPES
+from prejit.compiler.models.layers import forms, kernel_calls, linear
+from prejit.compiler.native.products import KERNEL, Product
 
 _INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 """Primitives that call a jaxpr with their own operands."""
@@ -33,12 +37,16 @@ class NarrowMatrix:
         scale: float32, of the shape without the shared axes; None: `values` are the values themselves.
         shared: the axes whose values share a scale.
         order: the axes of `values` in the order of the matrix that the function sees.
+        name: its name, for `recording`.
+        depth: the number of loops that have sliced it.
     """
 
     values: jax.Array
     scale: jax.Array | None
     shared: tuple[int, ...] = field(metadata={"static": True})
     order: tuple[int, ...] = field(metadata={"static": True})
+    name: str = field(default="", metadata={"static": True})
+    depth: int = field(default=0, metadata={"static": True})
 
     def widened(self) -> jax.Array:
         """Return the matrix in float32."""
@@ -59,7 +67,30 @@ class NarrowMatrix:
             self,
             shared=tuple(axis - 1 for axis in self.shared),
             order=tuple(axis - 1 for axis in self.order[1:]),
+            depth=self.depth + 1,
         )
+
+
+Uses = dict[str, set[tuple[int, ...] | None]]
+"""What is done with matrices, by name: the axes that a product sums over; None: anything else."""
+
+_USES: ContextVar[Uses | None] = ContextVar("uses", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[Uses]:
+    """Record what functions that are called inside the block do with matrices."""
+    uses: Uses = {}
+    token = _USES.set(uses)
+    try:
+        yield uses
+    finally:
+        _USES.reset(token)
+
+
+def _record(matrix: NarrowMatrix, axes: tuple[int, ...] | None) -> None:
+    if (uses := _USES.get()) is not None:
+        uses.setdefault(matrix.name, set()).add(axes)
 
 
 def call_narrow(
@@ -147,13 +178,33 @@ def _product(equation: Any, given: list[Any], place: int) -> jax.Array | None:
     inputs, outputs = (math.prod(sizes[axis] for axis in each) for each in (inner, outer))
     in_out = inner[0] < outer[0]
     stored = matrix.values.reshape((inputs, outputs) if in_out else (outputs, inputs))
-    y = linear.dot(x.reshape(*free, inputs), stored, 0 if in_out else 1)
-    y = y.reshape(*free, *(sizes[axis] for axis in outer))
+    is_plain = in_out and matrix.order == tuple(range(len(sizes)))
+    _record(matrix, tuple(axis + matrix.depth for axis in inner) if is_plain else None)
+    of_outer = [sizes[axis] for axis in outer]
+    scale = None
     if matrix.scale is not None and set(kept) <= set(outer):
-        y *= matrix.scale.reshape([sizes[axis] if axis in kept else 1 for axis in outer])
+        scale = matrix.scale.reshape([sizes[axis] if axis in kept else 1 for axis in outer])
+        scale = jnp.broadcast_to(scale, of_outer).reshape(outputs)
+    rows = free if len(free) in (1, 2) else (-1, *(free[-1:] or (1,)))  # as kernels take them
+    y = _multiplied(x.reshape(*rows, inputs), stored, scale, in_out).reshape(*free, *of_outer)
     if place == 0:
         y = jnp.moveaxis(y, range(len(free)), range(y.ndim - len(free), y.ndim))
     return y
+
+
+def _multiplied(
+    x: jax.Array, stored: jax.Array, scale: jax.Array | None, in_out: bool
+) -> jax.Array:
+    """Return the product of x [..., in] with a matrix as `Linear` computes it: float32 [..., out]."""
+    inputs, outputs = stored.shape if in_out else stored.shape[::-1]
+    rows = math.prod(x.shape[:-1])
+    form = forms.form_of(Product(str(stored.dtype), rows, inputs, outputs, in_out))
+    if form == KERNEL:
+        if scale is None and STORED_DTYPES[str(stored.dtype)].has_scales:
+            scale = jnp.ones(outputs)
+        return kernel_calls.linear(x, kernel_calls.Operand(stored, scale))
+    y = linear.dot(x, stored, 0 if in_out else 1, form)
+    return y if scale is None else y * scale
 
 
 def _straight(inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -197,4 +248,7 @@ def _sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _wide(value: Any) -> Any:
-    return value.widened() if isinstance(value, NarrowMatrix) else value
+    if not isinstance(value, NarrowMatrix):
+        return value
+    _record(value, None)
+    return value.widened()

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 from jax import lax
 
 from prejit.compiler.base.stored_dtypes import STORED_DTYPES, StoredDtype
 from prejit.compiler.models import precision
-from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow
+from prejit.compiler.models.narrow_matrices import NarrowMatrix, call_narrow, recording
 from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.precision import Values
-from prejit.compiler.models.protocol import Cache, EncoderDecoder
+from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 
 _MIN_INPUTS = 64
 """Minimum values that share an output, and a scale. A stack of norms or biases has the form of a matrix and
 must stay exact; few models have as many layers."""
 _MIN_ELEMENTS = 64 * 64
 """Minimum elements of a matrix that is narrowed. A smaller one would save less than 12 KB."""
+_POSITIONS = 8
+"""Positions of the cache with which a decoder is traced to see what it does with its matrices."""
 _LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
 Read = Callable[[], Values]
@@ -42,14 +45,21 @@ class Stored:
     Attributes:
         model: the model apart from its stored parameters.
         values: functions that return the stored values of each parameter.
+        orders: for each matrix whose axes are stored in another order, that order.
     """
 
     model: Parametrized
     values: Mapping[str, Read]
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def narrowed(
-    model: Parametrized, values: Mapping[str, Read], dtype: str, matrices: Collection[str]
+    model: Parametrized,
+    values: Mapping[str, Read],
+    dtype: str,
+    matrices: Collection[str],
+    *,
+    out_in: bool = False,
 ) -> Stored:
     """Store matrices of a model in a narrow dtype.
 
@@ -59,6 +69,8 @@ def narrowed(
         dtype: a name in STORED_DTYPES.
         matrices: names of the parameters that may be narrowed. Those are that are float32, have enough
             elements, and whose values the dtype can hold; a mask of infinities stays what it is.
+        out_in: whether matrices that a decoder only multiplies with are stored (out, in), as kernels read
+            them.
     """
     stored = STORED_DTYPES[dtype]
     chosen = {
@@ -68,11 +80,29 @@ def narrowed(
     }
     if not chosen:
         return Stored(model, values)
+    made = _in_orders(model, values, stored, chosen, {})
+    return _in_orders(model, values, stored, chosen, _out_in_orders(made)) if out_in else made
+
+
+def _in_orders(
+    model: Parametrized,
+    values: Mapping[str, Read],
+    stored: StoredDtype,
+    chosen: Mapping[str, tuple[int, ...]],
+    orders: Mapping[str, tuple[int, ...]],
+) -> Stored:
+    """Return a model with the chosen matrices in a dtype, each with the axes whose values share a scale."""
     weights, reads = dict(model.weights), dict(values)
     scales: dict[str, str] = {}
-    for name, axes in chosen.items():
-        shape, read = weights[name].shape, values[name]
-        weights[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name, given in chosen.items():
+        shape = model.weights[name].shape
+        order = orders.get(name, tuple(range(len(shape))))
+        shape = tuple(shape[axis] for axis in order)
+        axes = tuple(sorted(order.index(axis) for axis in given))
+        layouts[name] = axes, tuple(map(order.index, range(len(order))))
+        read = partial(_ordered, values[name], order)
+        weights[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(stored.name))
         if not stored.has_scales:
             reads[name] = partial(_rounded, read)
             continue
@@ -85,17 +115,14 @@ def narrowed(
     def bind(values: Mapping[str, Any]) -> Any:
         matrices = {
             name: NarrowMatrix(
-                values[name],
-                values[scales[name]] if name in scales else None,
-                axes,
-                tuple(range(len(weights[name].shape))),
+                values[name], values[scales[name]] if name in scales else None, *layout, name
             )
-            for name, axes in chosen.items()
+            for name, layout in layouts.items()
         }
         others = {name: values[name] for name in model.weights if name not in chosen}
         # What does not depend on values is read from the stored ones: nothing is widened for it.
         shell = model.bind({name: values[name] for name in model.weights})
-        kind = _NarrowEncoderDecoder if isinstance(shell, EncoderDecoder) else _NarrowDecoder
+        kind = _NarrowEncoderDecoder if isinstance(shell, EncoderDecoderModel) else _NarrowDecoder
         return kind(
             shell.vocab_size,
             shell.max_positions,
@@ -105,7 +132,39 @@ def narrowed(
         )
 
     ordered = dict(sorted(weights.items()))
-    return Stored(Parametrized(ordered, bind), {name: reads[name] for name in ordered})
+    return Stored(
+        Parametrized(ordered, bind), {name: reads[name] for name in ordered}, dict(orders)
+    )
+
+
+def _out_in_orders(made: Stored) -> dict[str, tuple[int, ...]]:
+    """Return the order (out, in) of the axes of matrices that a decoder multiplies with, and does no more."""
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def call(weights: Mapping[str, Any], tokens: Any, start: Any, length: Any) -> Any:
+        decoder = made.model.bind(weights)
+        if isinstance(
+            decoder, _NarrowEncoderDecoder
+        ):  # the sizes of its sources are not known here
+            return None
+        return decoder(tokens, start, length, decoder.make_cache(1, _POSITIONS, "float32"))
+
+    with recording() as uses:
+        try:
+            jax.eval_shape(call, dict(made.model.weights), tokens, row, row)
+        except Exception:  # of the user's code; a check with the manifest's sizes reports it
+            return {}
+    found = {}
+    for name, kinds in uses.items():
+        if None not in kinds and len(kinds) == 1:
+            [inner] = kinds
+            assert inner is not None
+            axes = range(len(made.model.weights[name].shape))
+            before = [axis for axis in axes if axis < inner[0]]
+            after = [axis for axis in axes if axis > inner[-1]]
+            found[name] = (*before, *after, *inner)
+    return found
 
 
 @dataclass(frozen=True)
@@ -134,7 +193,7 @@ class _Narrow:
         *,
         every: bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """See protocol.Decoder.
+        """See protocol.DecoderModel.
 
         Without the barrier XLA would widen what is no product before the loop over decode steps.
         """
@@ -151,7 +210,7 @@ class _NarrowDecoder(_Narrow):
     """A decoder."""
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> Cache:
-        """See protocol.Decoder."""
+        """See protocol.DecoderModel."""
         return call_narrow(
             lambda wide: self.bind(wide).make_cache(rows, positions, dtype), self.matrices
         )
@@ -161,12 +220,12 @@ class _NarrowEncoderDecoder(_Narrow):
     """An encoder-decoder."""
 
     def source(self, rows: int, size: int) -> jax.ShapeDtypeStruct:
-        """See protocol.EncoderDecoder."""
+        """See protocol.EncoderDecoderModel."""
         found: jax.ShapeDtypeStruct = self.shell.source(rows, size)
         return found
 
     def encode(self, source: jax.Array, length: jax.Array, positions: int, dtype: str) -> Cache:
-        """See protocol.EncoderDecoder."""
+        """See protocol.EncoderDecoderModel."""
 
         def encode(wide: Mapping[str, jax.Array], source: jax.Array, length: jax.Array) -> Cache:
             return self.bind(wide).encode(source, length, positions, dtype)
@@ -203,6 +262,10 @@ def _free(name: str, taken: Collection[str]) -> str:
     while name in taken:
         name += "_"
     return name
+
+
+def _ordered(read: Read, order: tuple[int, ...]) -> Values:
+    return np.ascontiguousarray(read().transpose(order))
 
 
 def _rounded(read: Read) -> Values:

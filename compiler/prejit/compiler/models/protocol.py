@@ -20,7 +20,7 @@ same."""
 
 
 @runtime_checkable
-class Decoder(Protocol):
+class DecoderModel(Protocol):
     """A model that writes a text, token by token.
 
     Attributes:
@@ -73,10 +73,10 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class EncoderDecoder(Protocol):
+class EncoderDecoderModel(Protocol):
     """A model that writes a text about a source: a translator, a transcriber.
 
-    It is called as a Decoder is. `encode` takes the place of `make_cache`.
+    It is called as a DecoderModel is. `encode` takes the place of `make_cache`.
 
     Attributes:
         vocab_size: V, the number of logits.
@@ -104,7 +104,7 @@ class EncoderDecoder(Protocol):
             source: as `source` says.
             length: int32 [B], how many places are valid; 1 to N.
             positions: S, the number of tokens that each row has room for.
-            dtype: as for `Decoder.make_cache`.
+            dtype: as for `DecoderModel.make_cache`.
         """
         ...
 
@@ -117,5 +117,5 @@ class EncoderDecoder(Protocol):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """See Decoder."""
+        """See DecoderModel."""
         ...

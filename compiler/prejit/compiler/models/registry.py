@@ -70,7 +70,7 @@ def make_decoder(
 ) -> nnx.Module:
     """Return a decoder as an abstract module: its parameters are shapes without values.
 
-    It implements `protocol.Decoder`, or `protocol.EncoderDecoder`.
+    It implements `protocol.DecoderModel`, or `protocol.EncoderDecoderModel`.
 
     Args:
         config: from `config_file.load_config`.

@@ -80,6 +80,26 @@ def lower_key(manifest: Manifest, model: ModelFiles, spec: ProgramSpec) -> Key:
     )
 
 
+def own_lower_key(manifest: Manifest, spec: ProgramSpec, portable: str) -> Key:
+    """Return the key of what a decoder of the user computes, from which its program with kernels is made.
+
+    Args:
+        manifest: the manifest.
+        spec: the program.
+        portable: digest of the portable program, which was traced in this build.
+    """
+    return Key(
+        "lower",
+        f"{manifest.bundle.name}/{spec.name}",
+        (
+            ("portable program", portable),
+            ("our code", code_digest(*LOWERING, *OWN_WEIGHTS)),
+            ("jax configuration", jax_configuration(os.environ)),
+            *versions("jax", "jaxlib", "flax").items(),
+        ),
+    )
+
+
 def native_key(lowered: Key, forms: Mapping[Product, str]) -> Key:
     """Return the key of a model's program with kernels.
 
@@ -103,6 +123,7 @@ def weights_key(
     files: Digests,
     user: UserWeights,
     own: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    own_orders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Key:
     """Return the key of the weights layer.
 
@@ -112,6 +133,7 @@ def weights_key(
         files: the files of the checkpoint.
         user: the parameters of the user's functions.
         own: the parameters of the user's decoder; None: the manifest has none.
+        own_orders: those whose axes are stored in another order, with that order.
     """
     ingredients = [("our code", code_digest(*WEIGHTS))]
     if own is not None:
@@ -120,6 +142,7 @@ def weights_key(
             ("our code for decoders of the user", code_digest(*OWN_WEIGHTS)),
             ("dtype", manifest.model.dtype),
             *((f"parameter {name}", _content(value)) for name, value in own.items()),
+            *((f"order of {name}", str([*axes])) for name, axes in (own_orders or {}).items()),
         ]
     elif manifest.model is not None and model is not None:
         ingredients += [

@@ -18,7 +18,7 @@ from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.calls import called
 from prejit.compiler.native.products import Product
-from prejit.compiler.pipeline.keys import UserWeights, native_key
+from prejit.compiler.pipeline.keys import UserWeights, native_key, own_lower_key
 from prejit.compiler.pipeline.libraries import libraries_of
 from prejit.compiler.pipeline.model import (
     ReadModel,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from prejit.compiler.lowering.user.finding import UserFunction
     from prejit.compiler.lowering.user.models import OwnModel
     from prejit.compiler.models.layers.config import DecoderConfig
+    from prejit.compiler.models.layers.forms import Forms
 
 _ZSTD_LEVEL = 10
 """Compression level of portable programs."""
@@ -70,8 +71,12 @@ class UserCode:
     model: OwnModel | None = None
 
 
-def find_code(manifest: Manifest) -> UserCode:
+def find_code(manifest: Manifest, *, out_in: bool = False) -> UserCode:
     """Import the functions and the decoder that a manifest names, and read their parameters.
+
+    Args:
+        manifest: the manifest.
+        out_in: whether matrices of the decoder are stored (out, in), where it only multiplies with them.
 
     Raises:
         ManifestError: a module or an attribute does not exist, or raises an error; or the decoder is none.
@@ -81,7 +86,8 @@ def find_code(manifest: Manifest) -> UserCode:
     if not (manifest.programs or manifest.has_own_model):
         return UserCode()  # and jax is not imported
     modules = UserModules(None if manifest.path is None else manifest.directory)
-    return UserCode(_find_functions(manifest, modules), _find_own_model(manifest, modules))
+    own = _find_own_model(manifest, modules, out_in=out_in)
+    return UserCode(_find_functions(manifest, modules), own)
 
 
 def _find_functions(manifest: Manifest, modules: UserModules) -> Functions:
@@ -99,7 +105,7 @@ def _find_functions(manifest: Manifest, modules: UserModules) -> Functions:
     return found
 
 
-def _find_own_model(manifest: Manifest, modules: UserModules) -> OwnModel | None:
+def _find_own_model(manifest: Manifest, modules: UserModules, *, out_in: bool) -> OwnModel | None:
     if not manifest.has_own_model:
         return None
     from prejit.compiler.lowering.user.models import find_model
@@ -108,7 +114,9 @@ def _find_own_model(manifest: Manifest, modules: UserModules) -> OwnModel | None
     where = f"{manifest.where}: model.params"
     parameters, nested = _parameters(manifest, manifest.model.params, where)
     with modules.in_use():
-        return find_model(manifest.model, manifest.where, parameters, modules, nested)
+        return find_model(
+            manifest.model, manifest.where, parameters, modules, nested, out_in=out_in
+        )
 
 
 def _parameters(
@@ -182,8 +190,6 @@ def lower(
         return program.lowered
     if program.key is None:
         with progress.phase(f"lowering {program.spec.name}"):
-            if code.model is not None and program.spec.kind != "call":
-                return _lower_own_model(plan, program, code.model, store)
             return _lower_function(plan, program, code.functions, store)
     with progress.phase(f"lowering {program.spec.name}"), store.making(program.key):
         if (found := find_lowered(program.key, store)) is not None:
@@ -194,12 +200,32 @@ def lower(
         return lowered
 
 
+def lower_own(plan: Plan, code: UserCode, store: Store, progress: Progress) -> Plan:
+    """Return the plan with the programs of the user's decoder lowered; it has none: the plan as it is.
+
+    Raises:
+        BuildError: the decoder's code raises, or does not follow the protocol.
+    """
+    if code.model is None:
+        return plan
+    programs = []
+    for program in plan.programs:
+        if program.spec.kind != "call":
+            with progress.phase(f"lowering {program.spec.name}"):
+                lowered = _lower_own_model(plan, program, code.model, store)
+            key = own_lower_key(plan.manifest, program.spec, lowered.portable.raw_digest)
+            program = replace(program, key=key, lowered=lowered)
+        programs.append(program)
+    return replace(plan, programs=tuple(programs))
+
+
 def source_of(
     plan: Plan,
     program: PlannedProgram,
     lowered: Lowered,
     kernels: TargetKernels | None,
     model: ReadModel,
+    code: UserCode,
     store: Store,
 ) -> Source:
     """Return what a program is compiled from for a target: with kernels, if it has a use for them.
@@ -210,11 +236,12 @@ def source_of(
         lowered: its portable form.
         kernels: the target's kernels; None: it has none.
         model: reads the model.
+        code: the user's decoder.
         store: keeps the programs with kernels.
     """
     if not calls_kernels(plan.manifest, program.spec):
         kernels = None
-    return choose_source(lowered, kernels, partial(lower_native, plan, program, model, store))
+    return choose_source(lowered, kernels, partial(lower_native, plan, program, model, code, store))
 
 
 def bind_libraries(
@@ -254,7 +281,7 @@ def bind_libraries(
     return replace(source, calls=tuple(sorted((name, names[name]) for name in called)))
 
 
-def products_of(plan: Plan, model: ReadModel, store: Store) -> tuple[Product, ...]:
+def products_of(plan: Plan, model: ReadModel, code: UserCode, store: Store) -> tuple[Product, ...]:
     """Return all products of the programs that may call kernels, sorted."""
     programs = (each for each in plan.programs if calls_kernels(plan.manifest, each.spec))
     return tuple(
@@ -262,7 +289,7 @@ def products_of(plan: Plan, model: ReadModel, store: Store) -> tuple[Product, ..
             {
                 product
                 for program in programs
-                for product, _ in lower_native(plan, program, model, store, {}).products
+                for product, _ in lower_native(plan, program, model, code, store, {}).products
             }
         )
     )
@@ -272,6 +299,7 @@ def lower_native(
     plan: Plan,
     program: PlannedProgram,
     model: ReadModel,
+    code: UserCode,
     store: Store,
     forms: Mapping[Product, str],
 ) -> Native:
@@ -281,6 +309,7 @@ def lower_native(
         plan: the plan of the build.
         program: a program of the model.
         model: reads the model.
+        code: the user's decoder.
         store: keeps the program.
         forms: the forms of products that are computed without a kernel.
     """
@@ -293,10 +322,13 @@ def lower_native(
     from prejit.compiler.models.layers.forms import Forms
     from prejit.compiler.models.parameters import parametrized
 
-    read, chosen = model(), Forms(forms)
-    if plan.manifest.encode is not None:
-        made = lower_encoder(read.module, program.spec, chosen)
+    chosen = Forms(forms)
+    if code.model is not None:
+        made = _lower_own_decoder(plan, program, code.model, chosen)
+    elif plan.manifest.encode is not None:
+        made = lower_encoder(model().module, program.spec, chosen)
     else:
+        read = model()
         made = lower_decoder(
             parametrized(read.module),
             read.shape,
@@ -338,19 +370,26 @@ def _lower_model(plan: Plan, program: PlannedProgram, model: ReadModel, store: S
 
 
 def _lower_own_model(plan: Plan, program: PlannedProgram, model: OwnModel, store: Store) -> Lowered:
+    made = _lower_own_decoder(plan, program, model, None)
+    return replace(_put(made, store), decoder=dict(made.decoder))
+
+
+def _lower_own_decoder(
+    plan: Plan, program: PlannedProgram, model: OwnModel, forms: Forms | None
+) -> LoweredProgram:
     from prejit.compiler.lowering.decoder import lower_decoder
     from prejit.compiler.lowering.user.models import CHECK_MODEL
 
     manifest = plan.manifest
     what = f"{manifest.where}: program {program.spec.name}: cannot lower {model.label}"
     with model.modules.tracing(what, CHECK_MODEL):
-        made = lower_decoder(
+        return lower_decoder(
             model.stored.model,
             own_shape(manifest, model),
             program.spec,
             source=longest_source(manifest),
+            forms=forms,
         )
-    return replace(_put(made, store), decoder=dict(made.decoder))
 
 
 def own_shape(manifest: Manifest, model: OwnModel) -> DecoderConfig:

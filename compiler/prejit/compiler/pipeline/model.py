@@ -22,6 +22,7 @@ from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
 
 if TYPE_CHECKING:
+    from prejit.compiler.lowering.cache import CacheLayout
     from prejit.compiler.lowering.user.models import OwnModel
     from prejit.compiler.models.layers.config import DecoderConfig
     from prejit.compiler.models.parameters import Parametrized
@@ -80,8 +81,13 @@ ReadModel = Callable[[], ModelSource]
 
 
 def uses_kernels(manifest: Manifest) -> bool:
-    """Return whether programs may call kernels: those of a published model on one device."""
-    return manifest.model is not None and not manifest.has_own_model and manifest.mesh is None
+    """Return whether programs may call kernels: those of a model on one device."""
+    return manifest.model is not None and manifest.mesh is None
+
+
+def stores_out_in(manifest: Manifest, targets: tuple[Target, ...]) -> bool:
+    """Return whether matrices are stored (out, in), as kernels read them."""
+    return uses_kernels(manifest) and targets[0].architecture == KERNELS_ARCHITECTURE
 
 
 def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path) -> ModelFiles:
@@ -100,7 +106,7 @@ def find_model(manifest: Manifest, targets: tuple[Target, ...], directory: Path)
     if manifest.has_own_model:
         return ModelFiles(directory, None, out_in=False, configuration=())
     layout = None if manifest.encode is None else read_layout(directory)
-    out_in = uses_kernels(manifest) and targets[0].architecture == KERNELS_ARCHITECTURE
+    out_in = stores_out_in(manifest, targets)
     if layout is None:
         deciding: tuple[Path, ...] = (directory / "config.json",)
     else:
@@ -204,7 +210,7 @@ def check_own_model(
             reads a source and the manifest gives no sizes of one.
         BuildError: its cache does not follow rows and positions, or its code raises.
     """
-    from prejit.compiler.lowering.user.models import CHECK_MODEL
+    from prejit.compiler.lowering.user.models import CHECK_MODEL, check_call
 
     limit = f"{shape.max_positions}, the max_positions of {model.label}"
     own = [spec for spec in specs if spec.kind != "call"]
@@ -214,7 +220,11 @@ def check_own_model(
         bound = model.stored.model.bind(dict(model.stored.model.weights))
         source = bound.source if model.reads_source else None
         _check_source(manifest, source, f"{model.label} is")
-        _check_decoder(manifest, model.stored.model, shape, own, limit)
+        layout = _check_decoder(manifest, model.stored.model, shape, own, limit)
+        smallest = own[0].bucket
+        cache = layout.shapes(smallest["batch"], smallest["context"])
+    with model.modules.tracing(f"{manifest.where}: cannot call {model.label}", CHECK_MODEL):
+        check_call(model, cache, manifest.where)
 
 
 def _check_source(manifest: Manifest, source: Callable[[int, int], Any] | None, what: str) -> None:
@@ -252,8 +262,12 @@ def _check_decoder(
     shape: DecoderConfig,
     specs: Iterable[ProgramSpec],
     limit: str,
-) -> None:
-    """Check that a decoder was made for its buckets, and that a machine can have room for the programs."""
+) -> CacheLayout:
+    """Check that a decoder was made for its buckets, and that a machine can have room for the programs.
+
+    Returns:
+        Its cache.
+    """
     import jax.numpy as jnp
 
     from prejit.compiler.lowering.cache import cache_layout
@@ -272,6 +286,7 @@ def _check_decoder(
         # Logits after each token of a draft, biases, counts of tokens.
         others = 4 * rows * shape.vocab_size * (3 + spec.bucket.get("draft", 0))
         _check_room(manifest, spec, cache + others)
+    return layout
 
 
 def _check_longest(

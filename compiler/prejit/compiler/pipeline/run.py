@@ -36,6 +36,7 @@ from prejit.compiler.pipeline.lowering import (
     bind_libraries,
     find_code,
     lower,
+    lower_own,
     own_shape,
     products_of,
     source_of,
@@ -50,6 +51,7 @@ from prejit.compiler.pipeline.model import (
     check_model,
     check_own_model,
     read_model,
+    stores_out_in,
     uses_kernels,
 )
 from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle
@@ -133,10 +135,11 @@ def build(
     directory = _fetch(manifest)
     plan = plan_build(manifest, store, only=only, forms=forms, directory=directory)
     model: ReadModel = cache(partial(_read_model, plan))
-    code = find_code(manifest)
+    code = find_code(manifest, out_in=stores_out_in(manifest, plan.targets))
     layers = read_layers(plan, partial(_vocab_size, model, code), store, progress)
     published = find_published(plan)
     _check(plan, model, published, code)
+    plan = lower_own(plan, code, store, progress)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     libraries = _build_kernels(plan, toolchains, store, progress)
     with executor:
@@ -148,6 +151,7 @@ def build(
                 toolchains,
                 libraries,
                 model,
+                code,
                 store,
                 executor,
                 progress,
@@ -159,7 +163,7 @@ def build(
         for program in plan.programs:
             lowered = lower(plan, program, model, code, store, progress)
             for each in tools:
-                source = source_of(plan, program, lowered, each.kernels, model, store)
+                source = source_of(plan, program, lowered, each.kernels, model, code, store)
                 source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
                 submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
         user = weights_of(code)
@@ -171,7 +175,7 @@ def build(
         plan, published, weights, code.model, programs, model, store, progress
     )
     costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
-    products = products_of(plan, model, store) if any(each.kernels for each in tools) else ()
+    products = products_of(plan, model, code, store) if any(each.kernels for each in tools) else ()
     layers = layers if weights is None else (*layers, weights)
     bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
     path, written = write(bundle, output, progress)
@@ -234,6 +238,7 @@ def _measure_forms(
     toolchains: list[Toolchain],
     libraries: dict[str, KernelLibrary],
     model: ReadModel,
+    code: UserCode,
     store: Store,
     executor: Executor,
     progress: Progress,
@@ -247,7 +252,7 @@ def _measure_forms(
         if library is None or not runs_here(toolchain, library):
             continue
         with progress.phase("looking for products"):
-            products = products_of(plan, model, store)
+            products = products_of(plan, model, code, store)
         known = measure_missing(
             known,
             products,

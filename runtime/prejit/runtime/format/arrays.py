@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from prejit.runtime.format.limits import MAX_SIZE
+from prejit.runtime.format.limits import MAX_DIMENSIONS, MAX_SIZE
 
 DTYPES = (
     *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
@@ -81,6 +81,7 @@ class Array:
                 if (
                     match[1] in DTYPES
                     and max(shape, default=0) <= MAX_SIZE
+                    and len(shape) <= MAX_DIMENSIONS
                     and len(padded) in (0, len(shape))
                     and (not padded or any(padded))
                 ):

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.limits import MAX_CACHE_ARRAYS
 from prejit.runtime.format.schema import Decoder
+from prejit.runtime.format.trees import MAX_DEPTH
 
 _KEYS_AND_VALUES = ("batch", "", "context", "")
 
@@ -20,7 +22,7 @@ def cache_arrays(decoder: Decoder) -> tuple[Array, ...]:
     """Return the arrays of the cache at one row and one position, in order.
 
     Raises:
-        ValueError: a text is no such array, or two arrays have one path.
+        ValueError: a text is no such array, two arrays have one path, or there are none or too many.
     """
     if decoder.cache is None:
         shape = (1, decoder.num_kv_heads or 0, 1, decoder.head_size or 0)
@@ -29,11 +31,14 @@ def cache_arrays(decoder: Decoder) -> tuple[Array, ...]:
             for layer in range(decoder.num_layers or 0)
             for name in ("keys", "values")
         )
-    arrays = tuple(map(Array.parse, decoder.cache))
+    if not 0 < (count := len(decoder.cache)) <= MAX_CACHE_ARRAYS:
+        raise ValueError(f"cache: expected 1 to {MAX_CACHE_ARRAYS} arrays, found {count}")
+    arrays = tuple(_parse(text, "cache", ("batch", "", "context")) for text in decoder.cache)
+    seen = set[tuple[str | int, ...]]()
     for array in arrays:
-        _check(array, "cache", ("batch", "", "context"))
-    if len({array.path for array in arrays}) != len(arrays) or not arrays:
-        raise ValueError("cache: expected at least one array, each at a path of its own")
+        if array.path in seen:
+            raise ValueError(f"cache: expected each path once, found {str(array)!r:.80} again")
+        seen.add(array.path)
     return arrays
 
 
@@ -45,10 +50,11 @@ def source_array(decoder: Decoder) -> Array | None:
     """
     if decoder.source is None:
         return None
-    array = Array.parse(decoder.source)
-    _check(array, "source", ("batch", "", "source"))
+    array = _parse(decoder.source, "source", ("batch", "", "source"))
     if array.path != ("source",) or array.variables.count("source") != 1:
-        raise ValueError(f"source: expected one axis that follows 'source', found {array}")
+        raise ValueError(
+            f"source: expected one axis that follows 'source', found {str(array)!r:.80}"
+        )
     return array
 
 
@@ -72,10 +78,15 @@ def sized(array: Array, sizes: Mapping[str, int], name: str | None = None) -> Ar
     )
 
 
-def _check(array: Array, name: str, known: tuple[str, ...]) -> None:
+def _parse(text: str, name: str, known: tuple[str, ...]) -> Array:
+    try:
+        array = Array.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     at = tuple(array.variables)
     if (
         array.path[:1] != (name,)
+        or len(array.path) > MAX_DEPTH
         or array.donated
         or array.sharding
         or at[:1] != ("batch",)
@@ -85,5 +96,6 @@ def _check(array: Array, name: str, known: tuple[str, ...]) -> None:
         or 0 in array.shape
     ):
         raise ValueError(
-            f"{name}: expected '[\"{name}\", ...] dtype[1, ...] ~batch, ...', found {array}"
+            f"{name}: expected '[\"{name}\", ...] dtype[1, ...] ~batch, ...', found {text!r:.80}"
         )
+    return array

@@ -35,5 +35,9 @@ return."""
 
 MAX_SIZE = (1 << 31) - 1
 """Maximum of any size of a model or a bucket, because tokens and positions are int32."""
+MAX_DIMENSIONS = 64
+"""Maximum number of dimensions of an array, which is NumPy's."""
+MAX_CACHE_ARRAYS = 1 << 14
+"""Maximum number of arrays of a decoder's cache. 128 layers have 256; 16,384 take a second to read."""
 MAX_BATCH = 1 << 16
 """Maximum batch of a model's program, because a reader keeps state for each row in the host's memory."""

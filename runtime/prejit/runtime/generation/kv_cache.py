@@ -18,7 +18,8 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs
 
 _LARGE_BYTES = 256 << 20
-"""A cache larger than this many bytes is allocated only after its decode program is loaded."""
+"""A cache that, with the biases and histories of its rows, is larger than this many bytes is allocated only
+after its decode program is loaded."""
 
 
 @final
@@ -46,7 +47,10 @@ class KVCache:
     def _zeros(self) -> list[DeviceArray]:
         decoder, sizes = self._decoder, {"batch": self.batch, "context": self.context}
         arrays = [sized(array, sizes) for array in decoder.cache]
-        if sum(map(_bytes, arrays)) > _LARGE_BYTES:
+        beside = (
+            2 * 4 * self.batch * decoder.decoder.vocab_size
+        )  # bias float32 [B, V], history int32 [B, V]
+        if sum(map(_bytes, arrays)) + beside > _LARGE_BYTES:
             # Loading compares the program with the table. The table alone could ask for any amount of memory.
             decoder.programs[decoder.decode_for(self.batch, self.context).name]
         sharding = decoder.cache_sharding(self.batch, self.context)

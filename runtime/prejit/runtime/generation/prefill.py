@@ -132,6 +132,8 @@ def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCac
     axis = decoder.source.variables.index("source") - 1  # of one source, which has no axis of rows
     sizes = [source.shape[axis] for source in sources]
     program = decoder.encode_for(context, max(sizes))
+    # Loading compares the program with the table. The table alone could ask for any amount of memory.
+    decoder.programs[program.name]
     batch, size = program.bucket["batch"], program.bucket["source"]
     whole = sized(decoder.source, {"batch": batch, "source": size})
     given = aligned_zeros(whole.shape, dtype_of(whole.dtype))

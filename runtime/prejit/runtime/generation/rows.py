@@ -12,7 +12,7 @@ from prejit.runtime.errors import ContextError, UsageError
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
 from prejit.runtime.generation.prompt_lookup import PromptLookup
-from prejit.runtime.generation.sampling import Logprob, bias_row, check_sampling
+from prejit.runtime.generation.sampling import Logprob, bias_row, check_bias, check_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def admit(request: Request, programs: DecoderPrograms) -> Row:
         logprobs=request.logprobs is not None,
         masked=request.token_mask is not None,
     )
-    bias_row(request.sampling, decoder.vocab_size)
+    check_bias(request.sampling, decoder.vocab_size)
     if request.prompt_lookup and not programs.draft_tokens:
         raise UsageError(
             "prompt_lookup: expected a bundle with programs that verify drafts, found none",

@@ -133,14 +133,24 @@ def bias_row(sampling: Sampling, vocab_size: int) -> NDArray[np.float32]:
     Raises:
         UsageError: it has a token id that is not in the vocabulary.
     """
+    check_bias(sampling, vocab_size)
     row = np.zeros(vocab_size, np.float32)
     for token, value in cast("tuple[tuple[int, float], ...]", sampling.logit_bias):
+        row[token] = value
+    return row
+
+
+def check_bias(sampling: Sampling, vocab_size: int) -> None:
+    """Check that a logit bias is of tokens of the vocabulary.
+
+    Raises:
+        UsageError: it has a token id that is not in the vocabulary.
+    """
+    for token, _ in cast("tuple[tuple[int, float], ...]", sampling.logit_bias):
         if token >= vocab_size:
             raise UsageError(
                 f"logit_bias: expected token ids of 0 to {vocab_size - 1}, found {token}"
             )
-        row[token] = value
-    return row
 
 
 def masked_bias(

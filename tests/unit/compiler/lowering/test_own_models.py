@@ -19,9 +19,11 @@ from tests.own_decoders import VOCAB
 from prejit.compiler.lowering.user.models import OwnModel, find_model
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Model
+from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.layers.linear import Embedding, Linear
 from prejit.compiler.models.narrowing import Stored
-from prejit.compiler.models.protocol import Decoder
+from prejit.compiler.models.protocol import DecoderModel
+from prejit.compiler.native.products import KERNEL
 from prejit.runtime.errors import BuildError, ManifestError
 
 Arrays = np.ndarray[Any, Any]
@@ -32,8 +34,15 @@ def flat(variables: Any) -> dict[str, Arrays]:
     return {name: np.asarray(value) for name, value in named.items()}
 
 
-def find(module: Any, dtype: str = "float32", params: dict[str, Arrays] | None = None) -> OwnModel:
-    return find_model(Model(module=module, dtype=dtype), "m.toml", params, UserModules(None))
+def find(
+    module: Any,
+    dtype: str = "float32",
+    params: dict[str, Arrays] | None = None,
+    *,
+    out_in: bool = False,
+) -> OwnModel:
+    model = Model(module=module, dtype=dtype)
+    return find_model(model, "m.toml", params, UserModules(None), out_in=out_in)
 
 
 KINDS: dict[str, tuple[Any, Callable[[], dict[str, Arrays] | None]]] = {
@@ -55,7 +64,7 @@ def logits(stored: Stored, tokens: Arrays) -> Arrays:
 
     def call(weights: Any, tokens: Any) -> Any:
         model = stored.model.bind(weights)
-        assert isinstance(model, Decoder)
+        assert isinstance(model, DecoderModel)
         cache = model.make_cache(rows, count, "float32")
         return model(tokens, jnp.zeros_like(length), length, cache, every=True)[0]
 
@@ -81,6 +90,61 @@ def test_every_kind_computes_with_stored_values_what_it_computes_itself(kind: st
         found = logits(narrow.stored, TOKENS)
         assert 0 < np.abs(found - expected).max() < tolerance * spread * 3
         assert size(narrow.stored) < share * size(wide.stored)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_for_products_alone_are_stored_out_in(kind: str) -> None:
+    module, params = KINDS[kind]
+    as_given, out_in = (
+        find(module, "int8", params(), out_in=each).stored for each in (False, True)
+    )
+    narrow = {name for name, leaf in as_given.model.weights.items() if leaf.dtype == jnp.int8}
+    assert narrow - out_in.orders.keys() == {
+        name for name in narrow if "embed" in name or "places" in name
+    }
+    assert set(out_in.orders.values()) == {(1, 0)}
+    for name in out_in.orders:
+        np.testing.assert_array_equal(out_in.values[name](), as_given.values[name]().T)
+    forms = Forms()
+    with using(forms):  # what a CPU with kernels computes, by its shapes
+        jax.eval_shape(lambda: bound_logits(out_in))
+    assert {product.default_form for product in forms.met} == {KERNEL}
+    np.testing.assert_allclose(logits(out_in, TOKENS), logits(as_given, TOKENS), atol=2e-5)
+
+
+def bound_logits(stored: Stored) -> Any:
+    model = stored.model.bind({name: jnp.asarray(read()) for name, read in stored.values.items()})
+    one = jnp.ones(1, jnp.int32)
+    return model(one[:, None], one * 0, one, model.make_cache(1, 8, "float32"))
+
+
+def test_stacks_and_heads_are_stored_out_in_too() -> None:
+    class Stacked(nnx.Module):
+        vocab_size, max_positions = 66, None
+
+        def __init__(self) -> None:
+            random = np.random.default_rng(0)
+
+            def made(*shape: int) -> nnx.Param[jax.Array]:
+                return nnx.Param(jnp.asarray(random.standard_normal(shape, np.float32) * 0.2))
+
+            self.layers, self.heads, self.last = made(3, 66, 66), made(66, 4, 17), made(68, 66)
+
+        def make_cache(self, rows: int, positions: int, dtype: str) -> Any:
+            return (jnp.zeros((rows, positions)),)
+
+        def __call__(
+            self, tokens: Any, start: Any, length: Any, cache: Any, *, every: bool = False
+        ) -> Any:
+            x = jax.nn.one_hot(tokens, 66)
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.layers[...])
+            x = jnp.einsum("btd,dnh->btnh", x, self.heads[...])
+            x = x.reshape(*x.shape[:2], -1) @ self.last[...]
+            return x if every else x[:, -1], cache
+
+    as_given, out_in = (find(Stacked, "int8", out_in=each).stored for each in (False, True))
+    assert out_in.orders == {"layers": (0, 2, 1), "heads": (1, 2, 0), "last": (1, 0)}
+    np.testing.assert_allclose(logits(out_in, TOKENS), logits(as_given, TOKENS), atol=2e-5)
 
 
 def size(stored: Stored) -> int:

@@ -23,7 +23,7 @@ from prejit.compiler.models import config_file, precision, registry
 from prejit.compiler.models.families import t5
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.parameters import flat_parameters, parameters_of, with_parameters
-from prejit.compiler.models.protocol import EncoderDecoder
+from prejit.compiler.models.protocol import EncoderDecoderModel
 from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
@@ -59,7 +59,7 @@ class Model:
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         checkpoint = open_checkpoint(directory)
         module = registry.make_decoder(config_file.load_config(directory), dtype=dtype)
-        assert isinstance(module, EncoderDecoder)
+        assert isinstance(module, EncoderDecoderModel)
         narrow = precision.readers(module, checkpoint.read)
         self.module = module
         self.graph, self.state = nnx.split(module)

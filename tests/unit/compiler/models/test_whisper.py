@@ -23,7 +23,7 @@ from prejit.compiler.models import config_file, precision, registry
 from prejit.compiler.models.layers.config import DecoderConfig
 from prejit.compiler.models.layers.forms import Forms, using
 from prejit.compiler.models.parameters import flat_parameters, with_parameters
-from prejit.compiler.models.protocol import EncoderDecoder
+from prejit.compiler.models.protocol import EncoderDecoderModel
 from prejit.compiler.models.sharding import check_mesh
 from prejit.runtime.errors import CheckpointError, ManifestError
 from prejit.runtime.format.arrays import Mesh
@@ -152,7 +152,7 @@ def source_caches(cache: Any) -> list[Arrays]:
 
 def test_the_module_is_an_encoder_decoder() -> None:
     module = registry.make_decoder(config())
-    assert isinstance(module, EncoderDecoder)
+    assert isinstance(module, EncoderDecoderModel)
     assert (module.vocab_size, module.max_positions) == (29, CONTEXT)
     assert module.source(3, FRAMES) == jax.ShapeDtypeStruct((3, 5, FRAMES), jnp.float32)
 

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.format import second_reader
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -30,6 +32,7 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array, Mesh
 from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.format.checks import config as config_checks
 from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks.config import (
@@ -46,7 +49,7 @@ from prejit.runtime.format.checks.safetensors import (
     TensorSlice,
     check_weights,
 )
-from prejit.runtime.format.checks.signatures import BUCKETS
+from prejit.runtime.format.checks.signatures import BUCKETS, Signatures
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
@@ -606,6 +609,7 @@ DECODE, PREFILL, VERIFY = "decode/b2-c32", "prefill/b2-t8-c32", "verify/b2-k2-c3
     [
         *("v1/decoder", "v2/decoder", "v2/mesh"),
         *("v3/decoder", "v3/stored", "v3/mesh", "v3/encoder"),
+        *("v5/decoder", "v5/reader"),
     ],
 )
 def test_7_the_programs_of_every_format_are_right(name: str) -> None:
@@ -734,6 +738,305 @@ def test_7_what_a_decoder_may_do_without_it_may_do_without(kept: Any) -> None:
     assert check(fewer) == fewer
 
 
+def decoder_of(name: str, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """The config of a golden bundle whose decoder says something else, as JSON; and as it was."""
+    config = golden_config(name)
+    plain = json.loads(to_json(config))
+    plain["decoder"].update(changes)
+    plain["decoder"] = {key: value for key, value in plain["decoder"].items() if value is not None}
+    return plain, config
+
+
+def rejected_decoder(name: str, complaint: str, **changes: Any) -> None:
+    """A decoder that two readers refuse, whose programs are right."""
+    pytest.importorskip("safetensors")
+    plain, config = decoder_of(name, **changes)
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check_config(to_json(plain), str(plain["format"]), config.target, config.requirement, PATH)
+    assert caught.value.path == PATH
+    _, [target] = second_reader.read(GOLDEN / name)
+    with pytest.raises((AssertionError, TypeError, ValueError, RecursionError)):
+        second_reader.check_programs(plain, target.programs, plain["format"])
+
+
+KEYS, VALUES = (f'["cache",0,{place}] float32[1,2,1,4] ~batch,,context,' for place in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        (KEYS, "each path once, found .* again"),
+        ('["weights",0,1] float32[1,2,1,4] ~batch,,context,', r"'\[\"cache\", ...\] .*weights"),
+        ("[] float32[1,2,1,4] ~batch,,context,", r"'\[\"cache\", ...\] dtype"),
+        ('["cache",0,1] float32[1,2,1,4] ~,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[2,1,1,4] ~,batch,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4]', "~batch, ...', found"),
+        ('["cache",0,1] float32[]', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,1,1,4] ~batch,context,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,1,1,4] ~batch,batch,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] ~batch,,source,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] ~batch,,rows,', "~batch, ...', found"),
+        ('["cache",0,1] float32[2,2,1,4] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,16,4] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,0] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,0,1,4] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] donated ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float32[1,2,1,4] @data,tensor,, ~batch,,context,', "~batch, ...', found"),
+        (f'["cache"{",0" * 256}] float32[1,2,1,4] ~batch,,context,', "~batch, ...', found"),
+        ('["cache",0,1] float99[1,2,1,4] ~batch,,context,', r"cache: expected '\[path\] dtype"),
+        (f"{VALUES} ", r"cache: expected '\[path\] dtype"),
+        ("", r"cache: expected '\[path\] dtype"),
+        ("[" * 100_000, r"cache: expected '\[path\] dtype"),
+        (f'["cache",0,1] float32[1{",1" * 64}] ~batch{"," * 64}', r"cache: expected '\[path\]"),
+        ('["cache",0,1] float32[1,2147483648,1,4] ~batch,,context,', r"cache: expected '\[path\]"),
+        ('["cache",0,1] float32[1,2147483647,1,4] ~batch,,context,', r"c16: arguments\[16\]: exp"),
+        (
+            '["cache",0,1] float32[1,2147483647,1,2147483647] ~batch,,context,',
+            r"c16: arguments\[16\]: expected '\[\"cache\",0,1\] float32\[1,2147483647,16,2147483647",
+        ),
+        (
+            '["cache",0,1] bfloat16[1,2,1,4] ~batch,,context,',
+            r"c16: arguments\[16\]: expected .*bf",
+        ),
+        ('["cache",0,1] float32[1,2,1,4] ~batch,,,', r"c16: arguments\[16\]: expected .*2,1,4"),
+        ('["cache",0,"1"] float32[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: expected"),
+        ('["cache"] float32[1,2,1,4] ~batch,,context,', r"c16: arguments\[16\]: expected"),
+    ],
+)
+def test_7_a_forged_array_of_a_cache_is_rejected(values: str, complaint: str) -> None:
+    """The engine would allocate, split and donate what the list says."""
+    rejected_decoder("v5/decoder", complaint, cache=[KEYS, values])
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"cache": []}, "decoder: cache: expected 1 to 16384 arrays, found 0"),
+        ({"cache": [KEYS]}, r"c16: arguments\[16\]: expected nothing, found"),
+        ({"cache": [VALUES, KEYS]}, r"c16: arguments\[15\]: expected .*0,1"),
+        ({"cache": [KEYS, VALUES, KEYS.replace(",0]", ",2]")]}, "expected .*0,2.* found nothing"),
+        ({"cache": KEYS}, "decoder.cache: expected a list"),
+        ({"cache": [0]}, "expected str, found 0"),
+        ({"cache": None}, "decoder: num_layers: expected 1 to"),
+        (
+            {"cache": None, "num_layers": 1, "num_kv_heads": 2, "head_size": 4},
+            "decoder: expected 'cache' in format 5",
+        ),
+        *(
+            ({name: 1}, f"decoder: expected no {name} beside 'cache'")
+            for name in ("num_layers", "num_kv_heads", "head_size")
+        ),
+    ],
+)
+def test_7_a_decoder_of_format_5_lists_its_cache_and_nothing_beside_it(
+    changes: dict[str, Any], complaint: str
+) -> None:
+    rejected_decoder("v5/decoder", complaint, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"cache": [KEYS]}, "expected no .* beside 'cache'"),
+        (
+            {"cache": [KEYS], "num_layers": None, "num_kv_heads": None, "head_size": None},
+            "decoder: expected no 'cache' in format 3",
+        ),
+        ({"source": '["source"] int32[1,1] ~batch,source'}, "expected no 'source' in format 3"),
+        ({"start_token_ids": [0]}, "decoder: expected no 'start_token_ids' in format 3"),
+    ],
+)
+def test_7_a_decoder_before_format_5_has_no_list(changes: dict[str, Any], complaint: str) -> None:
+    rejected_decoder("v3/decoder", complaint, **changes)
+
+
+def test_7_an_endless_cache_is_rejected_before_its_arrays_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A config holds 250,000 of them, which would take 13 seconds."""
+    endless = [
+        f'["cache",{place}] float32[1] ~batch' for place in range(limits.MAX_CACHE_ARRAYS + 1)
+    ]
+    plain, config = decoder_of("v5/decoder", cache=endless)
+    monkeypatch.setattr(Array, "parse", lambda text: pytest.fail("expected no array to be read"))
+    with pytest.raises(RejectError, match="cache: expected 1 to 16384 arrays, found 16385"):
+        check_config(to_json(plain), "5", config.target, config.requirement, PATH)
+
+
+SOURCE = '["source"] int32[1,1] ~batch,source'
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (None, "encode/b1-n4-c8: expected 'source' in the decoder, found none"),
+        ("", r"source: expected '\[path\] dtype"),
+        ('["cache"] int32[1,1] ~batch,source', r"source: expected '\[\"source\""),
+        ('["source",0] int32[1,1] ~batch,source', "one axis that follows 'source'"),
+        ('["source"] int32[1,1] ~batch,', "one axis that follows 'source'"),
+        ('["source"] int32[1,1,1] ~batch,source,source', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,1] ~batch,context', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,1] ~source,batch', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,1]', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,4] ~batch,source', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,1,0] ~batch,source,', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,1] donated ~batch,source', r"source: expected '\[\"source\""),
+        ('["source"] int32[1,1] @data, ~batch,source', r"source: expected '\[\"source\""),
+        ('["source"] float32[1,1] ~batch,source', r"n4-c8: arguments\[0\]: expected .*float32"),
+        ('["source"] int32[1,7,1] ~batch,,source', r"n4-c8: arguments\[0\]: expected .*1,7,4"),
+        (
+            '["source"] int32[1,1,2147483647,2147483647] ~batch,source,,',
+            r"n4-c8: arguments\[0\]: expected .*2147483647,2147483647",
+        ),
+    ],
+)
+def test_7_a_forged_source_is_rejected(source: str | None, complaint: str) -> None:
+    rejected_decoder("v5/reader", complaint, source=source)
+
+
+def test_7_a_decoder_that_reads_nothing_has_no_source() -> None:
+    rejected_decoder("v5/decoder", "expected encode programs for the source", source=SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "complaint"),
+    [
+        ("v5/reader", [18], "start_token_ids: expected token ids of 0 to 17, found 18"),
+        ("v5/reader", [0, -1], "start_token_ids: expected token ids of 0 to 17, found -1"),
+        ("v5/reader", [1 << 62], "start_token_ids: expected token ids of 0 to 17, found 46116860"),
+        ("v5/reader", [], "start_token_ids: expected token ids of 0 to 17, found none"),
+        ("v5/decoder", [38], "start_token_ids: expected token ids of 0 to 37, found 38"),
+        ("v5/reader", [1 << 64], "expected an integer of 64 bits"),
+        ("v5/reader", [True], "expected int, found True"),
+        ("v5/reader", 0, "expected a list"),
+    ],
+)
+def test_7_texts_begin_with_tokens_of_the_vocabulary(name: str, ids: Any, complaint: str) -> None:
+    """Or each call without a prompt would be refused for a prompt that nobody gave."""
+    plain, config = decoder_of(name, start_token_ids=ids)
+    with pytest.raises(RejectError, match=complaint):
+        check_config(to_json(plain), "5", config.target, config.requirement, PATH)
+
+
+@pytest.mark.parametrize("name", ["v3/decoder", "v5/decoder"])
+def test_7_ends_outside_the_vocabulary_are_ends_that_never_come(name: str) -> None:
+    """A model's files may name such tokens, and no program gives one. -1 is no token either."""
+    plain, config = decoder_of(name, eos_token_ids=[-1, 10**9])
+    written = str(plain["format"])
+    found = check_config(to_json(plain), written, config.target, config.requirement, PATH)
+    assert found.decoder is not None
+    assert found.decoder.eos_token_ids == (-1, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("v5/decoder", r"c16: arguments\[15\]: expected '.* donated @data,tensor,,', found"),
+        ("v5/reader", "cache: expected arrays of four axes on a mesh"),
+    ],
+)
+def test_7_a_mesh_splits_caches_of_four_axes_alone(name: str, complaint: str) -> None:
+    config = dataclasses.replace(golden_config(name), mesh=Mesh(1, 2))
+    with pytest.raises(RejectError, match=complaint):
+        check(config)
+    three = tuple(text.replace("[1,2,1,4]", "[1,2,1]")[:-1] for text in (KEYS, VALUES))
+    decoder = dataclasses.replace(config.decoder, cache=three, source=None)
+    with pytest.raises(RejectError, match="cache: expected arrays of four axes on a mesh"):
+        check(dataclasses.replace(config, decoder=decoder))
+
+
+def resized(config: Any, name: str, /, **sizes: int) -> Any:
+    """A program for another bucket, with the signature of that bucket."""
+    program = program_of(config, name)
+    program = dataclasses.replace(
+        program,
+        name=f"{program.kind}/{'-'.join(map(str, sizes.values()))}",
+        bucket={**program.bucket, **sizes},
+    )
+    arguments, results = Signatures(config).of(program)
+    return dataclasses.replace(program, arguments=arguments, results=results)
+
+
+def with_programs(config: Any, *programs: Any) -> Any:
+    return dataclasses.replace(config, programs=(*config.programs, *programs))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda c: without(c, "encode/b1-n4-c16"),
+            "encode of batch 1, context 16 and source 4: expected one",
+        ),
+        (
+            lambda c: without(c, "encode/b1-n4-c16", "encode/b1-n8-c16"),
+            "encode of batch 1, context 16 and source 4: expected one",
+        ),
+        (
+            lambda c: without(c, "encode/b1-n4-c8", "encode/b1-n8-c16"),
+            "encode of batch 1, context 8 and source 4: expected one",
+        ),
+        (
+            lambda c: without(c, *(p.name for p in c.programs if p.kind == "encode")),
+            "expected encode programs for the source of the decoder, found none",
+        ),
+        (
+            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", source=6)),
+            "encode of batch 1, context 16 and source 6: expected one",
+        ),
+        (
+            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", batch=2)),
+            "encode of batch 2, context 8 and source 4: expected none but for batch 1",
+        ),
+        (
+            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", context=9)),
+            "encode of batch 1, context 9 and source 4: expected none but for batch 1",
+        ),
+        (
+            lambda c: with_programs(c, resized(c, "encode/b1-n4-c8", source=0)),
+            "encode/0: source: expected 1 to 2147483647, found 0",
+        ),
+        (lambda c: changed(c, "encode/b1-n4-c8", weights=None), "encode/b1-n4-c8: expected 'weig"),
+        (lambda c: doubled(c, "encode/b1-n4-c8"), "another: expected one encode program of its"),
+        (lambda c: without_argument(c, "encode/b1-n4-c8", "length"), r"n4-c8: arguments\[1\]"),
+        (lambda c: without_argument(c, "encode/b1-n4-c8", "source"), r"n4-c8: arguments\[0\]"),
+        (lambda c: changed(c, "encode/b1-n4-c8", results=()), r"n4-c8: results\[0\]"),
+    ],
+)
+def test_7_an_encoder_decoder_reads_the_same_sources_for_each_context(
+    change: Any, complaint: str
+) -> None:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        check(change(golden_config("v5/reader")))
+    assert caught.value.path == PATH
+
+
+def test_7_an_encoder_decoder_may_do_with_one_source() -> None:
+    config = golden_config("v5/reader")
+    fewer = without(config, "encode/b1-n4-c8", "encode/b1-n4-c16")
+    assert check(fewer) == fewer
+    assert check(without(config, *(p.name for p in config.programs if p.kind == "verify")))
+
+
+def test_7_a_grid_of_sources_takes_no_more_memory_than_its_programs() -> None:
+    """Contexts times sources would be 640,000 buckets, of 100 MB."""
+    config = golden_config("v5/reader")
+    count = 800
+    programs = [
+        *(resized(config, "decode/b1-c8", context=size) for size in range(1, count + 1)),
+        *(resized(config, "prefill/b1-t4-c8", prompt=1, context=c) for c in range(1, count + 1)),
+        *(resized(config, "encode/b1-n4-c8", context=1, source=n) for n in range(1, count + 1)),
+    ]
+    content = to_json(dataclasses.replace(config, programs=tuple(programs)))
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match="context 2 and source 1: expected one"):
+        check_config(content, "5", config.target, config.requirement, PATH)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 40 << 20
+
+
 def test_7_an_encoder_may_pool_without_weights() -> None:
     """As those do that have no dense layer; the other programs may not."""
     config = changed(golden_config("v3/encoder"), "encode/b1-t8/pool", weights=None)
@@ -833,9 +1136,38 @@ def test_7_an_encoder_whose_programs_do_not_fit_together_is_rejected(
         check(change(config))
 
 
+CHANGES = st.sampled_from(
+    [
+        *(("batch", ""), ("context", ""), (",context", ",batch"), ("[1,", "[2,"), (",1,", ",16,")),
+        *((",4]", ",0]"), (",4]", ",2147483647]"), (" ~", " donated ~"), ("float32", "bfloat16")),
+        *(("cache", "source"), ("source", "cache"), (",0]", "]"), ("~", "@")),
+    ]
+)
+
+
+def forged_decoder(draw: Callable[[Any], Any], decoder: Any) -> Any:
+    """A decoder of format 5 whose cache or source says something else."""
+    kind = draw(st.sampled_from(["text", "lose", "double", "source", "start"]))
+    cache = list(decoder.cache)
+    place = draw(st.integers(0, len(cache) - 1))
+    if kind == "source":
+        source = (decoder.source or SOURCE).replace(*draw(CHANGES))
+        return dataclasses.replace(decoder, source=draw(st.none() | st.just(source)))
+    if kind == "start":
+        ids = st.none() | st.lists(st.integers(-1, 40), max_size=3).map(tuple)
+        return dataclasses.replace(decoder, start_token_ids=draw(ids))
+    if kind == "text":
+        cache[place] = cache[place].replace(*draw(CHANGES))
+    else:
+        cache[place : place + 1] = [cache[place]] * (2 if kind == "double" else 0)
+    return dataclasses.replace(decoder, cache=tuple(cache))
+
+
 def forged(draw: Callable[[Any], Any], name: str) -> Any:
     """A program table with some of its programs lost, doubled, or saying something else."""
     config = golden_config(name)
+    if config.format > 4 and draw(st.booleans()):
+        config = dataclasses.replace(config, decoder=forged_decoder(draw, config.decoder))
     programs = list(config.programs)
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(programs) - 1))
@@ -854,7 +1186,7 @@ def forged(draw: Callable[[Any], Any], name: str) -> Any:
         elif kind == "bucket":
             sizes = st.integers(-1, 40) | st.integers()
             keys = st.sampled_from(
-                ["batch", "context", "prompt", "draft", "length", "source_batch"]
+                ["batch", "context", "prompt", "draft", "length", "source_batch", "source"]
             )
             bucket = {**program.bucket, **draw(st.dictionaries(keys, sizes, max_size=2))}
             lost = draw(st.sets(st.sampled_from(sorted(bucket)), max_size=1))
@@ -870,9 +1202,13 @@ def forged(draw: Callable[[Any], Any], name: str) -> Any:
     return dataclasses.replace(config, programs=tuple(programs))
 
 
+def starts(decoder: Any) -> tuple[int, ...]:
+    return decoder.start_token_ids or ()
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["v3/decoder", "v2/decoder"])
+@pytest.mark.parametrize("name", ["v2/decoder", "v3/decoder", "v5/decoder", "v5/reader"])
 def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     name: str, data: st.DataObject
 ) -> None:
@@ -897,9 +1233,22 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
         if config.format > 2:
             found.append(decoder.copy_for(smallest, context, batch, context))
             assert decoder.max_steps(decoder.decode_for(batch, context)) >= 1
+        if decoder.source is not None:
+            sources = {p.bucket["source"] for p in config.programs if p.kind == "encode"}
+            reading = [decoder.encode_for(context, size) for size in sources]
+            assert {program.bucket["source"] for program in reading} == sources
+            assert all(program.bucket["batch"] == smallest for program in reading)
+            found += reading
         for program in found:
-            programs.arguments(program.name)
+            arguments = [array.path[0] for array in programs.arguments(program.name)]
+            assert ("source" in arguments) == (program.kind in ("copy", "encode"))
             programs.results(program.name)
+        cached = [sized(array, {"batch": batch, "context": context}) for array in decoder.cache]
+        taken = programs.arguments(decoder.decode_for(batch, context).name)
+        assert [dataclasses.replace(a, donated=False, sharding=()) for a in taken][
+            -len(cached) :
+        ] == cached
+    assert all(0 <= token < config.decoder.vocab_size for token in starts(config.decoder))
 
 
 @settings(max_examples=100, deadline=None)
@@ -980,11 +1329,11 @@ def test_7_an_array_that_nothing_could_index_is_rejected(shape: str) -> None:
         check_array(f'["x"] int8[{shape}]', None, PATH)
 
 
-def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
-    """With right digests everywhere, before anything is compiled."""
+def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
+    """A golden bundle of another config, with right digests everywhere."""
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
-    with Layout(GOLDEN / "v3" / "decoder") as layout:
+    with Layout(GOLDEN / name) as layout:
         index, _ = open_index(layout)
         [target] = match(layout, index, Fingerprint.current())
         contents = read_contents(layout, target)
@@ -992,11 +1341,79 @@ def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
             layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
             for kept in contents.manifest.layers
         )
-    config = without_argument(contents.config, DECODE, "steps")
-    content, blobs = assemble("decoder", [PackedTarget(config, layers)])
-    content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
-    path = write(tmp_path / "b", (content, blobs))
+    config = change(contents.config)
+    content, blobs = assemble(config.bundle, [PackedTarget(config, layers)])
+    content = encode_index(config.bundle, from_json(Index, content, PATH).manifests, config.format)
+    return write(path, (content, blobs))
+
+
+def test_7_a_forged_decoder_is_rejected_by_load(tmp_path: Path) -> None:
+    """Before anything is compiled."""
+    path = forged_golden(
+        tmp_path / "b", "v3/decoder", lambda config: without_argument(config, DECODE, "steps")
+    )
     assert "blobs/sha256/" in reject(path, rf"{DECODE}: arguments\[3\].*steps").path
+
+
+def test_7_a_forged_cache_is_rejected_by_load(tmp_path: Path) -> None:
+    def change(config: Any) -> Any:
+        decoder = dataclasses.replace(config.decoder, cache=(KEYS, KEYS))
+        return dataclasses.replace(config, decoder=decoder)
+
+    path = forged_golden(tmp_path / "b", "v5/decoder", change)
+    assert "blobs/sha256/" in reject(path, "decoder: cache: expected each path once").path
+
+
+def huge_heads(config: Any) -> Any:
+    """Heads of 2**31 - 1 values in the cache and in all programs: 500 GB in a cache of 16 positions."""
+    plain = re.sub(r"(float32\[\d+,2,\d+,)4\]", r"\g<1>2147483647]", to_json(config).decode())
+    return from_json(Config, plain.encode(), PATH)
+
+
+def huge_sources(config: Any) -> Any:
+    """Sources of 2**31 - 1 places, which are 8 GB, in place of four."""
+    huge = (
+        resized(config, f"encode/b1-n4-c{context}", context=context, source=limits.MAX_SIZE)
+        for context in (8, 16)
+    )
+    return with_programs(without(config, "encode/b1-n4-c8", "encode/b1-n4-c16"), *huge)
+
+
+def huge_vocabulary(config: Any) -> Any:
+    """2**31 - 1 tokens: the logit bias and the history of a row are 8 GB each."""
+    size = config.decoder.vocab_size
+    plain = to_json(config).decode().replace(f'"vocab_size":{size}', '"vocab_size":2147483647')
+    plain = re.sub(rf"(32\[\d+,){size}\]", r"\g<1>2147483647]", plain)
+    return from_json(Config, plain.encode(), PATH)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options", "complaint"),
+    [
+        ("v3/decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
+        ("v5/decoder", huge_vocabulary, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
+        ("v5/decoder", huge_heads, {"prompt": [1, 2, 3]}, "float32.*2147483647"),
+        ("v5/reader", huge_heads, {"source": [3, 4]}, "float32.*2147483647"),
+        ("v5/reader", huge_sources, {"source": [3] * 9}, "int32.*1,2147483647"),
+    ],
+)
+def test_9_a_table_asks_for_no_memory_that_its_programs_do_not_take(
+    name: str,
+    change: Any,
+    options: Any,
+    complaint: str,
+    tmp_path: Path,
+    no_warnings_of_fallback: None,
+) -> None:
+    """A table that agrees with itself is compared with the program before anything is allocated."""
+    loaded = load(forged_golden(tmp_path / "b", name, change))
+    tracemalloc = pytest.importorskip("tracemalloc")
+    tracemalloc.start()
+    with pytest.raises(RejectError, match=complaint):
+        loaded.generate(max_new_tokens=2, **options)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 64 << 20
 
 
 def test_7_a_config_cannot_ask_for_less_than_the_index_says(recipe: Any, tmp_path: Path) -> None:

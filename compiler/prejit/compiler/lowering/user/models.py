@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]
 
+_LARGEST_CONSTANT = 1 << 20
+"""Largest array in bytes that a decoder's code may hold. Every program and every target would hold a copy."""
 CHECK_MODEL = "`prejit check-model MODULE` tries all that a decoder must do"
 """The hint of errors about a decoder of the user."""
 
@@ -79,6 +81,8 @@ def find_model(
     parameters: Mapping[str, np.ndarray[Any, Any]] | None,
     modules: UserModules,
     nested: Callable[[Mapping[str, Any]], Any] | None = None,
+    *,
+    out_in: bool = False,
 ) -> OwnModel:
     """Import the decoder that a manifest names, and take its parameters apart from it.
 
@@ -92,6 +96,7 @@ def find_model(
         modules: the modules beside the manifest.
         nested: makes the params of a flax.linen module from flat weights; None for nested dicts, by the dots
             in names.
+        out_in: whether matrices that it only multiplies with are stored (out, in), as kernels read them.
 
     Raises:
         ManifestError: the object does not exist, cannot be made, or is no decoder; or params does not fit it.
@@ -115,8 +120,59 @@ def find_model(
         Parametrized(shapes, held.bind),
         {name: partial(values.__getitem__, name) for name in values},
     )
-    stored = _stored(exact, held, model.dtype)
+    with modules.tracing(f"{where}: cannot call {label}", CHECK_MODEL):
+        stored = _stored(exact, held, model.dtype, out_in=out_in)
     return OwnModel(label, *sizes, _reads_source(found), exact, stored, modules)
+
+
+def check_call(model: OwnModel, cache: Any, where: str) -> None:
+    """Check the results of a call of one token, by their shapes, and that no array is left in the program.
+
+    Args:
+        model: the decoder.
+        cache: the shapes of its cache.
+        where: the manifest, for errors.
+
+    Raises:
+        ManifestError: logits or cache are not as models/protocol.py says, or the code holds arrays that are
+            no parameters.
+    """
+    rows = jax.tree.leaves(cache)[0].shape[0]
+    row = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+
+    def call(weights: Values, *arguments: Any) -> Any:
+        return model.exact.model.bind(weights)(*arguments)
+
+    weights = dict(model.exact.model.weights)
+    traced, found = jax.make_jaxpr(call, return_shape=True)(weights, tokens, row, row, cache)
+    logits, after = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    wanted = jax.ShapeDtypeStruct((rows, model.vocab_size), jnp.float32)
+    for what, expected, one in (("logits", wanted, logits), ("cache", cache, after)):
+        if (given := _shapes(one)) != _shapes(expected):
+            raise ManifestError(
+                f"{where}: {model.label}: {what}: expected {_shapes(expected)} for {rows} rows of one token, "
+                f"found {given}",
+                hint=CHECK_MODEL,
+            )
+    held = [each for each in traced.consts if each.nbytes > _LARGEST_CONSTANT]
+    if held:
+        raise ManifestError(
+            f"{where}: {model.label}: expected all large arrays to be parameters, found "
+            f"{', '.join(_shapes(each) for each in held[:4])} inside its code",
+            hint="make them attributes of the object itself, or of a pytree or flax module that it holds: "
+            "arrays of any other object are not found",
+        )
+
+
+def _shapes(tree: Any) -> str:
+    """Return a pytree of arrays in words, at most 400 characters."""
+
+    def spelled(leaf: Any) -> str:
+        return f"{leaf.dtype}{[*leaf.shape]}" if hasattr(leaf, "shape") else type(leaf).__name__
+
+    text = str(jax.tree.map(spelled, tree)).replace("'", "")
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def _instance(found: Any, modules: UserModules, where: str, label: str) -> Any:
@@ -261,7 +317,7 @@ def _spelled(kind: type[Any]) -> str:
     return f"{'an' if kind.__qualname__[:1].lower() in 'aeiou' else 'a'} {kind.__qualname__}"
 
 
-def _stored(exact: Stored, held: _Held, dtype: str) -> Stored:
+def _stored(exact: Stored, held: _Held, dtype: str, *, out_in: bool) -> Stored:
     """Return the model as it is stored: prejit's own layers as those of a published model."""
     model, values, matrices = exact.model, exact.values, set(held.matrices)
     if held.is_nnx:
@@ -271,4 +327,4 @@ def _stored(exact: Stored, held: _Held, dtype: str) -> Stored:
         model = parametrized(module)
         values = {name: readers.get(name) or exact.values[name] for name in model.weights}
         matrices -= readers.keys()
-    return narrowed(model, values, dtype, matrices)
+    return narrowed(model, values, dtype, matrices, out_in=out_in)

@@ -77,7 +77,7 @@ class GPT2(nnx.Module):
             self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> KVCache:
-        """See Decoder."""
+        """See DecoderModel."""
         blocks = self.transformer.h
         heads, size = blocks[0].attn.num_heads, blocks[0].attn.head_size
         return empty_cache(len(blocks), rows, heads, positions, size, dtype)
@@ -91,7 +91,7 @@ class GPT2(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """See Decoder."""
+        """See DecoderModel."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.transformer(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.transformer.wte.logits

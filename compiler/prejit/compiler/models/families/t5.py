@@ -75,7 +75,7 @@ def build(config: Any, context: int | None) -> T5:
 class T5(nnx.Module):
     """A T5 with its language-model head. Parameters have the names of the published tensors.
 
-    It is an EncoderDecoder (protocol.py).
+    It is an EncoderDecoderModel (protocol.py).
     """
 
     def __init__(self, config: Any) -> None:
@@ -95,7 +95,7 @@ class T5(nnx.Module):
         return jax.ShapeDtypeStruct((rows, size), jnp.int32)
 
     def encode(self, source: jax.Array, length: jax.Array, positions: int, dtype: str) -> Cache:
-        """See EncoderDecoder."""
+        """See EncoderDecoderModel."""
         x = self.encoder(self.shared(source), length)
         empty = jnp.zeros((len(source), self.num_heads, positions, self.head_size), dtype)
         read = (block.layer[1].EncDecAttention.keys_values(x) for block in self.decoder.block)
@@ -111,7 +111,7 @@ class T5(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """See EncoderDecoder."""
+        """See EncoderDecoderModel."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.decoder(self.shared(tokens), new, cache)
         x = x if every else x[:, 0]

@@ -77,7 +77,7 @@ def build(config: Any, context: int | None) -> Whisper:
 
 
 class Whisper(nnx.Module):
-    """A Whisper, as models.protocol.EncoderDecoder. Parameters have the names of the published tensors."""
+    """A Whisper (see EncoderDecoderModel). Parameters have the names of the published tensors."""
 
     def __init__(self, config: Any) -> None:
         self.model = Transformer(config)
@@ -122,7 +122,7 @@ class Whisper(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, TextCache]:
-        """See models.protocol.Decoder."""
+        """See models.protocol.DecoderModel."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.model.decoder(tokens, new, cache)
         return self.model.decoder.embed_tokens.logits(x if every else x[:, 0]), cache

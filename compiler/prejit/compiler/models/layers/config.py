@@ -36,8 +36,8 @@ def empty_cache(
 
 
 BRING_YOUR_OWN = (
-    'bring the model as a flax module of your own: [[program]] with function = "my_package.model:model", '
-    'args = its inputs, params = "model.safetensors"; a plain JAX function does as well'
+    'write the model yourself, in flax or plain JAX: [model] with module = "my_package.model:model" for a '
+    'decoder, [[program]] with function = "my_package.model:model" for any other'
 )
 """The hint of errors about a model that is not supported."""
 

@@ -260,7 +260,7 @@ class RotaryDecoder(nnx.Module):
         self.logit_cap = logit_cap
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> KVCache:
-        """See Decoder."""
+        """See DecoderModel."""
         heads = self.model.layers[0].self_attn.heads
         return empty_cache(len(self.model.layers), rows, heads.keys, positions, heads.size, dtype)
 
@@ -273,7 +273,7 @@ class RotaryDecoder(nnx.Module):
         *,
         every: bool = False,
     ) -> tuple[jax.Array, KVCache]:
-        """See Decoder."""
+        """See DecoderModel."""
         new = NewTokens(start, length, tokens.shape[1], every)
         x, cache = self.model(tokens, new, cache)
         head = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens.logits

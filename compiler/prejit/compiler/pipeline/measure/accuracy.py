@@ -80,7 +80,7 @@ def measure_accuracy(
     measure: Callable[[], Accuracy]
     if own is not None:
         exact = {name: read() for name, read in own.exact.values.items()}
-        of_weights = weights_key(manifest, None, (), {}, exact).digest
+        of_weights = weights_key(manifest, None, (), {}, exact, own.stored.orders).digest
         key = own_accuracy_key(manifest, of_weights, programs, *texts)
         measure = partial(_measure_own, plan, own, exact, weights, text)
     elif published is not None and files is not None:

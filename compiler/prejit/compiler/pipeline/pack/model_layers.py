@@ -126,7 +126,9 @@ def special_ids(
                     f"{file}: {name}: expected a token id or a list of them, found {value!r:.80}",
                     hint="correct the file, or take the one that was published with the weights",
                 )
-            found[name] = sorted({each for each in ids if 0 <= each < vocab_size})
+            known = [each for each in ids if 0 <= each < vocab_size]
+            # The order of tokens with which a text begins matters; those that end one are a set.
+            found[name] = known if name.startswith("decoder_") else sorted(set(known))
     if own:
         of_tokenizer = _ids_of_tokenizer(directory)
         for name in names:
@@ -146,7 +148,12 @@ def _ids_of_tokenizer(directory: Path) -> dict[str, int]:
             each["content"]: int(each["id"])
             for each in json.loads(_read(tokenizer))["added_tokens"]
         }
-    except (ValueError, TypeError, LookupError):  # the check of the tokenizer says what is wrong
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        RecursionError,
+    ):  # the check of the tokenizer says what is wrong
         return {}
     return {name: ids[text] for name, text in special_tokens(directory).items() if text in ids}
 

@@ -84,7 +84,8 @@ def pack_weights(
     with progress.phase("packing weights"):
         files = () if published is None else published.files
         exact = None if own is None else {name: read() for name, read in own.exact.values.items()}
-        key = weights_key(plan.manifest, plan.model, files, user, exact)
+        orders = None if own is None else own.stored.orders
+        key = weights_key(plan.manifest, plan.model, files, user, exact, orders)
         with store.making(key):
             result = store.get(key)
             if result is None:

@@ -369,8 +369,17 @@ def _check_cache(config: Config, path: str) -> None:
     if lists != (decoder.cache is not None):
         wanted = "'cache'" if lists else "no 'cache'"
         raise RejectError(path, f"decoder: expected {wanted} in format {config.format}")
-    if decoder.source is not None and not lists:
-        raise RejectError(path, f"decoder: expected no 'source' in format {config.format}")
+    for name in ("source", "start_token_ids"):
+        if getattr(decoder, name) is not None and not lists:
+            raise RejectError(path, f"decoder: expected no {name!r} in format {config.format}")
+    if (start := decoder.start_token_ids) is not None:
+        wrong = next((each for each in start if not 0 <= each < decoder.vocab_size), None)
+        if wrong is not None or not start:
+            raise RejectError(
+                path,
+                f"decoder: start_token_ids: expected token ids of 0 to {decoder.vocab_size - 1}, "
+                f"found {'none' if wrong is None else wrong}",
+            )
     try:
         source_array(decoder)
         arrays = cache_arrays(decoder) if lists else ()
@@ -401,6 +410,8 @@ def _check_programs(config: Config, path: str) -> None:
         model = "decoder" if kind in DECODER_KINDS else "encoder"
         if getattr(config, model) is None:
             raise RejectError(path, f"{name}: expected {model!r} in the config, found none")
+        if kind == "encode" and config.decoder is not None and config.decoder.source is None:
+            raise RejectError(path, f"{name}: expected 'source' in the decoder, found none")
         if bucket.keys() != set(BUCKETS[kind]):
             expected, found = ", ".join(BUCKETS[kind]), ", ".join(sorted(bucket)) or "nothing"
             raise RejectError(path, f"{name}: bucket: expected {expected}; found {found:.80}")
@@ -478,17 +489,25 @@ def _check_encode(
 ) -> None:
     """Check that an encoder-decoder has programs that read sources: the same sizes for each context."""
     assert config.decoder is not None
-    sources = sorted({size for _, _, size in found})
-    if bool(sources) != (config.decoder.source is not None):
+    if config.decoder.source is not None and not found:
         raise RejectError(
-            path, "expected encode programs for a decoder with a source, and no others"
+            path, "expected encode programs for the source of the decoder, found none"
         )
-    expected = set(itertools.product([batch], contexts, sources))
-    for rows, context, size in sorted(expected ^ found):
+    sources = sorted({size for _, _, size in found})
+    expected = set[tuple[int, ...]]()
+    # No more than there are programs, as above.
+    for bucket in itertools.product([batch], contexts, sources):
+        if bucket not in found:
+            raise RejectError(
+                path,
+                f"encode of batch {batch}, context {bucket[1]} and source {bucket[2]}: expected one",
+            )
+        expected.add(bucket)
+    for rows, context, size in sorted(found - expected):
         raise RejectError(
             path,
-            f"encode of batch {rows}, context {context} and source {size}: expected one for batch {batch} "
-            "and every context, and no others",
+            f"encode of batch {rows}, context {context} and source {size}: expected none but for "
+            f"batch {batch} and the contexts of decode programs",
         )
 
 

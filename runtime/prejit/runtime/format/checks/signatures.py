@@ -228,8 +228,8 @@ def difference(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
     """Return the first difference of two unequal lists of arguments or results, as text."""
     pairs = enumerate(zip_longest(found, expected))
     place, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    shown = "nothing" if one is None else f"{one!r:.80}"
-    return f"[{place}]: expected {'nothing' if other is None else repr(other)}, found {shown}"
+    wanted, shown = ("nothing" if text is None else f"{text!r:.80}" for text in (other, one))
+    return f"[{place}]: expected {wanted}, found {shown}"
 
 
 def _size(texts: tuple[str, ...], form: str) -> int:

@@ -45,6 +45,14 @@ def test_tokens_that_begin_and_end_texts(
     assert ids_of(tmp_path, config, generation) == expected
 
 
+@pytest.mark.parametrize(("value", "start"), [(7, (7,)), ([9, 3, 9], (9, 3, 9)), (None, ())])
+def test_tokens_with_which_an_answer_begins_keep_their_order(
+    tmp_path: Path, value: object, start: object
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"decoder_start_token_id": value}))
+    assert special_ids(tmp_path, 50)[2] == start
+
+
 @pytest.mark.parametrize("value", ["2", 1.0, True, [1, "2"], {"id": 2}, [[1]]])
 @pytest.mark.parametrize("name", ["eos_token_id", "bos_token_id"])
 def test_special_tokens_of_another_type_fail_the_build(
@@ -54,6 +62,23 @@ def test_special_tokens_of_another_type_fail_the_build(
         ids_of(tmp_path, {}, {name: value})
     with pytest.raises(CheckpointError, match=rf"/config.json: {name}: expected a token"):
         ids_of(tmp_path, {name: value}, {})
+
+
+def test_beside_a_decoder_of_the_user_the_tokenizer_gives_what_no_file_says(tmp_path: Path) -> None:
+    assert special_ids(tmp_path, 50, own=True) == ((), None, ())
+    added = [
+        {"content": "<s>", "id": 1},
+        {"content": "</s>", "id": 2},
+        {"content": "<x>", "id": 70},
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "decoder_start_token": "<x>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    assert special_ids(tmp_path, 50, own=True) == ((2,), 1, ())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    assert special_ids(tmp_path, 50, own=True) == ((7,), 1, ())
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    assert special_ids(tmp_path, 50, own=True) == ((7,), None, ())
 
 
 def test_json_that_is_nested_too_deeply_fails_the_build(tmp_path: Path) -> None:
