@@ -17,7 +17,8 @@ from .snippets import ROOT, Snippet, check_command, commands_of, completed, snip
 PAGES = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
 MEASURING = {"decisions", "performance"}
 """Commands on these pages repeat figures, for minutes: they are checked and not run."""
-LANGUAGES = {"python", "toml", "sh", "console", "text"}
+LANGUAGES = {"python", "toml", "sh", "console", "text", "cpp"}
+"""C++ is compiled by tests/integration/test_libraries.py."""
 WILL_COMPILE = 8
 
 _SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]

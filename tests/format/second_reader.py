@@ -93,10 +93,14 @@ def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Targe
     config = parsed(bundle, manifest["config"])
     assert (config["format"], config["target"], config["requirement"]) == (written, name, needs)
     kinds = [layer["mediaType"].removeprefix(TYPE) for layer in manifest["layers"]]
-    assert len(set(kinds)) == len(kinds)
-    layers = {
-        kind: blob(bundle, layer) for kind, layer in zip(kinds, manifest["layers"], strict=True)
-    }
+    once = [kind for kind in kinds if kind != "library.v1+elf"]
+    assert len(set(once)) == len(once)
+    layers, libraries = {}, []
+    for kind, layer in zip(kinds, manifest["layers"], strict=True):
+        if kind == "library.v1+elf":
+            libraries.append(blob(bundle, layer))
+        else:
+            layers[kind] = blob(bundle, layer)
     mesh = config.get("mesh")
     sizes = {} if mesh is None else {"data": mesh["data"], "tensor": mesh["tensor"]}
     devices = math.prod(sizes.values())
@@ -123,6 +127,7 @@ def read_target(bundle: Path, descriptor: dict[str, Any], written: int) -> Targe
     assert len(programs) == len(config["programs"])
     check_programs(config, programs, written)
     check_kernels(config, layers.get("kernels.v1+elf"), written)
+    check_libraries(config, libraries, written)
     check_chunks(config, layers, written)
     check_recorded(config, layers, written)
     tensors = read_weights(layers.get("weights.v1.safetensors"), config, sizes)
@@ -147,6 +152,30 @@ def check_kernels(config: dict[str, Any], library: bytes | None, written: int) -
     assert set(LEVELS[kernels["level"]]) <= set(config["requirement"]["cpu_features"])
     assert kernels["handlers"] == sorted(set(kernels["handlers"]))
     assert all(f"prejit_{name}\0".encode() in library for name in kernels["handlers"])
+
+
+def check_libraries(config: dict[str, Any], libraries: list[bytes], written: int) -> None:
+    """By "Libraries". What a library exports is left to the dynamic linker."""
+    called = [said["calls"] for said in config["programs"] if "calls" in said]
+    assert ("libraries" in config) == bool(libraries) == bool(called)
+    if not libraries:
+        return
+    assert written > 4
+    assert config["requirement"]["platform"] == "cpu"
+    assert all(len(library) <= 256 << 20 for library in libraries)
+    assert [told["digest"] for told in config["libraries"]] == sorted(map(digest_of, libraries))
+    known = [name for told in config["libraries"] for name in told["handlers"]]
+    assert len(set(known)) == len(known)
+    for told in config["libraries"]:
+        assert told.keys() == {"digest", "name", "handlers"}
+        assert any(set(names) & told["handlers"].keys() for names in called)
+        [library] = [each for each in libraries if digest_of(each) == told["digest"]]
+        assert library.startswith(b"\x7fELF\x02\x01")
+        for name, symbol in told["handlers"].items():
+            assert all(re.fullmatch(r"[A-Za-z0-9_.$-]{1,256}", text) for text in (name, symbol))
+            assert f"{symbol}\0".encode() in library
+    assert all(names and names == sorted(set(names)) for names in called)
+    assert {name for names in called for name in names} <= set(known)
 
 
 def check_chunks(config: dict[str, Any], layers: dict[str, bytes], written: int) -> None:
@@ -455,9 +484,12 @@ def check_requirement(needs: dict[str, Any]) -> None:
 
 def parse_argument(text: str, mesh: dict[str, int]) -> Argument:
     path, end = json.JSONDecoder().raw_decode(text)
-    found = re.fullmatch(r" (\w+)\[([\d,]*)\]( donated)?(?: @([a-z,]+))?", text[end:])
+    found = re.fullmatch(
+        r" (\w+)\[([\d,]*)\]( donated)?(?: @([a-z,]+))?(?: ~([\w,]+))?", text[end:]
+    )
     assert found
     shape = [int(size) for size in found[2].split(",") if size]
+    assert found[5] is None or len(found[5].split(",")) == len(shape)
     split = parse_split(found[4], shape, mesh) if found[4] else []
     return Argument(path, found[1], shape, found[3] is not None, split)
 

@@ -52,6 +52,7 @@ from prejit.runtime.format.schema import (
     ProgramEntry,
     RecordedProgram,
     Segment,
+    UserLibrary,
 )
 from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -183,7 +184,7 @@ def test_the_documentation_names_every_key() -> None:
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
     kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
     kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
-    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram]
+    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram, UserLibrary]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
 

@@ -590,7 +590,7 @@ REFUSED = {
     "jax.ffi.ffi_call of a library of your own": (
         'jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct((4, 4), jnp.float32))(x)',
         "it calls mine, which",
-        "write it in JAX or Pallas: a bundle holds no foreign libraries yet",
+        "[name the library](how-to/own-library.md) in the manifest, which then works for CPUs",
     ),
     "a dict whose keys are neither texts nor integers": (
         "{(0, 1): x}",

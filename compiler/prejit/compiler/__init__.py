@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         BundleTable,
         Encode,
         Generate,
+        Library,
         Manifest,
         Model,
         Program,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "prejit.compiler.api": ("build", "plan", "program"),
     "prejit.compiler.manifest.manifest": (
-        *("BundleTable", "Encode", "Generate", "Manifest", "Model", "Program"),
+        *("BundleTable", "Encode", "Generate", "Library", "Manifest", "Model", "Program"),
     ),
     "prejit.compiler.manifest.reading": ("read_manifest",),
     "prejit.compiler.pipeline.plan": ("PlannedExecutable",),
@@ -54,6 +55,7 @@ __all__ = [
     "Encode",
     "Generate",
     "GpuTable",
+    "Library",
     "Manifest",
     "ManifestError",
     "Mesh",

@@ -19,7 +19,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.schema import Config, ProgramEntry
+from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.defaults import Defaults, check_generation
@@ -103,6 +103,7 @@ class Bundle:
         times: LoadTimes,
         serve_smaller: bool = False,
         kernels: Library | None = None,
+        no_libraries: str = "",
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,
     ) -> None:
@@ -136,6 +137,8 @@ class Bundle:
             opened,
             self._verification,
             serve_smaller=serve_smaller,
+            calls={} if no_libraries else handler_names(*config.libraries or ()),
+            no_calls=no_libraries,
         )
         if config.decoder is not None and matched and not is_plain_start():
             self._programs.expect(

@@ -33,7 +33,7 @@ from prejit.runtime.fallback import (
     mismatch,
 )
 from prejit.runtime.format.blobs import Blobs, read_whole
-from prejit.runtime.format.checks.layers import check_kernels
+from prejit.runtime.format.checks.layers import check_kernels, check_library
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     CHUNKS_SINCE,
@@ -144,6 +144,7 @@ def load(
         times=times,
         serve_smaller=while_compiling == "smaller",
         kernels=choice.kernels,
+        no_libraries=choice.no_libraries,
         types=named,
         compiles=not must_match,
     )
@@ -224,31 +225,55 @@ class _Choice(NamedTuple):
         matched: whether its executables run here; if not, its portable programs are compiled.
         config: its program table.
         kernels: its kernels, loaded into this process; None: it has none, or is not matched.
-        targets: all targets; the verdict of a target whose kernels do not load here is no match.
+        no_libraries: why its libraries of the user are not registered; empty: they are, or it has none.
+        targets: all targets; the verdict of a target whose kernels or libraries do not load here is no match.
     """
 
     target: OpenTarget
     matched: bool
     config: Config
     kernels: Library | None
+    no_libraries: str
     targets: tuple[OpenTarget, ...]
 
 
 def _choose(opened: _Opened, must_match: bool) -> _Choice:
-    """Return the first target that matches and whose kernels load here, or else the closest."""
+    """Return the first target that matches and whose native code loads here, or else the closest."""
     targets = opened.targets
     while matching := next((target for target in targets if target.verdict.matches), None):
         config = _read_config(opened, matching)
         try:
             kernels = _load_kernels(opened, matching, config)
         except KernelError as error:
-            targets = _without(targets, matching, config, error)
-        else:
-            return _Choice(matching, True, config, kernels, targets)
+            assert config.kernels is not None
+            needed = f"a library for {config.kernels.level} by {config.kernels.compiler}"
+            targets = _without(targets, matching, "kernels", needed, error)
+            continue
+        try:
+            _register_libraries(opened, matching, config)
+        except KernelError as error:
+            needed = ", ".join(library.name for library in config.libraries or ())
+            targets = _without(targets, matching, "libraries", needed, error)
+            continue
+        return _Choice(matching, True, config, kernels, "", targets)
     if must_match:
         raise mismatch(opened.layout, targets)
     closest = closest_target([target for target in targets if target.name in opened.manifests])
-    return _Choice(closest, False, _read_config(opened, closest), None, targets)
+    config = _read_config(opened, closest)
+    # Portable programs call the user's libraries, too. What the machine lacks may end the process: SIGILL.
+    unfit = [axis for axis in closest.verdict.mismatches if axis.name in _LIBRARY_AXES]
+    if unfit:
+        reason = replace(closest.verdict, axes=tuple(unfit)).reason()
+        return _Choice(closest, False, config, None, reason, targets)
+    try:
+        _register_libraries(opened, closest, config)
+    except KernelError as error:
+        return _Choice(closest, False, config, None, str(error), targets)
+    return _Choice(closest, False, config, None, "", targets)
+
+
+_LIBRARY_AXES = ("platform", "architecture", "cpu_features", "glibc", "libraries")
+"""The axes on which a machine must match for the libraries of a target to be loaded."""
 
 
 def _read_config(opened: _Opened, target: OpenTarget) -> Config:
@@ -287,12 +312,41 @@ def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> Librar
     return kernels.load(content)
 
 
+def _register_libraries(opened: _Opened, target: OpenTarget, config: Config) -> None:
+    """Load the libraries of the user that a target has into this process, and register their handlers.
+
+    All are verified before the first is loaded.
+
+    Raises:
+        RejectError: one is damaged.
+        KernelError: this machine cannot load one, or its jaxlib does not take a handler.
+    """
+    if config.libraries is None:
+        return
+    from prejit.runtime.device import kernels
+
+    layers = {at.digest: at for at in opened.manifests[target.name].layers}
+    contents = [opened.blobs.read(layers[library.digest]) for library in config.libraries]
+    for library, content in zip(config.libraries, contents, strict=True):
+        path = opened.layout.blob_path(library.digest)
+        check_library(content, library, config.requirement.architecture, path)
+    for library, content in zip(config.libraries, contents, strict=True):
+        symbols = sorted(set(library.handlers.values()))
+        kernels.register(kernels.load_library(content, symbols, library.name))
+
+
 def _without(
-    targets: Sequence[OpenTarget], refused: OpenTarget, config: Config, error: KernelError
+    targets: Sequence[OpenTarget], refused: OpenTarget, name: str, needed: str, error: KernelError
 ) -> tuple[OpenTarget, ...]:
-    """Return the targets after one of them turned out not to match: its kernels do not load here."""
-    assert config.kernels is not None
-    needed = f"a library for {config.kernels.level} by {config.kernels.compiler}"
-    axis = Axis("kernels", "can be loaded", needed, str(error), False)
+    """Return the targets after one of them turned out not to match: its native code does not load here.
+
+    Args:
+        targets: all targets.
+        refused: the one.
+        name: name of the axis: `kernels` or `libraries`.
+        needed: what it needs.
+        error: why it does not load.
+    """
+    axis = Axis(name, "can be loaded", needed, str(error), False)
     verdict = replace(refused.verdict, axes=(*refused.verdict.axes, axis))
     return tuple(replace(t, verdict=verdict) if t is refused else t for t in targets)

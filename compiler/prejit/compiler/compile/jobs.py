@@ -23,11 +23,14 @@ class Source:
         program: digest of its StableHLO, a blob of the store.
         platforms: platforms that it was lowered for, in order.
         kernels: library of kernels that it calls; None: it calls none.
+        calls: handlers of the user's libraries that it calls: the name in the program, and XLA's name, which
+            has the library's digest.
     """
 
     program: str
     platforms: tuple[str, ...]
     kernels: KernelLibrary | None = None
+    calls: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def executable_key(
         ("stablehlo", source.program),
         ("platforms", " ".join(source.platforms)),
         *((("kernels", source.kernels.digest),) if source.kernels is not None else ()),
+        *((f"library call {name}", target) for name, target in source.calls),
         ("our code", code_digest(*COMPILING)),
         *toolchain.versions,
         ("architecture", target.architecture),

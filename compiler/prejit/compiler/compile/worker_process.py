@@ -93,6 +93,7 @@ class WorkerProcess:
         request = {
             "program": source.program,
             "kernels": None if source.kernels is None else source.kernels.digest,
+            "calls": dict(source.calls),
             "machine": self.toolchain.machine(source.platforms),
         }
         return Compiled.from_plain(self._ask(request, seconds))

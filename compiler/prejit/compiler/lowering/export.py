@@ -24,12 +24,22 @@ def export_program(
     function: Callable[..., Any],
     values: tuple[Any, ...],
     platforms: tuple[str, ...] = PLATFORMS,
+    calls: Sequence[str] = (),
     **options: Any,
 ) -> export.Exported:
-    """Export a function for several platforms; options are those of jax.jit."""
+    """Export a function for several platforms.
+
+    Args:
+        function: the function.
+        values: its arguments, or their shapes.
+        platforms: the platforms.
+        calls: names of custom calls that the user's libraries serve.
+        **options: options of jax.jit.
+    """
     jax.config.update("jax_traceback_in_locations_limit", 0)  # no paths of this machine
     jitted = jax.jit(function, keep_unused=True, **options)
-    own_calls = [export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS.values()]
+    names = (*KERNEL_CALLS.values(), *calls)
+    own_calls = [export.DisabledSafetyCheck.custom_call(name) for name in names]
     exported = export.export(jitted, platforms=platforms, disabled_checks=own_calls)
     return exported(*values)
 

@@ -30,6 +30,7 @@ from prejit.compiler.manifest.manifest import REPEAT, names_object
 from prejit.compiler.manifest.shape_string import MAX_SIZE, SIZE, split_shape, undefined
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.runtime.format.arrays import MESH_AXES
+from prejit.runtime.format.checks.config import HANDLER_NAME
 
 Problems = Iterator[tuple[KeyPath, str]]
 """Pairs of a key and what is wrong with it, in the order of the file where that is easy."""
@@ -78,6 +79,7 @@ def value_problems(data: dict[str, Any], directory: Path) -> Problems:
         for where, problem in _program_problems(_table(program), directory):
             yield ("program", index, *where), problem
     yield from _repeated("program", programs)
+    yield from _library_problems(data, directory)
     yield from _mesh_problems(_table(data.get("mesh")), "encode" in data)
     yield from _row_problems(_table(data.get("mesh")), _table(data.get("generate")))
     yield from _number_problems(data)
@@ -304,6 +306,36 @@ def _program_problems(program: dict[str, Any], directory: Path) -> Problems:
         named = [axis for axis in axes if axis]
         if not set(named) <= set(MESH_AXES) or len(set(named)) < len(named) or not named:
             yield ("shardings", place), f"expected {SHARDING}; found {shown(axes)}"
+
+
+def _library_problems(data: dict[str, Any], directory: Path) -> Problems:
+    libraries, targets = data.get("library"), data.get("target")
+    found = [_table(each).get("name") for each in (targets if isinstance(targets, list) else ())]
+    names = {name for name in found if isinstance(name, str)}
+    # A target that was made in Python has its version of jax in its name.
+    names |= {re.sub(r"-jax[\d.]+$", "", name) for name in names}
+    for index, each in enumerate(libraries if isinstance(libraries, list) else ()):
+        library = _table(each)
+        path, handlers, wanted = (library.get(key) for key in ("path", "handlers", "targets"))
+        where = ("library", index)
+        if isinstance(path, str) and not os.path.isfile(directory / path):
+            yield (*where, "path"), no_such_path("file", path, directory)
+        if handlers == {}:
+            yield (*where, "handlers"), f"expected {expected('library[].handlers')}; found {{}}"
+        for name, symbol in _table(handlers).items():
+            for text in (name, symbol):
+                if isinstance(text, str) and not HANDLER_NAME.fullmatch(text):
+                    yield (
+                        (*where, "handlers", name),
+                        f"expected letters, digits and . _ - $; found {shown(text)}",
+                    )
+        for place, name in enumerate(wanted if isinstance(wanted, list) else ()):
+            if isinstance(name, str) and name not in names:
+                guess = did_you_mean(name, sorted(names))
+                yield (
+                    (*where, "targets", place),
+                    f"expected {expected('library[].targets[]')}; found {shown(name)}{guess}",
+                )
 
 
 def _static_problems(static: Any, args: Any) -> Problems:

@@ -70,6 +70,13 @@ _EXPECTED = {
     "program[].shardings.*": SHARDING,
     "program[].shardings.*[]": '"data", "tensor" or ""',
     "program[].params": "the path of a .safetensors file or of an orbax directory",
+    "library": "[[library]] tables",
+    "library[]": "a [[library]] table with a path and handlers",
+    "library[].path": "the path of a shared library",
+    "library[].handlers": 'a table such as { scale = "ScaleHandler" }: the exported symbol of each name',
+    "library[].handlers.*": "the name of a symbol that the library exports",
+    "library[].targets": "a list of names of targets",
+    "library[].targets[]": "the name of a target of this manifest",
     "target": "at least one [[target]] table with a name",
     "target[]": "a [[target]] table with a name",
     "target[].name": "the name of a target (`prejit targets` lists them)",
@@ -100,7 +107,7 @@ def expected(where: KeyPath | str) -> str:
         free = (
             isinstance(key, str)
             and depth == 3
-            and where[2] in ("args", "buckets", "static", "shardings")
+            and where[2] in ("args", "buckets", "static", "shardings", "handlers")
         )
         pattern += "[]" if isinstance(key, int) else ".*" if free else f".{key}"
     return _EXPECTED[pattern.removeprefix(".")]

@@ -9,6 +9,7 @@
     [[program]]   Program            name, function, args, buckets, params, static, donate,
                                      pad, mask, open_sizes, repeat,
                                      carry, shardings
+    [[library]]   Library            path, handlers, targets: native code that programs call
     [[target]]    Target             name, jax, ...: see target_table.TargetTable
 
 `reading.read_manifest` makes it from TOML. Python code makes it with `Manifest(...)`, and
@@ -204,6 +205,24 @@ class Program:
         return tuple(itertools.product(combinations(self.buckets), combinations(static)))
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """`[[library]]`: a shared library with XLA FFI handlers, which programs call by `jax.ffi.ffi_call`.
+
+    Attributes:
+        path: the library, relative to the manifest: an ELF file for Linux on x86-64 or AArch64.
+        handlers: for each name that programs give `jax.ffi.ffi_call`, the symbol that the library exports.
+        targets: names of the targets that it is for, whose CPU extensions it may use. Default: all CPU
+            targets of its architecture.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    path: str
+    handlers: dict[str, str]
+    targets: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Manifest:
     """A manifest: the programs to compile, and the machines to compile them for.
@@ -215,6 +234,7 @@ class Manifest:
         encode: the buckets of an encoder.
         mesh: the devices that run a program together, of a decoder or of the user; None: one device.
         programs: functions of the user.
+        libraries: native code that the functions call.
         targets: the machines to compile for.
         path: the TOML file; None: the manifest was made in Python.
     """
@@ -225,6 +245,7 @@ class Manifest:
     encode: Encode | None
     mesh: Mesh | None
     programs: tuple[Program, ...]
+    libraries: tuple[Library, ...]
     targets: tuple[Target, ...]
     path: Path | None
 
@@ -234,6 +255,7 @@ class Manifest:
         *,
         targets: Iterable[str | TargetTable | Target],
         programs: Iterable[Program] = (),
+        libraries: Iterable[Library] = (),
         model: Model | None = None,
         generate: Generate | None = None,
         encode: Encode | None = None,
@@ -246,6 +268,7 @@ class Manifest:
             bundle: the bundle, or its name.
             targets: targets, or their names as `prejit targets` lists them.
             programs: see the attributes, as for the others.
+            libraries: see above.
             model: see above.
             generate: see above.
             encode: see above.
@@ -263,6 +286,7 @@ class Manifest:
         set_(self, "encode", encode)
         set_(self, "mesh", mesh)
         set_(self, "programs", tuple(programs))
+        set_(self, "libraries", tuple(libraries))
         set_(self, "path", path)
         set_(self, "targets", tuple(self._target(at, each) for at, each in enumerate(targets)))
 

@@ -49,6 +49,7 @@ def read_manifest(path: str | Path) -> Manifest:
         encode=sections.get("encode"),
         mesh=mesh,
         programs=map(_program, sections.get("program", ())),
+        libraries=sections.get("library", ()),
         targets=targets,
         path=path,
     )
@@ -73,6 +74,7 @@ def check_manifest(manifest: Manifest) -> Manifest:
         encode=sections.get("encode"),
         mesh=manifest.mesh,
         programs=[replace(given, buckets=table.buckets) for given, table in checked],
+        libraries=manifest.libraries,
         targets=manifest.targets,
         path=manifest.path,
     )
@@ -142,6 +144,8 @@ def _as_data(manifest: Manifest) -> dict[str, Any]:
         },
         "target": [{"name": target.name} for target in manifest.targets],
     }
+    if manifest.libraries:
+        data["library"] = [asdict(library) for library in manifest.libraries]
     if programs:
         data["program"] = programs
     if manifest.mesh is not None:

@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 from prejit.compiler.base.wording import shown
 from prejit.compiler.manifest.checks import Problems, is_int_list
 from prejit.compiler.manifest.expected import expected, unknown_key
-from prejit.compiler.manifest.manifest import STRICT, BundleTable, Encode, Generate, Model
+from prejit.compiler.manifest.manifest import (
+    STRICT,
+    BundleTable,
+    Encode,
+    Generate,
+    Library,
+    Model,
+)
 from prejit.compiler.manifest.toml_lines import KeyPath
 from prejit.compiler.targets.target_table import TargetTable
 
@@ -82,6 +89,7 @@ SECTIONS: dict[str, tuple[type[Any], bool]] = {
     "encode": (Encode, False),
     "mesh": (MeshTable, False),
     "program": (ProgramTable, True),
+    "library": (Library, True),
     "target": (TargetTable, True),
 }
 """The class of each section, and whether the section is an array of tables."""

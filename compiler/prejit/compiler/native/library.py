@@ -98,13 +98,6 @@ class KernelLibrary:
         return Kernels(self.digest, self.level, self.compiler, self.handlers)
 
     @property
-    def needed_glibc(self) -> str | None:
-        """The oldest glibc that can load it; None if jaxlib needs at least as new a one."""
-        if self.glibc is None or _numbers(self.glibc) <= _numbers(_JAXLIB_GLIBC):
-            return None
-        return self.glibc
-
-    @property
     def cpu_features(self) -> tuple[str, ...]:
         """The CPU extensions that a machine needs to run it, in LLVM's names."""
         return level_features(self.level)
@@ -247,6 +240,12 @@ def _no_compiler() -> NoKernels:
         "pip install 'prejit[kernels]'",
         worth_telling=True,
     )
+
+
+def needed_glibc(*found: str | None) -> str | None:
+    """Return the latest of some versions of glibc; None: jaxlib needs at least as new a one anyway."""
+    latest = max((_JAXLIB_GLIBC, *filter(None, found)), key=_numbers)
+    return None if _numbers(latest) == _numbers(_JAXLIB_GLIBC) else latest
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -69,6 +69,11 @@ class CompiledTarget:
         return next((e.job.source.kernels for e in self.executables if e.job.source.kernels), None)
 
     @property
+    def calls(self) -> frozenset[str]:
+        """The names by which programs call handlers of the user's libraries."""
+        return frozenset(name for each in self.executables for name, _ in each.job.source.calls)
+
+    @property
     def results(self) -> Mapping[str, Compiled]:
         """What the compiler returned, by program."""
         return {each.spec.name: each.compiled for each in self.executables}

@@ -15,9 +15,11 @@ from prejit.compiler.checkpoint.tensor_files import read_parameters
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.lowering.user.modules import UserModules
 from prejit.compiler.manifest.manifest import Manifest, Program
+from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.calls import called
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.keys import UserWeights, native_key, own_lower_key
+from prejit.compiler.pipeline.libraries import libraries_of
 from prejit.compiler.pipeline.model import (
     ReadModel,
     cache_dtype,
@@ -39,7 +41,8 @@ from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import BuildError, ManifestError
 from prejit.runtime.format.arrays import DTYPES
-from prejit.runtime.format.schema import Segment
+from prejit.runtime.format.schema import Segment, handler_names
+from prejit.runtime.machine.targets import Target
 
 if TYPE_CHECKING:
     from prejit.compiler.lowering.program import LoweredProgram
@@ -241,6 +244,43 @@ def source_of(
     return choose_source(lowered, kernels, partial(lower_native, plan, program, model, code, store))
 
 
+def bind_libraries(
+    plan: Plan, spec: ProgramSpec, source: Source, target: Target, store: Store
+) -> Source:
+    """Return what a function of the user is compiled from for a target, with the libraries that it calls.
+
+    Raises:
+        BuildError: it calls a handler on the target's platform that no library for the target has.
+    """
+    if not plan.libraries or spec.kind != "call":
+        return source
+    from prejit.runtime.device.portable import custom_calls
+
+    where = f"{plan.manifest.where}: target {target.name}: program {spec.name}"
+    program = store.read_blob(source.program)
+    assert program is not None
+    called = custom_calls(program, source.platforms, target.platform) & {*plan.handlers}
+    names: dict[str, str] = {}
+    for library in libraries_of(plan.libraries, target):
+        names |= handler_names(library.described)
+    for name in sorted(called):
+        if name not in names:
+            have = ", ".join(
+                f"{each.described.name} for {each.architecture}"
+                for each in plan.libraries
+                if name in each.described.handlers
+            )
+            raise BuildError(
+                f"{where}: it calls {name}: expected a [[library]] with this handler for "
+                f"{target.platform} and {target.architecture}, found {have}",
+                hint="libraries run on CPUs alone: leave the target out, or give the function another form "
+                "there with jax.lax.platform_dependent"
+                if target.platform != "cpu"
+                else f"add a [[library]] that is built for {target.name}, or leave the target out",
+            )
+    return replace(source, calls=tuple(sorted((name, names[name]) for name in called)))
+
+
 def products_of(plan: Plan, model: ReadModel, code: UserCode, store: Store) -> tuple[Product, ...]:
     """Return all products of the programs that may call kernels, sorted."""
     programs = (each for each in plan.programs if calls_kernels(plan.manifest, each.spec))
@@ -376,7 +416,10 @@ def _lower_function(
     if isinstance(user, LoweredProgram):
         return _put(user, store)
     return _put(
-        lower_function(user, section, spec, manifest.where, platforms, manifest.mesh), store
+        lower_function(
+            user, section, spec, manifest.where, platforms, manifest.mesh, plan.handlers
+        ),
+        store,
     )
 
 

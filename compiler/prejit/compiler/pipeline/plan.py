@@ -35,6 +35,7 @@ from prejit.compiler.native.form_table import (
 from prejit.compiler.native.library import KernelLibrary, NoKernels, find_kernels
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.keys import compile_key, lower_key, native_key, versions
+from prejit.compiler.pipeline.libraries import ReadLibrary, read_libraries
 from prejit.compiler.pipeline.model import ModelFiles, find_model, uses_kernels
 from prejit.compiler.store.interface import Store
 from prejit.compiler.store.key import Key, why
@@ -166,6 +167,7 @@ class Plan:
         programs: the programs.
         model: the files of the model; None: the manifest has no source, or it was not fetched yet.
         forms: the measured forms of products that are known.
+        libraries: the user's own libraries.
     """
 
     manifest: Manifest
@@ -173,6 +175,12 @@ class Plan:
     programs: tuple[PlannedProgram, ...]
     model: ModelFiles | None
     forms: KnownForms
+    libraries: tuple[ReadLibrary, ...] = ()
+
+    @property
+    def handlers(self) -> tuple[str, ...]:
+        """The names by which programs may call the libraries, sorted."""
+        return tuple(sorted({n for each in self.libraries for n in each.described.handlers}))
 
     @property
     def specs(self) -> tuple[ProgramSpec, ...]:
@@ -245,6 +253,7 @@ def plan_build(
             read_own(own_path(store.root)),
             read_recorded(),
         ),
+        read_libraries(manifest),
     )
 
 

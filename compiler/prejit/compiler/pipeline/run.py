@@ -33,6 +33,7 @@ from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, 
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
     UserCode,
+    bind_libraries,
     find_code,
     lower,
     lower_own,
@@ -163,6 +164,7 @@ def build(
             lowered = lower(plan, program, model, code, store, progress)
             for each in tools:
                 source = source_of(plan, program, lowered, each.kernels, model, code, store)
+                source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
                 submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
         user = weights_of(code)
         weights = pack_weights(plan, published, user, code.model, model, store, progress)

@@ -86,13 +86,17 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
         held = content.manifest.layer(KERNELS_MEDIA_TYPE).size
         names = ", ".join(kernels.handlers)
         print_text(f"kernels {kernels.level}, {kernels.compiler}, {size(held)}: {names}")
+    held_bytes = {at.digest: at.size for at in content.manifest.layers}
+    for library in content.config.libraries or ():
+        names = ", ".join(library.handlers)
+        print_text(f"library {library.name}, {size(held_bytes[library.digest])}: {names}")
     if content.config.recorded is not None:
         print_text(_recorded_table(content.config.recorded))
         return
     rows = []
     for program in content.config.programs:
-        held_bytes = (program.executable.size, program.portable.size, program.memory.temp_bytes)
-        rows.append((program.name, program.kind, *map(size, held_bytes)))
+        sizes = (program.executable.size, program.portable.size, program.memory.temp_bytes)
+        rows.append((program.name, program.kind, *map(size, sizes)))
     heads = ["program", "kind", "executable", "StableHLO", "temporary memory"]
     print_text(table(heads, rows))
     if content.config.forms:

@@ -591,6 +591,14 @@ def parse_stablehlo(portable: bytes) -> Any:
     return import_jaxlib()[1].mlir.deserialize_portable_artifact(portable)
 
 
+def serialized_portable(module: Any, version: str) -> bytes:
+    """Return a module of StableHLO as a portable artifact of this version of StableHLO."""
+    core = import_jaxlib()[1].mlir
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    return bytes(core.serialize_portable_artifact(bytecode.getvalue(), version, True))
+
+
 def refined(module: Any, version: str) -> bytes:
     """Return a module as a portable artifact, with the sizes that follow from those of its arguments.
 
@@ -667,7 +675,10 @@ def register_handlers(handlers: Mapping[str, Any]) -> None:
             try:
                 xla_client.register_custom_call_target(name, handler, "cpu", api_version=1)
             except Exception as error:
-                raise KernelError(f"XLA does not take the kernel {name}: {error}") from error
+                raise KernelError(
+                    f"XLA does not take the handler {name}: {error}",
+                    hint="build it with the FFI headers of this jaxlib (jax.ffi.include_dir())",
+                ) from error
             _registered.add(name)
 
 

@@ -1,9 +1,9 @@
-"""Native kernels: a shared library of verified bytes, loaded into this process and never unloaded.
+"""Native kernels and libraries of the user: shared libraries of verified bytes, loaded and never unloaded.
 
 The dynamic linker opens a sealed copy in memory, which nobody can change any more, instead of a file by its
 name. A process loads each library once, however many bundles have it. Libraries with other digests are
-loaded beside it. All of them share one set of helper threads, as many as `base.process.kernel_threads`
-allows; a library of an older build has its own threads.
+loaded beside it. All libraries of kernels share one set of helper threads, as many as
+`base.process.kernel_threads` allows; a library of an older build has its own threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.process import kernel_threads
 from prejit.runtime.errors import KernelError
 from prejit.runtime.format.checks.elf import find_note, read_shared_library
-from prejit.runtime.format.names import KERNEL_PREFIX, kernel_target
+from prejit.runtime.format.names import KERNEL_PREFIX, handler_target, kernel_target
 
 _MFD_NOEXEC_SEAL = 8
 """MFD_NOEXEC_SEAL of linux/memfd.h, since Linux 6.3. If vm.memfd_noexec is 2, Linux makes no memory file
@@ -36,6 +36,15 @@ _REASONS = {
     errno.ENOSYS: "the system has no memfd_create (Linux has since 3.17)",
 }
 
+_KERNELS_HINT = (
+    "for older systems build with CXX=zig (`pip install 'prejit[kernels]'`); a build without "
+    "a C++ compiler has no kernels"
+)
+_LIBRARY_HINT = (
+    "install the libraries that it needs on this machine, or link them into it statically "
+    "(-static-libstdc++ -static-libgcc) on a system as old as this one, and build again"
+)
+
 _NOTE = struct.Struct("<Ii")
 """The layout of a library's ELF note `prejit`: the version of the shared helper threads, and the distance
 from this number to the function that takes them (kernels/threads.cc)."""
@@ -44,6 +53,8 @@ _RTLD_DI_LINKMAP = 2
 
 _lock = threading.Lock()
 _loaded: dict[str, Library] = {}
+_opened: dict[str, ctypes.CDLL] = {}
+"""The libraries of users that this process has opened, by digest."""
 _helpers: dict[int, int] = {}
 """Address of the helper threads of this process, for each version in which libraries share them."""
 _attempts = 0
@@ -51,11 +62,11 @@ _attempts = 0
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library of kernels that this process has loaded.
+    """A library of handlers that this process has loaded.
 
     Attributes:
         digest: the digest of its content.
-        handlers: its FFI handlers as PyCapsules, by the names under which programs call them.
+        handlers: its FFI handlers as PyCapsules, by the names under which executables call them.
     """
 
     digest: str
@@ -76,7 +87,7 @@ def load(content: bytes) -> Library:
     with _lock:
         if digest not in _loaded:
             names, threads = kernels_of(content), kernel_threads()
-            library = _dlopen(content, digest)
+            library = _dlopen(content, digest, "native kernels", _KERNELS_HINT)
             _share_helpers(library, content, threads)
             handlers = {
                 kernel_target(name, digest): _capsule(getattr(library, KERNEL_PREFIX + name))
@@ -86,8 +97,31 @@ def load(content: bytes) -> Library:
         return _loaded[digest]
 
 
+def load_library(content: bytes, symbols: Iterable[str], name: str) -> Library:
+    """Load a library of the user. A process opens the same bytes once, however many bundles have them.
+
+    Args:
+        content: a shared library that exports FFI handlers, verified.
+        symbols: the handlers that programs call.
+        name: name of its file, for errors.
+
+    Raises:
+        KernelError: this machine does not load it: a library or a symbol that it needs is missing, or code
+            may not be mapped.
+    """
+    digest = digest_of(content)
+    with _lock:
+        if digest not in _opened:
+            _opened[digest] = _dlopen(content, digest, f"the library {name}", _LIBRARY_HINT)
+        opened = _opened[digest]
+    handlers = {
+        handler_target(symbol, digest): _capsule(getattr(opened, symbol)) for symbol in symbols
+    }
+    return Library(digest, handlers)
+
+
 def register(library: Library) -> None:
-    """Register a library's kernels with XLA, for programs that are loaded or compiled afterwards.
+    """Register a library's handlers with XLA, for programs that are loaded or compiled afterwards.
 
     Raises:
         KernelError: this jaxlib does not take a handler.
@@ -137,7 +171,7 @@ def _share_helpers(library: ctypes.CDLL, content: bytes, threads: int) -> None:
     _helpers[version] = share(_helpers.get(version), threads)
 
 
-def _dlopen(content: bytes, digest: str) -> ctypes.CDLL:
+def _dlopen(content: bytes, digest: str, what: str, hint: str) -> ctypes.CDLL:
     global _attempts
     descriptor = -1
     try:
@@ -149,9 +183,8 @@ def _dlopen(content: bytes, digest: str) -> ctypes.CDLL:
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or str(error)
         raise KernelError(
-            f"cannot load native kernels: {reason}",
-            hint="for older systems build with CXX=zig (`pip install 'prejit[kernels]'`); a build without "
-            "a C++ compiler has no kernels",
+            f"cannot load {what}: {reason}",
+            hint=hint,
         ) from error
     finally:
         if descriptor >= 0:

@@ -6,7 +6,7 @@ A start that finds executables for its machine does not import this module.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,61 @@ def compile_ahead(
 
 def register_stand_ins(names: Iterable[str]) -> None:
     """Register custom calls under names that XLA must know to compile a program. Calling one fails."""
+    if not (names := tuple(names)):
+        return
     _jaxlib.register_handlers(dict.fromkeys(names, _jaxlib.any_handler()))
+
+
+def custom_calls(portable: bytes, platforms: Sequence[str], platform: str) -> set[str]:
+    """Return the names of the custom calls that a program makes on a platform.
+
+    Args:
+        portable: StableHLO.
+        platforms: platforms that it was lowered for, in order; empty: `platform` alone.
+        platform: the platform to run on.
+
+    Raises:
+        BuildError: it was not lowered for this platform.
+    """
+    ir = _jaxlib.import_mlir()
+    found = set[str]()
+
+    def note(op: Any) -> Any:
+        if op.name == _CUSTOM_CALL:
+            found.add(ir.StringAttr(op.attributes[_TARGET_NAME]).value)
+        return ir.WalkResult.ADVANCE
+
+    module = stablehlo_module(portable, platforms, platform)
+    module.operation.walk(note)
+    return found
+
+
+def bind_calls(portable: bytes, names: Mapping[str, str]) -> bytes:
+    """Return a program that calls handlers by other names: those that XLA knows them by.
+
+    Args:
+        portable: StableHLO.
+        names: the new name of each custom call; calls of other names stay.
+    """
+    if not names:
+        return portable
+    ir = _jaxlib.import_mlir()
+
+    def rename(op: Any) -> Any:
+        if op.name == _CUSTOM_CALL:
+            name = names.get(ir.StringAttr(op.attributes[_TARGET_NAME]).value)
+            if name is not None:
+                op.attributes[_TARGET_NAME] = ir.StringAttr.get(name)
+        return ir.WalkResult.ADVANCE
+
+    with ir.Context(), ir.Location.unknown():
+        module = _jaxlib.parse_stablehlo(portable)
+        module.operation.walk(rename)
+        return _jaxlib.serialized_portable(module, _version(portable))
+
+
+_CUSTOM_CALL, _TARGET_NAME = "stablehlo.custom_call", "call_target_name"
+"""The operation that calls a handler, and its attribute with the handler's name."""
 
 
 def stablehlo_module(portable: bytes, platforms: Sequence[str], platform: str) -> Any:

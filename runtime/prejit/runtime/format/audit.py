@@ -25,7 +25,13 @@ from prejit.runtime.format.names import (
     RECORDED_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import Contents, match, read_contents, read_kernels
+from prejit.runtime.format.opening import (
+    Contents,
+    check_libraries,
+    match,
+    read_contents,
+    read_kernels,
+)
 from prejit.runtime.format.schema import Chunks, Index, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -73,6 +79,7 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
             _check_frames(layout, content, unpacked)
             _check_arrays(layout, content)
             read_kernels(layout, content.config, content.manifest)
+            check_libraries(layout, content.config, content.manifest)
             _check_weights(layout, content)
             _check_texts(layout, content, check_generation)
         programs = sum(len(c.config.programs or c.config.recorded or ()) for c in contents)

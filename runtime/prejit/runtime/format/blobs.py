@@ -156,9 +156,10 @@ class Blobs:
         """
         layers = {at.mediaType: at.digest for at in manifest.layers}
         needed_first = [layers[name] for name in first if name in layers]
+        every = (at.digest for at in manifest.layers)  # libraries of the user have one media type
         tables = {layers[name]: each for name, each in chunks.items()}
         jobs, names = list[Job](), list[tuple[str, Identity]]()
-        for digest in dict.fromkeys((*needed_first, *layers.values(), manifest.config.digest)):
+        for digest in dict.fromkeys((*needed_first, *every, manifest.config.digest)):
             file, table = self._files[digest], tables.get(digest)
             size = file.identity.size
             if table is not None and _is_measured(file, table):

@@ -27,6 +27,8 @@ MAX_GENERATION_BYTES = 1 << 20
 """Maximum size of a generation config. Published ones have about 200 bytes."""
 MAX_KERNELS_BYTES = 64 << 20
 """Maximum size of a library of kernels. Ours have 600 kB, most of it libstdc++."""
+MAX_LIBRARY_BYTES = 256 << 20
+"""Maximum size of a library of the user. A reader copies it into memory."""
 MAX_MESH_DEVICES = 1 << 12
 """Maximum number of devices of a mesh. XLA:CPU starts threads for each device; with 2**14 it does not
 return."""

@@ -16,9 +16,9 @@ FORMAT_VERSION = 5
 5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
     in threads, beside other work, and their fs-verity digests. Trees, static arguments, padding and open
     sizes of the user's programs. Recorded files of jax's compilation cache. Caches of any arrays, which one
-    copy program copies together; encoder-decoders (`encode`). A reader of 5 reads 1 to 4 as they are: every
-    new key may be missing; a cache is keys and values of layers, copied one by one. It verifies them whole,
-    before anything else.
+    copy program copies together; encoder-decoders (`encode`). The user's own libraries of FFI handlers. A
+    reader of 5 reads 1 to 4 as they are: every new key may be missing; a cache is keys and values of layers,
+    copied one by one. It verifies them whole, before anything else.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
@@ -28,6 +28,9 @@ CHUNKS_SINCE = 5
 
 RECORDED_SINCE = 5
 """The format since which a target may hold recorded files of jax's compilation cache."""
+
+LIBRARIES_SINCE = 5
+"""The format since which a target may have the user's own libraries of FFI handlers."""
 
 CACHES_SINCE = 5
 """The format since which the program table lists the arrays of a decoder's cache."""
@@ -40,6 +43,8 @@ CONFIG_MEDIA_TYPE = "application/vnd.prejit.config.v1+json"
 EXECUTABLES_MEDIA_TYPE = "application/vnd.prejit.executables.v1+zstd"
 KERNELS_MEDIA_TYPE = "application/vnd.prejit.kernels.v1+elf"
 """A shared library with the native kernels that executables of a CPU target call."""
+LIBRARY_MEDIA_TYPE = "application/vnd.prejit.library.v1+elf"
+"""A shared library of the user with FFI handlers that programs call. A target may have several."""
 PORTABLE_MEDIA_TYPE = "application/vnd.prejit.stablehlo.v1+zstd"
 WEIGHTS_MEDIA_TYPE = "application/vnd.prejit.weights.v1.safetensors"
 TOKENIZER_MEDIA_TYPE = "application/vnd.prejit.tokenizer.v1+json"
@@ -52,6 +57,7 @@ RECORDED_MEDIA_TYPE = "application/vnd.prejit.recorded.v1+zstd"
 LAYER_MEDIA_TYPES = (
     EXECUTABLES_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
+    LIBRARY_MEDIA_TYPE,
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
     TOKENIZER_MEDIA_TYPE,
@@ -90,4 +96,14 @@ def kernel_target(kernel: str, library: str) -> str:
         kernel: the kernel's name, such as `linear`.
         library: digest of the library that holds the kernel.
     """
-    return f"{KERNEL_PREFIX}{kernel}.{library.removeprefix('sha256:')[:16]}"
+    return handler_target(f"{KERNEL_PREFIX}{kernel}", library)
+
+
+def handler_target(symbol: str, library: str) -> str:
+    """Return the name under which XLA knows a handler of a library: `ScaleHandler.0123456789abcdef`.
+
+    Args:
+        symbol: the symbol that the library exports.
+        library: digest of the library.
+    """
+    return f"{symbol}.{library.removeprefix('sha256:')[:16]}"

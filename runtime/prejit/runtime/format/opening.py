@@ -11,9 +11,10 @@ from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
+    check_library_layers,
     check_recorded_layer,
 )
-from prejit.runtime.format.checks.layers import check_kernels
+from prejit.runtime.format.checks.layers import check_kernels, check_library
 from prejit.runtime.format.checks.oci import (
     check_digest,
     check_index,
@@ -143,6 +144,7 @@ def check_config_blob(
     check_digest(content, manifest.config.digest, path)
     config = check_config(content, target.format, name, needs, path)
     check_kernels_layer(config, manifest, layout.blob_path(target.descriptor.digest))
+    check_library_layers(config, manifest, layout.blob_path(target.descriptor.digest))
     check_chunks_layers(config, manifest, path)
     check_recorded_layer(config, manifest, path)
     return config
@@ -160,3 +162,16 @@ def read_kernels(layout: Layout, config: Config, manifest: ImageManifest) -> byt
     content = layout.read_blob(at.digest, at.size)
     check_kernels(content, config.kernels, layout.blob_path(at.digest))
     return content
+
+
+def check_libraries(layout: Layout, config: Config, manifest: ImageManifest) -> None:
+    """Read and check a target's libraries of the user, for check 9.
+
+    Raises:
+        RejectError: one is missing or damaged.
+    """
+    sizes = {at.digest: at.size for at in manifest.layers}
+    for library in config.libraries or ():
+        content = layout.read_blob(library.digest, sizes[library.digest])
+        path = layout.blob_path(library.digest)
+        check_library(content, library, config.requirement.architecture, path)

@@ -28,6 +28,7 @@ from prejit.runtime.format.names import (
     FORMAT_VERSION,
     INDEX_DIGEST,
     INDEX_MEDIA_TYPE,
+    handler_target,
 )
 from prejit.runtime.machine.requirement import Requirement
 
@@ -162,6 +163,7 @@ class ProgramEntry:
         open_sizes: variables of the bucket that a call may give other sizes; the reader compiles for them.
         mask: name or position of the argument that is true for what the caller gave and false for padding; a
             caller may leave it out. None: there is none.
+        calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
     """
 
     name: str
@@ -184,6 +186,7 @@ class ProgramEntry:
     pad: tuple[str, ...] | None = None
     symbolic: Segment | None = None
     open_sizes: tuple[str, ...] | None = None
+    calls: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,21 @@ class Kernels:
     level: str
     compiler: str
     handlers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UserLibrary:
+    """A shared library of the user with FFI handlers that a target's programs call: a layer of its own.
+
+    Attributes:
+        digest: digest of the layer. Its first 16 digits are part of the names that executables call.
+        name: name of its file on the build host; for people.
+        handlers: for each name by which portable programs call a handler, the symbol in the library.
+    """
+
+    digest: str
+    name: str
+    handlers: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +473,7 @@ class Config:
         chunks: the chunks of large layers, by media type; None: there are none.
         recorded: recorded files of jax's compilation cache, sorted by file. A target that has them has no
             programs of its own. None: there are none.
+        libraries: the user's own libraries that programs call, sorted by digest; None: they call none.
     """
 
     format: int
@@ -474,6 +493,16 @@ class Config:
     forms: tuple[ProductForm, ...] | None = None
     chunks: dict[str, Chunks] | None = None
     recorded: tuple[RecordedProgram, ...] | None = None
+    libraries: tuple[UserLibrary, ...] | None = None
+
+
+def handler_names(*libraries: UserLibrary) -> dict[str, str]:
+    """Return the name that executables use for each name by which portable programs call a handler."""
+    return {
+        name: handler_target(symbol, library.digest)
+        for library in libraries
+        for name, symbol in library.handlers.items()
+    }
 
 
 def encode_index(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
+from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.once import once
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
-from prejit.runtime.errors import MismatchError
+from prejit.runtime.device.portable import bind_calls, custom_calls
+from prejit.runtime.errors import BuildError, MismatchError
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -27,6 +30,8 @@ class LocalCompiler:
         device: Device,
         path: str,
         portable_of: Callable[[ProgramEntry], bytes],
+        calls: Mapping[str, str],
+        no_calls: str,
         check: CheckSignature,
     ) -> None:
         """Keep what every compilation needs.
@@ -35,11 +40,14 @@ class LocalCompiler:
             device: what to compile for.
             path: the file of the portable programs, for errors.
             portable_of: returns the StableHLO of a program.
+            calls: for each name by which programs call a handler of the user, that by which XLA knows it.
+            no_calls: why this process has none of these handlers; empty: it has all of them.
             check: called with every executable before it is returned.
         """
         self._device = device
         self._path = path
         self._portable_of = portable_of
+        self._calls, self._no_calls = calls, no_calls
         self._check = check
 
     def obtain(self, program: ProgramEntry, results: tuple[Array, ...]) -> tuple[Executable, str]:
@@ -51,8 +59,9 @@ class LocalCompiler:
 
         Raises:
             RejectError: the portable program is damaged.
-            BuildError: XLA fails to compile it.
+            BuildError: XLA fails to compile it, or it calls a library that this machine cannot load.
         """
+        self._check_calls(program)
         if self._device.in_cluster:
             # The processes of a cluster compile together, because XLA shares its autotuning among them. A
             # process with the cache's lock would wait for those that wait for the lock.
@@ -83,18 +92,44 @@ class LocalCompiler:
         return compile_cache.is_kept(self._key(program), self._machine)
 
     def _compile(self, program: ProgramEntry, results: tuple[Array, ...]) -> Executable:
-        portable = self._portable_of(program)
+        portable = bind_calls(self._portable_of(program), self._names(program))
         executable = self._device.compile(portable, program.platforms or (), results)
         self._check(program, executable, self._path)
         return executable
 
     def _key(self, program: ProgramEntry) -> compile_cache.PortableKey:
+        # Its own digest does not cover the libraries that it calls.
+        digest = program.portable.raw_digest
+        if names := self._names(program):
+            digest = digest_of(to_json({"program": digest, "calls": names}))
         return compile_cache.PortableKey(
-            program.portable.raw_digest,
+            digest,
             program.platforms or (),
             self._device.platform,
             self._device.mesh,
         )
+
+    def _names(self, program: ProgramEntry) -> dict[str, str]:
+        """Return the names by which XLA knows the handlers of the user that a program calls."""
+        return {name: self._calls[name] for name in program.calls or () if name in self._calls}
+
+    def _check_calls(self, program: ProgramEntry) -> None:
+        """Check that this process has the handlers of the user that a program calls on this platform.
+
+        Raises:
+            BuildError: it has not.
+        """
+        if program.calls is None or not (missing := {*program.calls} - self._calls.keys()):
+            return
+        platform = self._device.platform  # another than the target's may need no handlers
+        called = custom_calls(self._portable_of(program), program.platforms or (), platform)
+        if names := sorted(missing & called):
+            raise BuildError(
+                f"{self._path}: {program.name}: it calls {', '.join(names)} of a library of yours, which "
+                f"cannot be used on this machine: {self._no_calls}",
+                hint="add a [[target]] for this machine and a [[library]] built for it, and build again; or "
+                "give the function a form without the library, with jax.lax.platform_dependent",
+            )
 
     @once
     def _machine(self) -> Fingerprint:

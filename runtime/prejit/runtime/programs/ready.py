@@ -67,6 +67,8 @@ class Programs:
         verification: Verification = VERIFIED,
         *,
         serve_smaller: bool = False,
+        calls: Mapping[str, str] | None = None,
+        no_calls: str = "",
     ) -> None:
         """Bind the programs to a device.
 
@@ -78,6 +80,8 @@ class Programs:
             weights: the weights layer; None: there is none.
             verification: of all files of the target.
             serve_smaller: whether a request may use other programs that are ready while its own compile.
+            calls: for each name by which programs call a handler of the user, that by which XLA knows it.
+            no_calls: why this process has none of these handlers; empty: it has all of them.
         """
         self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
@@ -89,6 +93,7 @@ class Programs:
         self.verification = verification
         # In a cluster every process must run the same programs, whichever of them are ready.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
+        self._calls, self._no_calls = calls or {}, no_calls
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self.waits: list[Span] = []
         self.asked: tuple[float, int] | None = None
@@ -126,7 +131,8 @@ class Programs:
 
         Raises:
             RejectError: its bytes are not those in the program table.
-            BuildError: it had to be compiled here, and XLA failed.
+            BuildError: it had to be compiled here, and XLA failed, or this machine cannot load a library that
+                it calls.
         """
         if (executable := self._ready.get(name)) is not None:
             return executable
@@ -174,7 +180,12 @@ class Programs:
         from prejit.runtime.programs.local import LocalCompiler  # only a fallback needs it
 
         return LocalCompiler(
-            self._device, self._portable.path, self._portable_of, self._check_signature
+            self._device,
+            self._portable.path,
+            self._portable_of,
+            self._calls,
+            self._no_calls,
+            self._check_signature,
         )
 
     def _portable_of(self, program: ProgramEntry) -> bytes:

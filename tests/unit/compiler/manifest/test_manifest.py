@@ -131,7 +131,7 @@ MISTAKES = {
     "misspelt section": (
         ("[generate]", "[genrate]"),
         'm.toml:8: genrate: unknown key (did you mean "generate"?); allowed: bundle, model,'
-        " generate, encode, mesh, program, target",
+        " generate, encode, mesh, program, library, target",
         "m.toml: generate: missing; [model] needs a [generate] table with batch, prompt and context "
         "or an [encode] table with shapes",
     ),

@@ -6,7 +6,7 @@ decides an executable belongs here; code that starts, feeds or watches a compile
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import zstandard
@@ -15,6 +15,7 @@ from prejit.compiler.compile.worker.disassembly import in_order, narrowed, used_
 from prejit.compiler.compile.worker.xla import CompileFor, compile_portable, stand_in_for_kernels
 from prejit.compiler.native.calls import with_library
 from prejit.runtime.base.digests import digest_of
+from prejit.runtime.device.portable import bind_calls, register_stand_ins
 from prejit.runtime.format.schema import Memory
 
 ZSTD_LEVEL = 9
@@ -62,6 +63,19 @@ def with_kernels(program: bytes, library: bytes) -> bytes:
     """
     stand_in_for_kernels(library)
     return with_library(program, digest_of(library))
+
+
+def with_libraries(program: bytes, calls: Mapping[str, str]) -> bytes:
+    """Return a lowered program whose calls are bound to libraries of the user, ready to compile here.
+
+    XLA learns the names of the handlers alone: no code of the libraries runs in a build.
+
+    Args:
+        program: StableHLO.
+        calls: for each name that it calls, the name that XLA gets.
+    """
+    register_stand_ins(calls.values())
+    return bind_calls(program, calls)
 
 
 def compress(content: bytes) -> bytes:

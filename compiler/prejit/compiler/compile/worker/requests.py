@@ -4,7 +4,8 @@
 
 Each line of stdin is a request, each line of stdout its answer, both JSON. The end of stdin ends the worker:
 
-    {"program": digest, "kernels": digest or null, "machine": fields of CompileFor}
+    {"program": digest, "kernels": digest or null, "calls": {name: name for XLA}, "machine": fields of
+     CompileFor}
     {"measure": {"weights": path, "programs": [...], "kernels": digest or null}}
     {"measure_forms": {"product": ..., "forms": {form: digest}, "kernels": digest}}
     {"result": ...} | {"error": {"code": ..., "message": ..., "hint": ...}} | {"exit": code or -signal}
@@ -35,6 +36,7 @@ from prejit.compiler.compile.worker.compiling import (
     compile_program,
     compress,
     with_kernels,
+    with_libraries,
 )
 from prejit.compiler.compile.worker.timing import measure, measure_forms, require_blob
 from prejit.compiler.compile.worker.xla import CompileFor, import_compiler
@@ -117,6 +119,7 @@ def _compile(
     program, library = require_blob(store, request["program"]), request["kernels"]
     if library is not None:
         program = with_kernels(program, require_blob(store, library))
+    program = with_libraries(program, request["calls"])
     fields: dict[str, Any] = request["machine"]
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     machine = CompileFor(**fields)

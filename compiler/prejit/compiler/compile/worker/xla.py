@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,14 @@ def compile_portable(portable: bytes, machine: CompileFor = CompileFor()) -> Com
     except PrejitError:
         raise
     except Exception as error:
-        raise BuildError(f"XLA cannot compile this program: {error}") from error
+        unknown = re.search(r"No FFI handler registered for (\S+)", str(error))
+        hint = None
+        if unknown is not None:
+            hint = (
+                "if the handler is in a library of yours, name it in the manifest: [[library]] with its "
+                f"path and handlers = {{ {unknown[1]} = SYMBOL }}"
+            )
+        raise BuildError(f"XLA cannot compile this program: {error}", hint=hint) from error
     return CompiledProgram(serialized, memory)
 
 

@@ -42,6 +42,7 @@ def lower_function(
     at: str,
     platforms: Sequence[str],
     mesh: Mesh | None = None,
+    calls: Sequence[str] = (),
 ) -> LoweredProgram:
     """Lower a function of the user at one bucket, for every platform that is possible.
 
@@ -52,6 +53,7 @@ def lower_function(
         at: the manifest, for errors.
         platforms: the platforms of the manifest's targets, for which it must be possible.
         mesh: the devices that it is split over; None: one device.
+        calls: names of custom calls that the user's libraries serve.
 
     Raises:
         BuildError: it cannot be traced or lowered.
@@ -102,7 +104,7 @@ def lower_function(
         variables = variables_of(shapes_at, spec.bucket, program.pad, program.open_sizes, section)
     arguments = _with_variables(arguments, variables[0])
     results = _with_variables(results, variables[1])
-    options = _options(weights, arguments, results, mesh)
+    options = {**_options(weights, arguments, results, mesh), "calls": calls}
     wanted = tuple(name for name in PLATFORMS if name in platforms)
     with user.modules.tracing(what), _on(mesh):
         exported, refused = _export_where_possible(function, values, wanted, options)
@@ -230,7 +232,7 @@ def _export_where_possible(
 ) -> tuple[export.Exported | None, dict[str, Exception]]:
     """Export a function for all platforms, or those of the targets; else return each platform's error.
 
-    Options are those of jax.jit.
+    Options are those of `export_program`.
     """
     for platforms in (PLATFORMS, wanted):
         with contextlib.suppress(Exception):  # it calls something that only some platforms have
@@ -265,6 +267,12 @@ def _cannot_lower(function: ClosedJaxpr, refused: Mapping[str, Exception], what:
         r"compatibility guarantees.*?custom_call @([\w.$]+)", str(error), re.DOTALL
     )
     if unstable:
-        reason = f"it calls {unstable[1]}, which jax may change with any version"
-        hint = "a bundle holds a program that later versions can read: do without this function"
+        reason = (
+            f"it calls {unstable[1]}, which is in no [[library]] of the manifest, and which jax may change "
+            "with any version"
+        )
+        hint = (
+            "if it is a handler of yours, name its library in the manifest: [[library]] with path and "
+            f'handlers = {{ "{unstable[1]}" = SYMBOL }}; a function of jax that calls it can be in no bundle'
+        )
     return BuildError(f"{what} for {platforms}: {reason}", hint=hint)

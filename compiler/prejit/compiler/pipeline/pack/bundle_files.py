@@ -17,6 +17,7 @@ from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
+    check_library_layers,
     check_recorded_layer,
 )
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
@@ -31,6 +32,7 @@ from prejit.runtime.format.names import (
     BUNDLE_NAME,
     CONFIG_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
+    LIBRARY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
@@ -40,6 +42,7 @@ from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Segm
 
 if TYPE_CHECKING:
     from prejit.compiler.native.library import KernelLibrary
+    from prejit.compiler.pipeline.libraries import ReadLibrary
     from prejit.compiler.store.interface import BlobWriter, Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
@@ -100,6 +103,13 @@ def kernels_layer(library: KernelLibrary, cache: Store) -> PackedLayer:
     if content is None:
         raise BuildError("the kernels are gone from the build cache", hint="build again")
     return layer(KERNELS_MEDIA_TYPE, content, "kernels.so")
+
+
+def library_layer(library: ReadLibrary) -> PackedLayer:
+    """Return the layer of a library of the user. Two libraries may have files of one name."""
+    digest, name = library.described.digest, library.described.name
+    title = f"{digest.removeprefix('sha256:')[:16]}-{name}"
+    return PackedLayer(LIBRARY_MEDIA_TYPE, digest, len(library.content), library.content, title)
 
 
 def write_weights(tensors: Iterable[PackedTensor], out: BlobWriter) -> None:
@@ -259,6 +269,7 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             written = read.annotations[BUNDLE_FORMAT]
             table = check_config(config, written, target, needs, target)
             check_kernels_layer(table, manifest, target)
+            check_library_layers(table, manifest, target)
             check_chunks_layers(table, manifest, target)
             check_recorded_layer(table, manifest, target)
     except RejectError as error:

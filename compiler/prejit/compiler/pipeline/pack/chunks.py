@@ -13,6 +13,7 @@ from prejit.compiler.pipeline.pack.verity import BLOCK_BYTES, VerityHash
 from prejit.compiler.store.interface import Store
 from prejit.runtime.errors import StoreError
 from prejit.runtime.format.checks.config import CHUNK_ALGORITHM
+from prejit.runtime.format.names import LIBRARY_MEDIA_TYPE
 from prejit.runtime.format.schema import Chunks
 
 CHUNK_BYTES = 8 << 20
@@ -26,6 +27,8 @@ CHUNKED_BYTES = 1 << 20
 def chunks_of(layers: Iterable[PackedLayer], store: Store) -> dict[str, Chunks] | None:
     """Return the chunks of large layers, by media type; None: no layer is large.
 
+    A library of the user has none: it is read whole, and several have one media type.
+
     Args:
         layers: the layers of a target.
         store: keeps the digests of those that are files.
@@ -34,7 +37,9 @@ def chunks_of(layers: Iterable[PackedLayer], store: Store) -> dict[str, Chunks] 
         StoreError: a file cannot be read.
     """
     found = {
-        layer.media_type: _chunks(layer, store) for layer in layers if layer.size >= CHUNKED_BYTES
+        layer.media_type: _chunks(layer, store)
+        for layer in layers
+        if layer.size >= CHUNKED_BYTES and layer.media_type != LIBRARY_MEDIA_TYPE
     }
     return found or None
 

@@ -11,6 +11,7 @@ from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.executables import CompiledExecutable, CompiledTarget
 from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.libraries import ReadLibrary, libraries_of
 from prejit.compiler.pipeline.pack import bundle_files
 from prejit.compiler.pipeline.pack.bundle_files import PackedLayer, PackedTarget
 from prejit.compiler.pipeline.pack.chunks import chunks_of
@@ -116,6 +117,7 @@ def _pack_target(
     library = target.library
     if library is not None:
         own.append(bundle_files.kernels_layer(library, store))
+    own += map(bundle_files.library_layer, _libraries(plan, target))
     programs = tuple(
         _program(each, segments, portables, costs.get((each.spec.name, target.tools.name)))
         for each in target.executables
@@ -160,6 +162,7 @@ def _program(
         pad=spec.pad or None,
         symbolic=portables.get(_symbolic(spec.name)),
         open_sizes=spec.open_sizes or None,
+        calls=tuple(name for name, _ in executable.job.source.calls) or None,
     )
 
 
@@ -172,6 +175,7 @@ def _config(
 ) -> Config:
     """Return the config blob of a target."""
     toolchain, library = target.tools.toolchain, target.library
+    libraries = _libraries(plan, target)
     jax = versions("jax")["jax"]
     lowered = [(each.spec, each.lowered) for each in target.executables]
     newest = max((p.stablehlo for _, p in lowered), key=lambda v: tuple(map(int, v.split("."))))
@@ -179,7 +183,7 @@ def _config(
         format=FORMAT_VERSION,
         bundle=plan.manifest.bundle.name,
         target=toolchain.target.name,
-        requirement=requirement_of(plan.manifest, toolchain, target.results, library),
+        requirement=requirement_of(plan.manifest, toolchain, target.results, library, libraries),
         versions={**versions("prejit"), **dict(toolchain.versions)},
         programs=programs,
         weight_sets={
@@ -195,7 +199,14 @@ def _config(
         forms=_forms(target.tools.kernels, products),
         accuracy=accuracy,
         kernels=None if library is None else library.described(),
+        libraries=tuple(each.described for each in libraries) or None,
     )
+
+
+def _libraries(plan: Plan, target: CompiledTarget) -> tuple[ReadLibrary, ...]:
+    """Return the libraries of the user that a target's programs call, sorted by digest."""
+    usable = libraries_of(plan.libraries, target.tools.toolchain.target)
+    return tuple(each for each in usable if target.calls & each.described.handlers.keys())
 
 
 def _weight_sets(section: str, program: Lowered) -> dict[str, tuple[str, ...]]:

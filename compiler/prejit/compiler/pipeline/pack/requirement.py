@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prejit.compiler.compile.jobs import Compiled
 from prejit.compiler.manifest.manifest import Manifest
-from prejit.compiler.native.library import KernelLibrary
+from prejit.compiler.native.library import KernelLibrary, needed_glibc
+from prejit.compiler.pipeline.libraries import ReadLibrary, allowed_features
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.errors import BuildError
 from prejit.runtime.machine.environment import effective_environment, effective_xla_flags
@@ -21,6 +22,7 @@ def requirement_of(
     toolchain: Toolchain,
     programs: Mapping[str, Compiled],
     library: KernelLibrary | None,
+    own: Sequence[ReadLibrary] = (),
 ) -> Requirement:
     """Return what a target's executables need, from what the compiler found in them.
 
@@ -29,6 +31,7 @@ def requirement_of(
         toolchain: the target's toolchain.
         programs: the executables, by program.
         library: the kernels that they call; None: they call none.
+        own: the libraries of the user that they call. They may use all extensions of the target.
 
     Raises:
         BuildError: a program needs more memory than a device of the target has.
@@ -52,13 +55,16 @@ def requirement_of(
                 "or build for a larger device",
             )
     features = set[str]().union(*(program.cpu_features for program in programs.values()))
+    features |= set(library.cpu_features if library else ())
+    features |= set(allowed_features(target) if own else ())
     needed = target.requirement(
         toolchain.jaxlib,
         plugin=toolchain.plugin,
         cuda=CUDA if target.platform == "cuda" else None,
-        cpu_features=tuple(sorted(features | set(library.cpu_features if library else ()))),
+        cpu_features=tuple(sorted(features)),
         device_memory_bytes=max(needs.values()) if accelerated else None,
         xla_flags=effective_xla_flags(toolchain.xla_flags(os.environ)),
         environment=effective_environment(target.platform, os.environ),
     )
-    return replace(needed, glibc=None if library is None else library.needed_glibc)
+    found = (None if library is None else library.glibc, *(each.glibc for each in own))
+    return replace(needed, glibc=needed_glibc(*found))

@@ -29,6 +29,8 @@ from prejit.runtime.format.names import (
     CHUNKS_SINCE,
     KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
+    LIBRARIES_SINCE,
+    LIBRARY_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
     RECORDED_SINCE,
 )
@@ -40,9 +42,12 @@ CHUNK_ALGORITHM = "blake3"
 (benchmarks/results/2026-11-21-hashing.md)."""
 
 USER_FIELDS = (
-    *("arguments_tree", "results_tree", "static", "mask", "pad", "symbolic", "open_sizes"),
+    *("arguments_tree", "results_tree", "static", "mask", "pad", "symbolic", "open_sizes", "calls"),
 )
 """Fields of a program that only those of kind `call` may have."""
+
+HANDLER_NAME = re.compile(r"[\w.$-]{1,256}", re.ASCII)
+"""The names of custom calls and of symbols that libraries of the user may have."""
 
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 _RECORDED_FILE = re.compile(r"[\w.-]{1,180}-[0-9a-f]{64}-cache")
@@ -87,6 +92,7 @@ def check_config(
     _check_cache(config, path)
     _check_programs(config, path)
     _check_kernels(config, path)
+    _check_libraries(config, path)
     _check_chunks(config, path)
     _check_recorded(config, path)
     if config.decoder is not None:
@@ -153,6 +159,72 @@ def check_kernels_layer(config: Config, manifest: ImageManifest, path: str) -> N
         )
 
 
+def _check_libraries(config: Config, path: str) -> None:
+    """Check that programs call handlers of the user's libraries that exist, each in one library."""
+    calls = {name for program in config.programs for name in program.calls or ()}
+    for program in config.programs:
+        names = program.calls
+        if names is not None and (not names or list(names) != sorted(set(names))):
+            raise RejectError(
+                path,
+                f"{program.name}: calls: expected names, each once, sorted; found {names!r:.80}",
+            )
+    libraries = config.libraries
+    if libraries is not None:
+        if config.format < LIBRARIES_SINCE:
+            raise RejectError(
+                path,
+                f"expected libraries since format {LIBRARIES_SINCE}, found them in {config.format}",
+            )
+        if config.requirement.platform != "cpu":
+            raise RejectError(
+                path, f"expected libraries for cpu, found {config.requirement.platform!r}"
+            )
+        digests = [library.digest for library in libraries]
+        if not digests or digests != sorted(set(digests)) or not all(map(is_digest, digests)):
+            raise RejectError(
+                path, f"libraries: expected digests, each once, sorted; found {digests!r:.80}"
+            )
+    known = set[str]()
+    for library in libraries or ():
+        texts = (*library.handlers, *library.handlers.values())
+        if not texts or not all(map(HANDLER_NAME.fullmatch, texts)):
+            raise RejectError(
+                path,
+                f"libraries: handlers: expected names of handlers, found {library.handlers!r:.80}",
+            )
+        if twice := sorted(known & library.handlers.keys()):
+            raise RejectError(path, f"libraries: expected each handler once, found {twice!r:.80}")
+        if not calls & library.handlers.keys():
+            raise RejectError(
+                path, f"expected a program that calls {library.name!r:.80}, found none"
+            )
+        known |= library.handlers.keys()
+    if missing := sorted(calls - known):
+        raise RejectError(
+            path,
+            f"expected libraries with the handlers that programs call, found no {missing!r:.80}",
+        )
+
+
+def check_library_layers(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that the libraries of a config are the layers of libraries of its manifest.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the manifest, for errors.
+    """
+    named = [library.digest for library in config.libraries or ()]
+    found = sorted(at.digest for at in manifest.layers if at.mediaType == LIBRARY_MEDIA_TYPE)
+    if named != found:
+        raise RejectError(
+            path,
+            f"expected libraries {', '.join(named) or 'none'}, as the config; "
+            f"found {', '.join(found) or 'no layer'}",
+        )
+
+
 def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> None:
     """7. Check that chunks are of layers of the manifest, and cover each of these layers.
 
@@ -161,7 +233,9 @@ def check_chunks_layers(config: Config, manifest: ImageManifest, path: str) -> N
         manifest: the manifest of the same target.
         path: the file of the config, for errors.
     """
-    sizes = {at.mediaType: at.size for at in manifest.layers}
+    # A media type of several layers would not say which one the chunks are of.
+    layers = (at for at in manifest.layers if at.mediaType != LIBRARY_MEDIA_TYPE)
+    sizes = {at.mediaType: at.size for at in layers}
     for media_type, chunks in (config.chunks or {}).items():
         if (size := sizes.get(media_type)) is None:
             raise RejectError(

@@ -1,4 +1,4 @@
-"""Read a shared library: its exports, the libraries and the glibc that it needs, its notes.
+"""Read a shared library: its architecture, its exports, the libraries and the glibc that it needs, its notes.
 
 elf(5) describes sections and their records; the LSB, "Symbol Versioning", describes versions of symbols.
 """
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_ET_DYN = 3
+"""The type of shared libraries."""
+_MACHINES = {62: "x86_64", 183: "aarch64"}
+"""Architectures, as `uname -m` names them, by ELF's number e_machine."""
 _SHT_DYNAMIC, _SHT_DYNSYM, _SHT_GNU_VERNEED = 6, 11, 0x6FFFFFFE
 _DT_NEEDED = 1
 _HEADER_BYTES = 64
@@ -29,11 +33,13 @@ class SharedLibrary:
     """The entries of a shared library that a dynamic linker reads.
 
     Attributes:
+        architecture: what `uname -m` says on a machine that can load it; None: another architecture.
         needed: names of the libraries that it needs, in its own order.
         exported: names of the symbols that it defines for others, sorted.
         versions: versions of the symbols that it needs: `GLIBC_2.17`, sorted as text.
     """
 
+    architecture: str | None
     needed: tuple[str, ...]
     exported: tuple[str, ...]
     versions: tuple[str, ...]
@@ -121,7 +127,7 @@ def find_note(content: bytes, owner: bytes) -> tuple[int, bytes] | None:
 
 
 def read_shared_library(content: bytes) -> SharedLibrary:
-    """Read a shared library of x86-64 Linux that still has its section headers.
+    """Read a shared library of Linux, of 64 bits and little-endian, that still has its section headers.
 
     Raises:
         ValueError: the content is not such a library.
@@ -134,6 +140,9 @@ def read_shared_library(content: bytes) -> SharedLibrary:
 
 def _read(content: bytes) -> SharedLibrary:
     sections = read_sections(content)
+    kind, machine = struct.unpack_from("<HH", content, 16)
+    if kind != _ET_DYN:
+        raise ValueError("an ELF file that is no shared library")
     found: dict[int, list[str]] = {}
     for section in sections:
         if section.kind not in _READERS:
@@ -147,7 +156,9 @@ def _read(content: bytes) -> SharedLibrary:
             raise ValueError(f"expected at most {_MAX_ENTRIES} entries in a table, found more")
         found[section.kind] = [_text(names, name) for name in taken if name is not None]
     needed, exported, versions = (found.get(kind, []) for kind in _READERS)
-    return SharedLibrary(tuple(needed), tuple(sorted(exported)), tuple(sorted(versions)))
+    return SharedLibrary(
+        _MACHINES.get(machine), tuple(needed), tuple(sorted(exported)), tuple(sorted(versions))
+    )
 
 
 def _needed(content: memoryview) -> Iterator[int | None]:

@@ -24,6 +24,7 @@ from prejit.runtime.format.names import (
     INDEX_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
     LAYER_MEDIA_TYPES,
+    LIBRARY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     OCI_LAYOUT,
     PORTABLE_MEDIA_TYPE,
@@ -43,6 +44,7 @@ _LAYER_CAPS = {
     CHAT_MEDIA_TYPE: limits.MAX_CHAT_BYTES,
     GENERATION_MEDIA_TYPE: limits.MAX_GENERATION_BYTES,
     KERNELS_MEDIA_TYPE: limits.MAX_KERNELS_BYTES,
+    LIBRARY_MEDIA_TYPE: limits.MAX_LIBRARY_BYTES,
     TOKENIZER_MEDIA_TYPE: limits.MAX_TOKENIZER_BYTES,
 }
 """Maximum sizes of the layers that are read whole, by media type."""
@@ -129,9 +131,10 @@ def check_digest(content: bytes | memoryview, digest: str, path: str) -> None:
 
 
 def check_manifest(content: bytes, path: str) -> ImageManifest:
-    """6. Check that a manifest is canonical and has known layers, each once, and those that it must have.
+    """6. Check that a manifest is canonical and has known layers, and those that it must have.
 
-    They are executables and portable programs, or recorded files alone.
+    Each is there once, but for libraries of the user. It must have executables and portable programs, or
+    recorded files alone.
     """
     manifest = from_json(ImageManifest, content, path)
     if (manifest.schemaVersion, manifest.mediaType, manifest.artifactType) != (
@@ -143,7 +146,8 @@ def check_manifest(content: bytes, path: str) -> ImageManifest:
     check_descriptor(manifest.config, CONFIG_MEDIA_TYPE, limits.MAX_CONFIG_BYTES, path)
     media_types = [layer.mediaType for layer in manifest.layers]
     for layer in manifest.layers:
-        if layer.mediaType not in LAYER_MEDIA_TYPES or media_types.count(layer.mediaType) > 1:
+        repeated = media_types.count(layer.mediaType) > 1 and layer.mediaType != LIBRARY_MEDIA_TYPE
+        if layer.mediaType not in LAYER_MEDIA_TYPES or repeated:
             raise RejectError(path, f"unexpected layer {layer.mediaType}")
         cap = _LAYER_CAPS.get(layer.mediaType, 1 << 50)
         check_descriptor(layer, layer.mediaType, cap, path)

@@ -1,0 +1,133 @@
+"""The user's own libraries of FFI handlers: what a manifest names, read and checked. Nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prejit.compiler.manifest.manifest import Library, Manifest
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import ManifestError, StoreError
+from prejit.runtime.format import limits
+from prejit.runtime.format.checks.elf import read_shared_library
+from prejit.runtime.format.schema import UserLibrary
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLibrary:
+    """A library of the user that was read once, so that it cannot change during a build.
+
+    Attributes:
+        described: its entry in a config.
+        content: its bytes.
+        architecture: the architecture that it is for, as `uname -m` says it.
+        glibc: the oldest glibc that can load it; None: it needs none.
+        targets: names of the targets that it is for; empty: all CPU targets of its architecture.
+    """
+
+    described: UserLibrary
+    content: bytes
+    architecture: str
+    glibc: str | None
+    targets: tuple[str, ...]
+
+    def is_for(self, target: Target) -> bool:
+        """Return whether a target may load it."""
+        if target.platform != "cpu" or target.architecture != self.architecture:
+            return False
+        names = (target.name, target.name.removesuffix(f"-jax{target.jax}"))
+        return not self.targets or any(name in self.targets for name in names)
+
+
+def read_libraries(manifest: Manifest) -> tuple[ReadLibrary, ...]:
+    """Read the libraries of a manifest.
+
+    Raises:
+        ManifestError: a file is no library that a target can load, lacks a symbol, or shares a name with
+            another library of a target.
+        StoreError: a file cannot be read.
+    """
+    found = tuple(
+        _read(manifest, library, f"{manifest.where}: library[{place}]")
+        for place, library in enumerate(manifest.libraries)
+    )
+    for target in manifest.targets:
+        named: dict[str, str] = {}
+        for library in libraries_of(found, target):
+            for name in library.described.handlers:
+                if name in named:
+                    raise ManifestError(
+                        f"{manifest.where}: library: target {target.name}: expected one library with "
+                        f"{name!r}, found {named[name]} and {library.described.name}",
+                        hint="say which targets each one is for: targets = [...]",
+                    )
+                named[name] = library.described.name
+    return found
+
+
+def libraries_of(libraries: Iterable[ReadLibrary], target: Target) -> tuple[ReadLibrary, ...]:
+    """Return the libraries that a target may load, sorted by digest."""
+    found = (library for library in libraries if library.is_for(target))
+    return tuple(sorted(found, key=lambda library: library.described.digest))
+
+
+def allowed_features(target: Target) -> tuple[str, ...]:
+    """Return the CPU extensions that a library for a target may use without asking the CPU: all it has."""
+    if target.cpu_features is None:
+        return Fingerprint.current().cpu_features
+    return target.cpu_features
+
+
+def _read(manifest: Manifest, library: Library, where: str) -> ReadLibrary:
+    path = manifest.resolve(library.path)
+    content = _content(path, where)
+    try:
+        read = read_shared_library(content)
+    except ValueError as error:
+        raise ManifestError(
+            f"{where}.path: {path}: expected a shared library of Linux: {error}",
+            hint="link it with: g++ -shared -fPIC",
+        ) from error
+    if read.architecture is None:
+        raise ManifestError(
+            f"{where}.path: {path}: expected a library for x86_64 or aarch64, found another",
+            hint="compile it for the machines of the targets",
+        )
+    if missing := [name for name in library.handlers.values() if name not in read.exported]:
+        shown = ", ".join(read.exported[:_MAX_SHOWN]) or "none"
+        raise ManifestError(
+            f"{where}.handlers: expected symbols that {path} exports, found no {', '.join(missing)}; it "
+            f"exports {shown}",
+            hint='define them with XLA_FFI_DEFINE_HANDLER_SYMBOL, as extern "C" and with default visibility',
+        )
+    described = UserLibrary(digest_of(content), path.name, dict(sorted(library.handlers.items())))
+    made = ReadLibrary(described, content, read.architecture, read.glibc, tuple(library.targets))
+    if not any(map(made.is_for, manifest.targets)):
+        listed = ", ".join(f"{t.name} ({t.platform}, {t.architecture})" for t in manifest.targets)
+        raise ManifestError(
+            f"{where}: {path} is for {read.architecture}: expected a CPU target of that architecture, "
+            f"found {listed}",
+            hint="compile it for the machines of the targets, or add a target",
+        )
+    return made
+
+
+_MAX_SHOWN = 8
+"""Maximum number of exported symbols that an error lists."""
+
+
+def _content(path: Path, where: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(limits.MAX_LIBRARY_BYTES + 1)
+    except OSError as error:
+        raise StoreError(f"{where}.path: {path}: cannot read: {error.strerror}") from error
+    if len(content) > limits.MAX_LIBRARY_BYTES:
+        raise ManifestError(
+            f"{where}.path: {path}: expected at most {limits.MAX_LIBRARY_BYTES} bytes, found more",
+            hint="strip it: strip --strip-unneeded",
+        )
+    return content

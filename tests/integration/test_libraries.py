@@ -1,0 +1,586 @@
+"""Libraries of the user: C++ handlers that functions call, built into bundles and run in fresh processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.format import second_reader
+
+from prejit.compiler import BuildError, Library, Manifest, ManifestError, Program, build
+from prejit.compiler.native.compilers import find_compilers
+from prejit.compiler.pipeline.plan import plan_build
+from prejit.compiler.store.directory import DirectoryStore
+from prejit.runtime import FallbackWarning, MismatchError, load
+from prejit.runtime.__main__ import main
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.device import kernels
+from prejit.runtime.errors import KernelError, RejectError
+from prejit.runtime.format.checks.config import check_config, check_library_layers
+from prejit.runtime.format.checks.layers import check_library
+from prejit.runtime.format.checks.oci import check_manifest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.opening import Contents, match, open_index, read_contents
+from prejit.runtime.machine.fingerprint import Fingerprint
+
+from .conftest import Run
+
+SOURCE = """
+#include "xla/ffi/api/ffi.h"
+namespace ffi = xla::ffi;
+static ffi::Error Scale(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y, float factor) {
+  for (size_t i = 0; i < x.element_count(); ++i) y->typed_data()[i] = x.typed_data()[i] * factor + SHIFT;
+  return ffi::Error::Success();
+}
+static ffi::Error Negate(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
+  for (size_t i = 0; i < x.element_count(); ++i) y->typed_data()[i] = -x.typed_data()[i];
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ScaleHandler, Scale, ffi::Ffi::Bind()
+    .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("factor"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NegateHandler, Negate, ffi::Ffi::Bind()
+    .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>());
+"""
+HANDLERS = {"scale": "ScaleHandler", "negate": "NegateHandler"}
+MODULE = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def scaled(x):
+    call = jax.ffi.ffi_call("scale", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jnp.tanh(call(x, factor=np.float32(2.5)))
+
+
+def in_a_loop(x):
+    call = jax.ffi.ffi_call("negate", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jax.lax.fori_loop(0, 3, lambda _, value: call(value) + 1, x)
+
+
+def anywhere(x):
+    return jax.lax.platform_dependent(x, cpu=scaled, default=lambda x: jnp.tanh(x * 2.5))
+
+
+def unknown(x):
+    return jax.ffi.ffi_call("nobody", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+"""
+MANIFEST = """
+[bundle]
+name = "own"
+[[program]]
+name = "scaled"
+function = "own_code:scaled"
+args = { x = "float32[{n}]" }
+buckets = { n = [5] }
+open_sizes = ["n"]
+[[program]]
+name = "in_a_loop"
+function = "own_code:in_a_loop"
+args = { x = "float32[4]" }
+[[library]]
+path = "libown.so"
+handlers = { scale = "ScaleHandler", negate = "NegateHandler" }
+[[target]]
+name = "cpu-host"
+"""
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-library.md"
+X = np.linspace(-1, 1, 5, dtype=np.float32)
+EXPECTED = np.tanh(X * np.float32(2.5))
+
+Compile = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def compiled(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Compile:
+    """Compiles SOURCE as a shared library: `compiled(shift=1)`. One shift gives the same bytes each time."""
+    import jax
+
+    compiler = next(find_compilers("x86-64-v2", build_cache), None)
+    if compiler is None or os.uname().machine != "x86_64":
+        pytest.skip("no C++ compiler for x86-64")
+    directory = tmp_path_factory.mktemp("libraries")
+
+    def make(shift: int = 0, *, needs: str = "") -> Path:
+        made = directory / f"libown{shift}{needs}.so"
+        if made.exists():
+            return made
+        source = directory / "own.cc"
+        source.write_text(SOURCE)
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-Wl,--build-id=none", "-s"]
+        if needs:  # a library that no other machine has
+            empty = directory / "empty.cc"
+            empty.write_text("extern int missing_here = 1;")
+            problem = compiler.run(
+                ["-shared", str(empty), "-o", str(directory / needs), f"-Wl,-soname,{needs}"]
+            )
+            assert not problem
+            flags += ["-Wl,--no-as-needed", f"-L{directory}", f"-l:{needs}"]
+        flags += [f"-DSHIFT={shift}", "-isystem", jax.ffi.include_dir()]
+        # What it links comes after it.
+        links = [flag for flag in flags if flag.startswith(("-l", "-L", "-Wl"))]
+        problem = compiler.run([*compiler.flags, *flags, str(source), *links, "-o", str(made)])
+        assert not problem, problem
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def project(compiled: Compile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a manifest, the functions of it and their library."""
+    directory = tmp_path_factory.mktemp("own")
+    shutil.copy(compiled(), directory / "libown.so")
+    (directory / "own_code.py").write_text(MODULE)
+    (directory / "m.toml").write_text(MANIFEST)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def built(project: Path, run: Run) -> Path:
+    run("build", project / "m.toml", "-o", project / "out")
+    return project / "out" / "own"
+
+
+@pytest.fixture
+def make(
+    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
+) -> Callable[..., Path]:
+    """Builds a bundle of one function from Python: `make("scaled", shift=1)`."""
+
+    def make(
+        function: str,
+        *libraries: Library,
+        shift: int = 0,
+        targets: tuple[str, ...] = ("cpu-host",),
+        name: str = "made",
+    ) -> Path:
+        library = Library(str(compiled(shift)), HANDLERS)
+        manifest = Manifest(
+            name,
+            programs=[Program(function, f"own_code:{function}", {"x": "float32[5]"})],
+            libraries=libraries or (library,),
+            targets=targets,
+            path=project / "python.toml",
+        )
+        return build(manifest, tmp_path / "out", cache=build_cache, quiet=True).path
+
+    return make
+
+
+USE = """
+import json, sys
+import numpy as np
+from prejit.runtime import load
+bundle = load(sys.argv[1], on_mismatch="error")
+scaled = bundle.call("scaled", x=np.linspace(-1, 1, 5, dtype=np.float32))
+looped = bundle.call("in_a_loop", x=np.arange(4, dtype=np.float32))
+mapped = [line for line in open("/proc/self/maps") if "memfd:prejit" in line and "x" in line.split()[1]]
+sources = [each.source for each in bundle.report()]
+print(json.dumps([scaled.tolist(), looped.tolist(), len(mapped), "jax" in sys.modules, sources]))
+"""
+
+
+def test_a_fresh_process_runs_handlers_of_the_bundles_library(
+    built: Path, project: Path, python: Run, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(built, moved)
+    said = json.loads(python(USE, moved, PYTHONPATH="").stdout.splitlines()[-1])
+    np.testing.assert_allclose(said[0], EXPECTED, rtol=1e-6)
+    np.testing.assert_array_equal(said[1], [1, 0, -1, -2])  # 1 - x, three times over
+    assert said[2:] == [1, False, ["loaded", "loaded"]]
+
+
+JIT = """
+import ctypes, json, sys
+sys.path.insert(0, sys.argv[1])
+import jax, numpy as np, own_code
+library = ctypes.CDLL(sys.argv[1] + "/libown.so")
+for name, symbol in (("scale", "ScaleHandler"), ("negate", "NegateHandler")):
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+print(json.dumps(jax.jit(own_code.scaled)(np.linspace(-1, 1, 5, dtype=np.float32)).tolist()))
+"""
+
+
+def test_the_result_is_that_of_jit(built: Path, project: Path, python: Run) -> None:
+    plain = json.loads(python(JIT, project).stdout.splitlines()[-1])
+    assert load(built).call("scaled", x=X).tolist() == plain
+
+
+def test_keys_hold_the_digest_of_the_library(project: Path, run: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(project, copy, ignore=shutil.ignore_patterns("out"))
+    library = copy / "libown.so"
+    library.write_bytes(library.read_bytes() + b"\0")  # other bytes, the same code
+    for counts in ("compiled 2, cached 0", "compiled 0, cached 2"):
+        assert counts in run("build", copy / "m.toml", "-o", copy / "out").stderr
+
+
+def test_sizes_that_no_bucket_has_call_the_library(built: Path) -> None:
+    with pytest.warns(FallbackWarning, match="no bucket has the sizes"):
+        found = load(built).call("scaled", x=X[:3])
+    np.testing.assert_allclose(found, EXPECTED[:3], rtol=1e-6)
+
+
+def other_jaxlib(**changes: Any) -> Fingerprint:
+    return dataclasses.replace(Fingerprint.current(), jaxlib="0.1.2", **changes)
+
+
+def test_a_fallback_calls_the_library_and_keeps_what_it_compiled(built: Path) -> None:
+    for source in ("compiled", "kept"):
+        with pytest.warns(FallbackWarning, match="jaxlib"):
+            loaded = load(built, fingerprint=other_jaxlib())
+        np.testing.assert_allclose(loaded.call("scaled", x=X), EXPECTED, rtol=1e-6)
+        assert loaded.report()[0].source == source
+
+
+@pytest.fixture
+def nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the test fail where a library reaches the dynamic linker."""
+
+    def reached(*_: object) -> None:
+        raise AssertionError("a library reached the dynamic linker")
+
+    monkeypatch.setattr(kernels, "_dlopen", reached)
+    monkeypatch.setattr(kernels, "_opened", {})
+
+
+@pytest.mark.usefixtures("nothing_is_mapped")
+def test_a_machine_that_lacks_an_extension_does_not_open_the_library(built: Path) -> None:
+    features = Fingerprint.current().cpu_features
+    lesser = tuple(name for name in features if name != "sse4.2")
+    with pytest.warns(FallbackWarning, match="cpu_features"):
+        loaded = load(built, fingerprint=other_jaxlib(cpu_features=lesser))
+    with pytest.raises(BuildError, match=r"it calls scale .*cpu_features: .*all but sse4\.2"):
+        loaded.call("scaled", x=X)
+
+
+def test_a_function_with_another_form_runs_on_other_platforms(make: Callable[..., Path]) -> None:
+    """The program of a GPU calls nothing, so a GPU target may be in the same bundle."""
+    from prejit.runtime.device.portable import custom_calls
+
+    path = make("anywhere")
+    loaded = load(path)
+    np.testing.assert_allclose(loaded.call("anywhere", x=X), EXPECTED, rtol=1e-6)
+    [program] = loaded.config.programs
+    portable = loaded._programs._portable_of(program)
+    assert program.calls == ("scale",)
+    assert "scale" in custom_calls(portable, program.platforms or (), "cpu")
+    assert "scale" not in custom_calls(portable, program.platforms or (), "cuda")
+
+
+def test_two_bundles_with_other_libraries_of_the_same_names_do_not_mix(
+    make: Callable[..., Path],
+) -> None:
+    first, second = (load(make("scaled", shift=shift, name=f"b{shift}")) for shift in (0, 1))
+    for _ in range(2):
+        np.testing.assert_allclose(first.call("scaled", x=X), EXPECTED, rtol=1e-6)
+        shifted = np.tanh(X * np.float32(2.5) + 1)
+        np.testing.assert_allclose(second.call("scaled", x=X), shifted, rtol=1e-6)
+
+
+def test_one_library_with_its_symbols_swapped_does_not_mix(
+    make: Callable[..., Path], compiled: Compile
+) -> None:
+    """The same bytes and the same names: the symbol is part of what XLA calls."""
+    swapped = Library(str(compiled()), {"negate": "ScaleHandler", "scale": "NegateHandler"})
+    plain = load(make("scaled", name="plain"))
+    other = load(make("scaled", swapped, name="swapped"))
+    np.testing.assert_allclose(plain.call("scaled", x=X), EXPECTED, rtol=1e-6)
+    np.testing.assert_allclose(other.call("scaled", x=X), np.tanh(-X), rtol=1e-6)
+
+
+def test_a_library_whose_own_libraries_are_missing_is_a_mismatch_that_names_them(
+    make: Callable[..., Path], compiled: Compile
+) -> None:
+    """It builds, because a build opens no library."""
+    needy = compiled(2, needs="libnothere.so.7")
+    path = make("scaled", Library(str(needy), HANDLERS), name="needy")
+    with pytest.raises(MismatchError, match=r"libraries: needs libown2.*libnothere\.so\.7"):
+        load(path, on_mismatch="error")
+    with pytest.warns(FallbackWarning, match="libraries"):
+        loaded = load(path)
+    with pytest.raises(BuildError, match=r"it calls scale .*libnothere\.so\.7"):
+        loaded.call("scaled", x=X)
+
+
+def test_a_library_that_xla_does_not_take_is_an_error_of_kernels(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise KernelError("XLA does not take the handler scale: another version")
+
+    monkeypatch.setattr(kernels, "register", refused)
+    with pytest.raises(MismatchError, match=r"libraries: .*another version"):
+        load(built, on_mismatch="error")
+
+
+def test_the_page_shows_what_works(
+    build_cache: Path, compiled: Compile, run: Run, tmp_path: Path
+) -> None:
+    """The first C++, Python and TOML of docs/how-to/own-library.md, and its command for x86-64-v2."""
+    import jax
+
+    compiled()  # skips where there is no compiler
+    page = PAGE.read_text()
+    code, command, python, manifest = (
+        page.split(f"```{language}\n", 1)[1].split("```")[0]
+        for language in ("cpp", "sh", "python", "toml")
+    )
+    (tmp_path / "scale.cc").write_text(code)
+    (tmp_path / "page_code.py").write_text(python)
+    manifest = manifest.replace("my_package.model:", "page_code:").replace("x86-64-v3", "x86-64-v2")
+    (tmp_path / "m.toml").write_text(manifest)
+    flags = [word for word in command.split("-I")[0].split()[1:] if word != "-march=x86-64-v3"]
+    flags = [str(tmp_path / word) if "scale." in word else word for word in flags]
+    compiler = next(find_compilers("x86-64-v2", build_cache))
+    problem = compiler.run([*compiler.flags, *flags, "-w", "-isystem", jax.ffi.include_dir()])
+    assert not problem
+    run("build", tmp_path / "m.toml", "-o", tmp_path / "out")
+    x = np.ones((8, 128), np.float32)
+    np.testing.assert_array_equal(load(tmp_path / "out/scaled").call("scaled", x=x), x * 2.5)
+
+
+def test_arrays_of_jax_go_to_the_library_on_jaxs_own_client(built: Path) -> None:
+    import jax
+
+    found = load(built).call("scaled", x=jax.numpy.asarray(X))
+    np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
+
+
+# Damage
+
+
+def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
+    with Layout(bundle) as layout:
+        [target] = match(layout, open_index(layout)[0], Fingerprint.current())
+        contents = read_contents(layout, target)
+        layers = {x.digest: layout.read_blob(x.digest, x.size) for x in contents.manifest.layers}
+        return contents, layers
+
+
+@pytest.mark.usefixtures("nothing_is_mapped")
+@pytest.mark.parametrize("place", [0, 20, 0.5, -1])
+def test_a_damaged_library_is_rejected_before_it_is_opened(
+    built: Path, place: float, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(built, copy)
+    contents, _ = contents_of(built)
+    assert contents.config.libraries is not None
+    digest = contents.config.libraries[0].digest.removeprefix("sha256:")
+    blob = copy / "blobs" / "sha256" / digest
+    content = bytearray(blob.read_bytes())
+    content[int(place * len(content)) if isinstance(place, float) else place] ^= 1
+    blob.write_bytes(content)
+    with pytest.raises(RejectError, match=digest):
+        load(copy)
+    assert main(["verify", str(copy)]) == RejectError.exit_code
+
+
+def test_a_library_that_is_not_what_the_config_says_is_rejected(built: Path) -> None:
+    contents, layers = contents_of(built)
+    assert contents.config.libraries is not None
+    [library] = contents.config.libraries
+    content = layers[library.digest]
+    check_library(content, library, "x86_64", "path")
+    lacking = dataclasses.replace(library, handlers={"scale": "Missing"})
+    for given, told, architecture, complaint in (
+        (content, library, "aarch64", "expected a library for aarch64, found one for x86_64"),
+        (content, lacking, "x86_64", "expected exports Missing"),
+        (content + b"\0", library, "x86_64", "expected sha256"),
+    ):
+        with pytest.raises(RejectError, match=complaint):
+            check_library(given, told, architecture, "path")
+
+
+def test_tables_that_contradict_themselves_are_rejected(built: Path) -> None:
+    contents, _ = contents_of(built)
+    config, manifest = contents.config, contents.manifest
+    assert config.libraries is not None
+    [library] = config.libraries
+    first, second = config.programs
+
+    def told(calls: tuple[str, ...] | None) -> Any:
+        return (dataclasses.replace(first, calls=calls), second)
+
+    other = dataclasses.replace(library, digest="sha256:" + "f" * 64)
+    cuda = dataclasses.replace(config.requirement, platform="cuda")
+    forgeries: dict[str, dict[str, Any]] = {
+        "expected libraries with the handlers": {"libraries": None},
+        "each once, sorted; found ()": {"programs": told(())},
+        "each once, sorted; found ('scale', 'negate')": {"programs": told(("scale", "negate"))},
+        "found no ['else']": {"programs": told(("else",))},
+        "expected a program that calls 'libown.so'": {"programs": (told(None)[0], told(None)[0])},
+        "digests, each once": {"libraries": (library, library)},
+        "expected each handler once": {"libraries": (library, other)},
+        "expected names of handlers": {
+            "libraries": (dataclasses.replace(library, handlers={"a b": "c"}),)
+        },
+        "expected digests": {"libraries": (dataclasses.replace(library, digest="../lib"),)},
+        "expected libraries for cpu": {"requirement": cuda},
+    }
+    for complaint, changes in forgeries.items():
+        forged = dataclasses.replace(config, **changes)
+        if "expected a program that calls" in complaint:
+            silent = dataclasses.replace(second, calls=None)
+            forged = dataclasses.replace(config, programs=(told(None)[0], silent))
+        with pytest.raises(RejectError) as caught:
+            check_config(
+                to_json(forged), str(config.format), config.target, forged.requirement, "c"
+            )
+        assert complaint in str(caught.value)
+    check_library_layers(config, manifest, "m")
+    for layers in (
+        tuple(x for x in manifest.layers if x.digest != library.digest),
+        (*manifest.layers, next(x for x in manifest.layers if x.digest == library.digest)),
+    ):
+        with pytest.raises(RejectError, match="expected libraries sha256"):
+            check_library_layers(config, dataclasses.replace(manifest, layers=layers), "m")
+    large = tuple(
+        dataclasses.replace(x, size=(256 << 20) + 1) if x.digest == library.digest else x
+        for x in manifest.layers
+    )
+    with pytest.raises(RejectError, match="expected at most 268435456 bytes"):
+        check_manifest(to_json(dataclasses.replace(manifest, layers=large)), "m")
+
+
+def test_another_reader_and_the_command_line_read_it(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, [target] = second_reader.read(built)
+    assert written >= 5
+    assert target.config["libraries"][0]["handlers"] == HANDLERS
+    assert main(["inspect", str(built)]) == 0
+    assert main(["verify", str(built)]) == 0
+    assert "library libown.so, " in (said := capsys.readouterr().out)
+    assert "negate, scale" in said
+
+
+# What a build refuses
+
+
+def of(project: Path, library: Path, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "programs": [Program("scaled", "own_code:scaled", {"x": "float32[5]"})],
+        "libraries": [Library(str(library), {"scale": "ScaleHandler"})],
+        "targets": ["cpu-host"],
+        "path": project / "python.toml",
+    }
+    return Manifest("made", **{**fields, **changes})
+
+
+def test_a_library_that_does_not_serve_is_told_with_its_place_and_a_fix(
+    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
+) -> None:
+    good, store = compiled(), DirectoryStore.open(build_cache)
+    content = good.read_bytes()
+
+    def written(name: str, changed: bytes) -> Path:
+        (tmp_path / name).write_bytes(changed)
+        return tmp_path / name
+
+    def with_machine(number: int) -> bytes:
+        return content[:18] + struct.pack("<H", number) + content[20:]
+
+    arm, sparc = written("arm.so", with_machine(183)), written("sparc.so", with_machine(43))
+    script = written("script.so", b"#!/bin/sh\n")
+    static = written("static.so", content[:16] + struct.pack("<H", 2) + content[18:])
+    twice = [Library(str(good), {"scale": "ScaleHandler"})] * 2
+    typo = [Library(str(good), {"scale": "Scale"})]
+    for manifest, complaint, fix in (
+        (
+            of(project, script),
+            "library[0].path: .*script.so: expected a shared lib.*not an ELF",
+            "-f",
+        ),
+        (of(project, static), "no shared library", "-shared"),
+        (of(project, sparc), "expected a library for x86_64 or aarch64", "compile it for"),
+        (of(project, arm), "is for aarch64: expected a CPU target.*found cpu-host", "add a target"),
+        (of(project, good, libraries=typo), "library[0].handlers: .*no Scale; it exports", "EFI"),
+        (of(project, good, libraries=twice), "expected one library with 'scale'", "targets ="),
+    ):
+        pattern = complaint.replace("[0]", r"\[0\]")
+        with pytest.raises(ManifestError, match=f"(?s){pattern}") as caught:
+            plan_build(manifest, store)
+        if fix not in ("-f", "EFI"):
+            assert fix in str(caught.value.hint)
+
+
+def test_a_manifest_tells_its_mistakes_about_libraries(project: Path, run: Run) -> None:
+    wrong = MANIFEST.replace('path = "libown.so"', 'path = "libwon.so"\ntargets = ["cpu-hots"]')
+    wrong = wrong.replace('scale = "ScaleHandler"', '"a b" = "ScaleHandler", n = 3')
+    file = project / "wrong.toml"
+    file.write_text(wrong)
+    told = run("plan", file, status=2).stderr
+    for line in (
+        'library[0].path: expected a file at "libwon.so", relative to the manifest; found none',
+        'library[0].targets[0]: expected the name of a target of this manifest; found "cpu-hots"',
+        'library[0].handlers."a b": expected letters, digits',
+        "library[0].handlers.n: expected the name of a symbol that the library exports; found 3",
+    ):
+        assert line in told
+    assert "did you mean" in told
+
+
+def test_a_custom_call_of_no_library_is_told(make: Callable[..., Path]) -> None:
+    with pytest.raises(BuildError, match=r"calls nobody, which is in no \[\[library\]\]") as caught:
+        make("unknown")
+    assert 'handlers = { "nobody" = SYMBOL }' in str(caught.value.hint)
+
+
+def test_a_file_that_calls_a_handler_is_bound_or_told(
+    project: Path, compiled: Compile, build_cache: Path, tmp_path: Path
+) -> None:
+    """StableHLO from elsewhere, in which jax.export checks nothing."""
+    text = """
+    module { func.func @main(%x: tensor<5xf32>) -> tensor<5xf32> {
+      %y = stablehlo.custom_call @negate(%x) {mhlo.backend_config = {}, api_version = 4 : i32}
+        : (tensor<5xf32>) -> tensor<5xf32>
+      return %y : tensor<5xf32> } }
+    """
+    (tmp_path / "negate.mlir").write_text(text)
+    program = Program("negate", str(tmp_path / "negate.mlir"))
+    library = Library(str(compiled()), HANDLERS)
+    manifest = of(project, compiled(), programs=[program], libraries=[library])
+    options: dict[str, Any] = {"cache": build_cache, "quiet": True}
+    path = build(manifest, tmp_path / "out", **options).path
+    np.testing.assert_array_equal(load(path).call("negate", X), -X)
+    with pytest.raises(BuildError, match="No FFI handler registered for negate") as caught:
+        build(of(project, compiled(), programs=[program], libraries=[]), tmp_path / "o", **options)
+    assert "handlers = { negate = SYMBOL }" in str(caught.value.hint)
+
+
+def test_a_target_without_the_library_is_told(make: Callable[..., Path], compiled: Compile) -> None:
+    only = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v3",))
+    with pytest.raises(
+        BuildError, match="target cpu-host: program scaled: it calls scale: "
+    ) as told:
+        make("scaled", only, targets=("cpu-x86-64-v3", "cpu-host"))
+    assert "add a [[library]] that is built for cpu-host" in str(told.value.hint)
+
+
+def test_each_target_gets_its_own_library(make: Callable[..., Path], compiled: Compile) -> None:
+    own = Library(str(compiled(1)), HANDLERS, ("cpu-host",))
+    general = Library(str(compiled()), HANDLERS, ("cpu-x86-64-v2",))
+    path = make("scaled", own, general, targets=("cpu-x86-64-v2", "cpu-host"))
+    loaded = load(path)
+    shift = {"cpu-host": 1, "cpu-x86-64-v2": 0}[loaded.target]
+    found = loaded.call("scaled", x=X)
+    np.testing.assert_allclose(found, np.tanh(X * np.float32(2.5) + shift), rtol=1e-6)
+    with Layout(path) as layout:
+        targets = match(layout, open_index(layout)[0], Fingerprint.current())
+        names = {t.name: read_contents(layout, t).config.libraries for t in targets}
+    assert {name: [each.name for each in told or ()] for name, told in names.items()} == {
+        "cpu-host": ["libown1.so"],
+        "cpu-x86-64-v2": ["libown0.so"],
+    }
