@@ -23,7 +23,7 @@ TOLERANCE = {"bayes": 0.05}
 
 TRAINER = ROOT / "examples" / "transcriber"
 STEPS = 150
-"""Of the transcriber's 700: enough to hear most keys."""
+"""Of the transcriber's 700: enough to hear most keys. 35 seconds of CPU time."""
 
 
 def names(example: Path) -> str:
@@ -100,7 +100,7 @@ def test_an_example_is_described_on_one_screen(example: Path) -> None:
 
 def test_the_transcriber_hears_keys(transcriber: tuple[Path, float]) -> None:
     _, right = transcriber
-    assert right > 0.5, "one of 12 by chance"
+    assert right > 0.4, "63 % when this was written, one of 12 by chance"
 
 
 def test_examples_are_listed(tmp_path: Path) -> None:
