@@ -3,13 +3,15 @@
     python example_child.py EXAMPLE_DIRECTORY (BUNDLE | jit) CALLS OUTPUT.npz
 
 Prints `FIRST` with the first result, and `LAST` with the median seconds of the calls after it. By jit the
-functions of the example's model.py run. Their names come from its manifest.
+functions of the example's modules run. Their names come from its manifest; `generate` is that of model.py.
 """
 
+import importlib
 import json
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,33 +22,38 @@ def main() -> None:
     """Call the example CALLS times, and write its first result to OUTPUT."""
     directory, source, calls, output = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     sys.path.insert(0, str(directory))
-    if source == "jit":
-        call = jitted(directory)
-    else:
-        from prejit.runtime import load
-
-        call = load(source, on_mismatch="error").call
+    functions = jitted(directory) if source == "jit" else bundled(source)
     import use  # type: ignore[import-not-found]
 
-    result = leaves(use.run(call))
+    result = leaves(use.run(*functions))
     print("FIRST", flush=True)
     seconds = []
     for _ in range(calls):
         started = time.perf_counter()
-        leaves(use.run(call))
+        leaves(use.run(*functions))
         seconds.append(time.perf_counter() - started)
     print("LAST", json.dumps({"call_seconds": sorted(seconds)[calls // 2]}), flush=True)
     np.savez(output, *result)
 
 
-def jitted(directory: Path) -> Any:
-    """Return a function that calls the functions of an example by their names in the manifest."""
+def bundled(path: str | Path) -> tuple[Callable[..., Any], ...]:
+    """Return what the example's `run` takes: `call` of its bundle, and `generate` if it has a decoder."""
+    from prejit.runtime import load
+
+    bundle = load(path, on_mismatch="error")
+    return (bundle.call,) if bundle.config.decoder is None else (bundle.call, bundle.generate)
+
+
+def jitted(directory: Path) -> tuple[Callable[..., Any], ...]:
+    """Return what `bundled` returns, by jax.jit."""
     import jax
     import model  # type: ignore[import-not-found]
 
+    manifest = tomllib.loads((directory / "manifest.toml").read_text())
     functions = {}
-    for program in tomllib.loads((directory / "manifest.toml").read_text())["program"]:
-        found = getattr(model, program["function"].partition(":")[2])
+    for program in manifest["program"]:
+        module, _, attribute = program["function"].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
         if "flax" in sys.modules:
             from flax import nnx
 
@@ -70,7 +77,7 @@ def jitted(directory: Path) -> Any:
             kwargs["bodies"] = model.Bodies(*kwargs["bodies"])
         return functions[name](*args, **kwargs)
 
-    return call
+    return (call, model.generate) if "generate" in manifest else (call,)
 
 
 def leaves(result: Any) -> list[np.ndarray[Any, Any]]:

@@ -1,16 +1,18 @@
 """Measure the examples: exec to the first result and seconds of a call, from a bundle and by jax.jit.
 
-    python -m benchmarks.studies.examples [--runs 5] [--calls 21]
+    python -m benchmarks.studies.examples [--runs 5] [--calls 21] [--only NAME]
 
-Builds each example, then runs fresh processes in turns: from the bundle without a receipt, by jax.jit, and by
-jax.jit with a warm persistent cache. Also says how far the results are from those of jax.jit. Writes
-benchmarks/results/.
+Builds each example, after training it if it has a train.py, then runs fresh processes in turns: from the
+bundle without a receipt, by jax.jit, and by jax.jit with a warm persistent cache. Also says how far the
+results are from those of jax.jit. Writes benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ SPLIT = "training"
 def measure(name: str, directory: Path, runs: int, calls: int) -> dict[str, list[Sample]]:
     """Build an example, run it, and add the greatest difference of results to the bundle's samples."""
     example = EXAMPLES / name
+    if (example / "train.py").exists() and not (example / "checkpoint").exists():
+        progress(f"training {name}")
+        subprocess.run([sys.executable, example / "train.py"], check=True)
     progress(f"prejit build {name}")
     build(example / "manifest.toml", directory, quiet=True)
     outputs = {row: directory / f"{name}-{place}.npz" for place, row in enumerate((BUNDLE, COLD))}
@@ -82,10 +87,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--calls", type=int, default=21)
+    parser.add_argument("--only", metavar="NAME", help="measure one example")
     given = parser.parse_args()
     use_two_cores()
     facts = begin(given.runs)
-    names = sorted(at.parent.name for at in EXAMPLES.glob("*/manifest.toml"))
+    names = sorted(at.parent.name for at in EXAMPLES.glob(f"{given.only or '*'}/manifest.toml"))
     with tempfile.TemporaryDirectory() as directory:
         samples = {name: measure(name, Path(directory), given.runs, given.calls) for name in names}
     lines, targets = [], []
@@ -121,9 +127,15 @@ def main() -> None:
         facts,
         [Table("Examples", head, lines, note)],
         targets,
-        command="python -m benchmarks.studies.examples",
+        command="python -m benchmarks.studies.examples"
+        + (f" --only {given.only}" if given.only else ""),
     )
-    save(RESULTS, file_name(facts, "examples"), facts, page)
+    save(
+        RESULTS,
+        file_name(facts, f"examples-{given.only}" if given.only else "examples"),
+        facts,
+        page,
+    )
 
 
 if __name__ == "__main__":

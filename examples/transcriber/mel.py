@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RATE, SECONDS = 16_000, 30
+RATE = 16_000  # samples a second
 WINDOW, HOP = 400, 160  # samples of a frame, and from one frame to the next
-FRAMES = RATE * SECONDS // HOP
 
 
 def log_mel(sound: jax.Array, bins: int = 80) -> jax.Array:
-    """Return the log-mel spectrogram of 30 seconds: float32 [bins, 3000].
+    """Return the log-mel spectrogram of a sound: float32 [bins, S / 160].
 
     Args:
-        sound: float32 [480000], 16,000 samples a second from -1 to 1; zeros after a shorter sound.
+        sound: float32 [S], 16,000 samples a second from -1 to 1; S is a multiple of 160. Published Whispers
+            read 30 seconds: 480,000 samples, zeros after a shorter sound.
         bins: 80, or 128 for whisper-large-v3 and what was made of it.
     """
     # Each frame is two and a half pieces of HOP samples. The first is centred on the first sample.
-    pieces = jnp.pad(sound, WINDOW // 2, mode="reflect")[: (FRAMES + 2) * HOP].reshape(-1, HOP)
+    padded = jnp.pad(sound, WINDOW // 2, mode="reflect")
+    pieces = padded[: len(sound) + 2 * HOP].reshape(-1, HOP)
     frames = jnp.concatenate([pieces[:-2], pieces[1:-1], pieces[2:, : WINDOW - 2 * HOP]], 1)
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
     spectrum = jnp.fft.rfft(frames * jnp.float32(hann))
