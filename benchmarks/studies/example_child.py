@@ -3,7 +3,8 @@
     python example_child.py EXAMPLE_DIRECTORY (BUNDLE | jit) CALLS OUTPUT.npz
 
 Prints `FIRST` with the first result, and `LAST` with the median seconds of the calls after it. By jit the
-functions of the example's model.py run. Their names come from its manifest.
+functions of the example's model.py run. Their names come from its manifest. A decoder's first result is its
+first token, and a call is the time of each of the 64 tokens after it.
 """
 
 import json
@@ -15,26 +16,40 @@ from typing import Any, cast
 
 import numpy as np
 
+TOKENS = 64
+"""How many tokens after the first one of a decoder are timed."""
+
 
 def main() -> None:
-    """Call the example CALLS times, and write its first result to OUTPUT."""
+    """Call the example CALLS times, and write its last result to OUTPUT."""
     directory, source, calls, output = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     sys.path.insert(0, str(directory))
+    writes = is_decoder(directory)
     if source == "jit":
-        call = jitted(directory)
+        call = jitted_decoder(directory) if writes else jitted(directory)
     else:
         from prejit.runtime import load
 
-        call = load(source, on_mismatch="error").call
+        bundle = load(source, on_mismatch="error")
+        call = generating(bundle) if writes else bundle.call
     import use  # type: ignore[import-not-found]
 
-    result = leaves(use.run(call))
+    def run(*count: int) -> tuple[list[np.ndarray[Any, Any]], float]:
+        started = time.perf_counter()
+        result = leaves(use.run(call, *count))
+        return result, time.perf_counter() - started
+
+    run(*(1,) * writes)
     print("FIRST", flush=True)
     seconds = []
     for _ in range(calls):
-        started = time.perf_counter()
-        leaves(use.run(call))
-        seconds.append(time.perf_counter() - started)
+        if writes:
+            _, first = run(1)
+            result, whole = run(1 + TOKENS)
+            seconds.append((whole - first) / TOKENS)
+        else:
+            result, whole = run()
+            seconds.append(whole)
     print("LAST", json.dumps({"call_seconds": sorted(seconds)[calls // 2]}), flush=True)
     np.savez(output, *result)
 
@@ -71,6 +86,48 @@ def jitted(directory: Path) -> Any:
         return functions[name](*args, **kwargs)
 
     return call
+
+
+def is_decoder(directory: Path) -> bool:
+    """Return whether an example is a decoder: its `run` takes a function that generates, and a count."""
+    manifest = tomllib.loads((directory / "manifest.toml").read_text())
+    return "module" in manifest.get("model", {})
+
+
+def generating(bundle: Any) -> Any:
+    """Return a function of a prompt and a count that generates from a bundle."""
+    return lambda prompt, count: list(bundle.generate(prompt, max_new_tokens=count).token_ids)
+
+
+def jitted_decoder(directory: Path) -> Any:
+    """Return such a function of jax.jit: one call for the prompt, then one for each token."""
+    import jax
+    import jax.numpy as jnp
+    import model
+    from flax import nnx
+
+    manifest = tomllib.loads((directory / "manifest.toml").read_text())
+    positions = manifest["generate"]["context"][0]
+    graph, state = nnx.split(model.model)
+
+    def step(state: Any, tokens: Any, start: Any, cache: Any) -> Any:
+        length = jnp.full(1, tokens.shape[1], jnp.int32)
+        logits, cache = nnx.merge(graph, state)(tokens, start, length, cache)
+        return logits.argmax(-1).astype(jnp.int32), cache
+
+    step = jax.jit(step, donate_argnums=3)
+
+    def generate(prompt: Any, count: int) -> Any:
+        cache = model.model.make_cache(1, positions, "float32")
+        start, tokens = jnp.zeros(1, jnp.int32), jnp.array([prompt], jnp.int32)
+        text = []
+        for _ in range(count):
+            token, cache = step(state, tokens, start, cache)
+            start, tokens = start + tokens.shape[1], token[:, None]
+            text.append(token)
+        return np.concatenate(text).tolist()
+
+    return generate
 
 
 def leaves(result: Any) -> list[np.ndarray[Any, Any]]:

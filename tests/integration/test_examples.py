@@ -45,7 +45,13 @@ def test_an_example_gives_what_jit_gives(
     try:
         import use
 
-        found = example_child.leaves(use.run(load(bundle, on_mismatch="error").call))
+        loaded = load(bundle, on_mismatch="error")
+        if example_child.is_decoder(example):
+            found = use.run(example_child.generating(loaded), 24)
+            assert found == use.run(example_child.jitted_decoder(example), 24)
+            assert len(set(found)) > 4, "a text that says something"
+            return
+        found = example_child.leaves(use.run(loaded.call))
         expected = example_child.leaves(use.run(example_child.jitted(example)))
     finally:  # each example has modules of these names
         for module in ("use", "model"):
