@@ -220,6 +220,7 @@ def test_more_prompts_than_slots(subject: Subject) -> None:
     assert [list(each.token_ids) for each in found] == [
         subject.plain.writes(prompt, 7) for prompt in prompts
     ]
+    assert {type(each.stats.padding) for each in found} == {float}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 8.0])
