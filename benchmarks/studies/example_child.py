@@ -4,6 +4,7 @@
 
 Prints `FIRST` with the first result, and `LAST` with the median seconds of the calls after it. By jit the
 functions of the example's modules run. Their names come from its manifest; `generate` is that of model.py.
+The first result of a decoder of one's own is its first token, and a call is one of the 64 tokens after it.
 """
 
 import importlib
@@ -17,35 +18,57 @@ from typing import Any, cast
 
 import numpy as np
 
+TOKENS = 64
+"""How many tokens after the first one of a decoder are timed."""
+
 
 def main() -> None:
-    """Call the example CALLS times, and write its first result to OUTPUT."""
+    """Call the example CALLS times, and write its last result to OUTPUT."""
     directory, source, calls, output = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     sys.path.insert(0, str(directory))
-    functions = jitted(directory) if source == "jit" else bundled(source)
+    writes = is_decoder(directory)
+    functions = jitted(directory) if source == "jit" else bundled(source, directory)
     import use  # type: ignore[import-not-found]
 
-    result = leaves(use.run(*functions))
+    def run(*count: int) -> tuple[list[np.ndarray[Any, Any]], float]:
+        started = time.perf_counter()
+        result = leaves(use.run(*functions, *count))
+        return result, time.perf_counter() - started
+
+    run(*(1,) * writes)
     print("FIRST", flush=True)
     seconds = []
     for _ in range(calls):
-        started = time.perf_counter()
-        leaves(use.run(*functions))
-        seconds.append(time.perf_counter() - started)
+        if writes:
+            _, first = run(1)
+            result, whole = run(1 + TOKENS)
+            seconds.append((whole - first) / TOKENS)
+        else:
+            result, whole = run()
+            seconds.append(whole)
     print("LAST", json.dumps({"call_seconds": sorted(seconds)[calls // 2]}), flush=True)
     np.savez(output, *result)
 
 
-def bundled(path: str | Path) -> tuple[Callable[..., Any], ...]:
-    """Return what the example's `run` takes: `call` of its bundle, and `generate` if it has a decoder."""
+def bundled(path: str | Path, directory: Path) -> tuple[Callable[..., Any], ...]:
+    """Return what the example's `run` takes: `call` of its bundle, and `generate` if it has a model.
+
+    A decoder of one's own only generates: from a prompt, a number of tokens.
+    """
     from prejit.runtime import load
 
     bundle = load(path, on_mismatch="error")
+    if is_decoder(directory):
+        return (
+            lambda prompt, count: list(bundle.generate(prompt, max_new_tokens=count).token_ids),
+        )
     return (bundle.call,) if bundle.config.decoder is None else (bundle.call, bundle.generate)
 
 
 def jitted(directory: Path) -> tuple[Callable[..., Any], ...]:
     """Return what `bundled` returns, by jax.jit."""
+    if is_decoder(directory):
+        return (jitted_decoder(directory),)
     import jax
     import model  # type: ignore[import-not-found]
 
@@ -78,6 +101,43 @@ def jitted(directory: Path) -> tuple[Callable[..., Any], ...]:
         return functions[name](*args, **kwargs)
 
     return (call, model.generate) if "generate" in manifest else (call,)
+
+
+def is_decoder(directory: Path) -> bool:
+    """Return whether an example is a decoder: its `run` takes a function that generates, and a count."""
+    manifest = tomllib.loads((directory / "manifest.toml").read_text())
+    return "module" in manifest.get("model", {})
+
+
+def jitted_decoder(directory: Path) -> Any:
+    """Return a function that generates by jax.jit: one call for the prompt, then one for each token."""
+    import jax
+    import jax.numpy as jnp
+    import model
+    from flax import nnx
+
+    manifest = tomllib.loads((directory / "manifest.toml").read_text())
+    positions = manifest["generate"]["context"][0]
+    graph, state = nnx.split(model.model)
+
+    def step(state: Any, tokens: Any, start: Any, cache: Any) -> Any:
+        length = jnp.full(1, tokens.shape[1], jnp.int32)
+        logits, cache = nnx.merge(graph, state)(tokens, start, length, cache)
+        return logits.argmax(-1).astype(jnp.int32), cache
+
+    step = jax.jit(step, donate_argnums=3)
+
+    def generate(prompt: Any, count: int) -> Any:
+        cache = model.model.make_cache(1, positions, "float32")
+        start, tokens = jnp.zeros(1, jnp.int32), jnp.array([prompt], jnp.int32)
+        text = []
+        for _ in range(count):
+            token, cache = step(state, tokens, start, cache)
+            start, tokens = start + tokens.shape[1], token[:, None]
+            text.append(token)
+        return np.concatenate(text).tolist()
+
+    return generate
 
 
 def leaves(result: Any) -> list[np.ndarray[Any, Any]]:

@@ -119,7 +119,8 @@ def main() -> None:
     head = ("example", "", "exec → 1st result, s", "a call, ms", "largest difference to jax.jit")
     note = (
         "A difference is a share of the greatest value of its array. "
-        f"`{SPLIT}` runs on a mesh of two CPU devices from the bundle, and on one by jax.jit."
+        f"`{SPLIT}` runs on a mesh of two CPU devices from the bundle, and on one by jax.jit. "
+        "The first result of a decoder is its first token, and a call is one token after it."
     )
     facts |= {"samples": samples, "targets": judged(targets)}
     facts["load_average_after"] = begin(given.runs)["machine"]["load_average"]

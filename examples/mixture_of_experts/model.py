@@ -100,7 +100,7 @@ class Block(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """The model: an embedding, which is also the head, and blocks."""
+    """The model: an embedding, blocks and a head."""
 
     vocab_size = VOCABULARY
     max_positions = 2048
@@ -109,6 +109,7 @@ class MixtureOfExperts(nnx.Module):
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
 
     def make_cache(self, rows: int, positions: int, dtype: str) -> list[Layer]:
         """Return zeros for the keys and values of each layer."""
@@ -132,7 +133,7 @@ class MixtureOfExperts(nnx.Module):
             after.append(layer)
         if not every:
             x = x[jnp.arange(len(x)), jnp.maximum(length - 1, 0)]
-        return self.embedding.attend(self.norm(x)), after
+        return self.head(self.norm(x)), after
 
 
 model = MixtureOfExperts(nnx.Rngs(0))

@@ -270,13 +270,20 @@ def _check_decoder(
     """
     import jax.numpy as jnp
 
-    from prejit.compiler.lowering.cache import cache_layout
+    from prejit.compiler.lowering.cache import POSITIONS, cache_layout
 
     specs = tuple(specs)
     for spec in specs:
         context = spec.bucket["context"]
         _check_longest(manifest, "generate.context", context, shape.max_positions, limit)
     layout = cache_layout(model, shape, longest_source(manifest))
+    contexts = () if manifest.generate is None else manifest.generate.context
+    if len(contexts) > 1 and not any(POSITIONS in array.variables for array in layout.arrays):
+        raise ManifestError(
+            f"{manifest.where}: generate.context: expected one size, because the cache of {shape.family} has "
+            f"no positions and is as large for any; found {list(contexts)}",
+            hint=f"give the longest text that you want to allow: context = [{max(contexts)}]",
+        )
     for spec in specs:
         rows = spec.bucket["batch"]
         cache = sum(

@@ -81,7 +81,7 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
         inputs = {"tokens": tokens, "start": done.copy(), "length": count}
         placed = {name: decoder.device.put(value) for name, value in inputs.items()}
         results = cache.run(program, {**placed, **fixed})
-        working = np.count_nonzero(count)
+        working = int(np.count_nonzero(count))  # NumPy 2.4 returns its own integer
         for place, member in members.items():
             if not count[place]:
                 continue
