@@ -45,7 +45,7 @@ from prejit.runtime.verdict import Verdict
 if TYPE_CHECKING:
     import numpy as np
 
-    from prejit.runtime.device.kernels import Library
+    from prejit.runtime.device.kernels import OpenLibrary
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.format.trees import Path
@@ -102,7 +102,7 @@ class Bundle:
         matched: bool,
         times: LoadTimes,
         serve_smaller: bool = False,
-        kernels: Library | None = None,
+        kernels: OpenLibrary | None = None,
         no_libraries: str = "",
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,

@@ -50,7 +50,7 @@ from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
-    from prejit.runtime.device.kernels import Library
+    from prejit.runtime.device.kernels import OpenLibrary
 
 _loads = itertools.count()
 """Counts the calls of `load` in this process."""
@@ -232,7 +232,7 @@ class _Choice(NamedTuple):
     target: OpenTarget
     matched: bool
     config: Config
-    kernels: Library | None
+    kernels: OpenLibrary | None
     no_libraries: str
     targets: tuple[OpenTarget, ...]
 
@@ -295,7 +295,7 @@ def _read_config(opened: _Opened, target: OpenTarget) -> Config:
     return config
 
 
-def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> Library | None:
+def _load_kernels(opened: _Opened, target: OpenTarget, config: Config) -> OpenLibrary | None:
     """Load the kernels of a target into this process; None: it has none.
 
     Raises:

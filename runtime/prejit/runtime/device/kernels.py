@@ -52,7 +52,7 @@ _RTLD_DI_LINKMAP = 2
 """RTLD_DI_LINKMAP of dlfcn.h: dlinfo gives the link_map of a library."""
 
 _lock = threading.Lock()
-_loaded: dict[str, Library] = {}
+_loaded: dict[str, OpenLibrary] = {}
 _opened: dict[str, ctypes.CDLL] = {}
 """The libraries of users that this process has opened, by digest."""
 _helpers: dict[int, int] = {}
@@ -61,7 +61,7 @@ _attempts = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class OpenLibrary:
     """A library of handlers that this process has loaded.
 
     Attributes:
@@ -73,7 +73,7 @@ class Library:
     handlers: Mapping[str, Any]
 
 
-def load(content: bytes) -> Library:
+def load(content: bytes) -> OpenLibrary:
     """Load a library, or return the one that this process has loaded from the same bytes.
 
     Args:
@@ -93,11 +93,11 @@ def load(content: bytes) -> Library:
                 kernel_target(name, digest): _capsule(getattr(library, KERNEL_PREFIX + name))
                 for name in names
             }
-            _loaded[digest] = Library(digest, handlers)
+            _loaded[digest] = OpenLibrary(digest, handlers)
         return _loaded[digest]
 
 
-def load_library(content: bytes, symbols: Iterable[str], name: str) -> Library:
+def load_library(content: bytes, symbols: Iterable[str], name: str) -> OpenLibrary:
     """Load a library of the user. A process opens the same bytes once, however many bundles have them.
 
     Args:
@@ -117,10 +117,10 @@ def load_library(content: bytes, symbols: Iterable[str], name: str) -> Library:
     handlers = {
         handler_target(symbol, digest): _capsule(getattr(opened, symbol)) for symbol in symbols
     }
-    return Library(digest, handlers)
+    return OpenLibrary(digest, handlers)
 
 
-def register(library: Library) -> None:
+def register(library: OpenLibrary) -> None:
     """Register a library's handlers with XLA, for programs that are loaded or compiled afterwards.
 
     Raises:
