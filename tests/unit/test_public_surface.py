@@ -17,8 +17,8 @@ MismatchError Options Piece Prefix PrejitError PrejitWarning RejectError Request
 StartReport Stats StoreError Token TruncationWarning UsageError Usage fallback_counts jit load
 """
 COMPILER = """
-BuildError Built BundleTable CheckpointError Encode Generate GpuTable Library Manifest ManifestError Mesh Model
-NetworkError PlannedExecutable Program TargetTable build plan program read_manifest
+BuildError Built BundleTable CheckpointError Encode Generate GpuTable Library Manifest ManifestError Mesh
+Model NetworkError PlannedExecutable Program TargetTable build plan program read_manifest
 """
 ROOTS = [
     Path(importlib.import_module(door).__path__[0])
