@@ -19,9 +19,10 @@ from prejit.compiler.models.parameters import Parametrized
 from prejit.compiler.models.protocol import Cache, EncoderDecoderModel
 from prejit.runtime.errors import BuildError
 from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.cache_arrays import sized
 
 ROWS, POSITIONS, SOURCE = "batch", "context", "source"
-"""The bucket variables that axes of a cache, or of a source, follow."""
+"""The variables of a bucket that axes of a cache, or of a source, follow."""
 
 _CHECK = "`prejit check-model` says more about a model of your own"
 
@@ -49,18 +50,7 @@ class CacheLayout:
     def sized(self, rows: int, positions: int, name: str = "cache") -> tuple[Array, ...]:
         """Return the arrays of a cache of this size as a program lists them, under a name of their own."""
         sizes = {ROWS: rows, POSITIONS: positions}
-        return tuple(
-            replace(
-                array,
-                path=(name, *array.path[1:]),
-                shape=tuple(
-                    sizes.get(variable, size)
-                    for variable, size in zip(array.variables, array.shape, strict=True)
-                ),
-                variables=(),
-            )
-            for array in self.arrays
-        )
+        return tuple(sized(array, sizes, name) for array in self.arrays)
 
     def fresh_rows(
         self, model: Any, cache: Cache, start: jax.Array, length: jax.Array, positions: int
@@ -69,7 +59,7 @@ class CacheLayout:
 
         Arrays with positions stay as they are: a model looks at no position before `start`.
         """
-        if self.source is not None or all(POSITIONS in array.variables for array in self.arrays):
+        if self.is_rewindable:
             return cache
         begins = (start == 0) & (length > 0)
         leaves, tree = jax.tree.flatten(cache)
@@ -83,7 +73,7 @@ class CacheLayout:
 
     @property
     def is_rewindable(self) -> bool:
-        """Whether a row can go back to an earlier position: every array has positions."""
+        """Whether a row can go back to an earlier position: every array has positions, or is of a source."""
         return self.source is not None or all(POSITIONS in each.variables for each in self.arrays)
 
 
@@ -205,14 +195,8 @@ def decoder_fields(layout: CacheLayout, shape: DecoderConfig) -> Mapping[str, An
     }
     if layout.source is not None:
         array = source_array(layout.model, layout.source)
-        sizes = {SOURCE: 1}
+        axes = zip(array.variables, array.shape, strict=True)
         found["source"] = str(
-            replace(
-                array,
-                shape=tuple(
-                    sizes.get(variable, size)
-                    for variable, size in zip(array.variables, array.shape, strict=True)
-                ),
-            )
+            replace(array, shape=tuple(1 if variable else size for variable, size in axes))
         )
     return found

@@ -77,7 +77,7 @@ def lower_decoder(
                                               -> token [B], position [B], chosen [STEPS, B], history
         verify   tokens [B, T], start [B], length [B], sampling, history*
                                               -> chosen [T, B], accepted [B], history
-        copy     (source: another cache), (target*: this cache), rows [B]   -> (target)
+        copy     (source: another cache), rows [B], (target*: this cache)   -> (target)
 
     `sampling` stands for the arrays of sampling.SamplingInputs, `chosen` for those of sampling.Chosen. The
     cache and arguments with a star are donated. On a mesh, weights and cache are split; everything else is on

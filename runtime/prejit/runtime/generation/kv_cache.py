@@ -18,7 +18,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.programs.ready import Programs
 
 _LARGE_BYTES = 256 << 20
-"""A cache that, with the biases and histories of its rows, is larger than this many bytes is allocated only
+"""If a cache takes more than this many bytes, with the biases and histories of its rows, it is allocated only
 after its decode program is loaded."""
 
 
@@ -47,9 +47,8 @@ class KVCache:
     def _zeros(self) -> list[DeviceArray]:
         decoder, sizes = self._decoder, {"batch": self.batch, "context": self.context}
         arrays = [sized(array, sizes) for array in decoder.cache]
-        beside = (
-            2 * 4 * self.batch * decoder.decoder.vocab_size
-        )  # bias float32 [B, V], history int32 [B, V]
+        # Bias and history, each [B, V] of 4 bytes, come with every cache.
+        beside = 2 * 4 * self.batch * decoder.decoder.vocab_size
         if sum(map(_bytes, arrays)) + beside > _LARGE_BYTES:
             # Loading compares the program with the table. The table alone could ask for any amount of memory.
             decoder.programs[decoder.decode_for(self.batch, self.context).name]
