@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import warnings
@@ -17,7 +18,7 @@ import pytest
 from flax import struct
 from jax import monitoring
 
-from prejit.compiler import Program, build, program
+from prejit.compiler import Manifest, Mesh, Program, build, program
 from prejit.runtime import (
     Fingerprint,
     MismatchError,
@@ -29,6 +30,8 @@ from prejit.runtime import (
     load,
 )
 from prejit.runtime.device import _jaxlib
+
+from .conftest import Run
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 TRACE = "/jax/core/compile/jaxpr_trace_duration"
@@ -491,3 +494,90 @@ def test_caches_of_jax_may_be_cleared(bundle_path: Path, events: list[str]) -> N
     again = scored(x)
     assert BACKEND_COMPILE not in events
     same(again, first)
+
+
+STEP = """
+import jax, jax.numpy as jnp
+
+
+def step(state, x):
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+"""
+ON_A_MESH = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+import jax, jax.numpy as jnp, numpy as np
+from jax import monitoring
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from mesh_step import step
+from prejit.runtime import UsageError, jit
+
+compiles = []
+monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiles.append(event))
+
+
+grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "columns"))
+split = lambda array, *axes: jax.device_put(array, NamedSharding(grid, P(*axes)))
+random = np.random.default_rng(0)
+up, down, x = (random.standard_normal(shape, np.float32) for shape in ((8, 16), (16, 4), (4, 8)))
+make = lambda: {"up": split(up, None, "columns"), "down": split(down, "columns")}
+ours = jit(step, bundle=sys.argv[1], on_miss="error", donate_argnames="state")
+plain = jax.jit(step, donate_argnames="state")
+mine, theirs, given = make(), make(), split(x, "rows")
+expected, found, before = [], [], 0
+for number in range(4):
+    theirs, loss = plain(state=theirs, x=given)
+    expected.append(float(loss))
+before = len([each for each in compiles if "backend_compile" in each])
+for number in range(4):
+    kept = mine
+    mine, loss = ours(state=mine, x=given)
+    found.append(float(loss))
+    assert kept["up"].is_deleted()
+after = len([each for each in compiles if "backend_compile" in each])
+told = ""
+try:
+    ours(state=make(), x=split(x, None, "columns"))
+except UsageError as error:
+    told = str(error)
+host, loss = ours(state={"up": up, "down": down}, x=x)
+print(json.dumps({
+    "found": found, "expected": expected, "compiled": after - before, "told": told, "host": float(loss),
+    "split": str(mine["up"].sharding.spec), "loaded": ours.stats().loaded,
+}))
+"""
+
+
+def test_a_program_on_a_mesh_takes_arrays_that_are_split_as_it_wants(
+    tmp_path: Path, build_cache: Path, python: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mesh_step.py").write_text(STEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    from mesh_step import step  # type: ignore[import-not-found]
+
+    state = {"up": "float32[8,16]", "down": "float32[16,4]"}
+    split = {"x": ["data"], "state.up": ["", "tensor"], "state.down": ["tensor"]}
+    args = {"state": state, "x": "float32[4,8]"}
+    manifest = Manifest(
+        "mesh",
+        targets=["cpu-host"],
+        mesh=Mesh(2, 2),
+        programs=[Program("step", step, args, donate=["state"], shardings=split)],
+    )
+    path = build(manifest, tmp_path, cache=build_cache, quiet=True).path
+    said = python(ON_A_MESH, path, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    result = json.loads(said.stdout.splitlines()[-1])
+    np.testing.assert_allclose(result["found"], result["expected"], rtol=1e-6)
+    assert result["compiled"] == 0
+    assert result["loaded"] == ["step"]
+    assert result["host"] == pytest.approx(result["expected"][0], rel=1e-6)
+    assert "tensor" in result["split"]
+    assert "x: expected it split as" in result["told"]
+
+    here = jit(step, bundle=path, on_miss="error", donate_argnames="state")
+    with pytest.raises(UsageError, match="expected 4 devices for its mesh, found 1"):
+        here(state={"up": jnp.ones((8, 16)), "down": jnp.ones((16, 4))}, x=jnp.ones((4, 8)))

@@ -611,7 +611,9 @@ class Bundle:
         """The programs of the user on jax's own client, for `prejit.runtime.jit`."""
         from prejit.runtime.programs.on_jax import JaxPrograms
 
-        return JaxPrograms(self._programs, self.config.programs, self._device.platform)
+        return JaxPrograms(
+            self._programs, self.config.programs, self._device.platform, self.config.mesh
+        )
 
     # ------------------------------------------------------------------ all programs
 

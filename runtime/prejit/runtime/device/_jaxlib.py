@@ -355,26 +355,25 @@ class Dispatch:
         vars(made).update(vars(jitted))  # `lower`, `trace` and `eval_shape` of its class need them
         return made
 
-    def path(self, loaded: Any, argument_count: int, result: Any, device: Any) -> Any:
-        """Return how jaxlib dispatches later calls to an executable on one device.
+    def path(self, loaded: Any, given: Sequence[Any], result: Any, returned: Sequence[Any]) -> Any:
+        """Return how jaxlib dispatches later calls to an executable.
 
         Args:
             loaded: jaxlib's executable, which takes every array of the arguments.
-            argument_count: how many these are.
+            given: the shardings of these arrays.
             result: what the first call returned.
-            device: the device.
+            returned: the shardings of its arrays.
         """
         arrays, structure = self._state["pytree_registry"].flatten(result, None)
-        sharding = single_sharding(device)
         return _Path(
             xla_executable=loaded,
             out_pytree_def=structure,
-            in_shardings=[sharding] * argument_count,
-            out_shardings=[sharding] * len(arrays),
+            in_shardings=list(given),
+            out_shardings=list(returned),
             out_avals=[array.aval for array in arrays],
             out_committed=[array._committed for array in arrays],
-            kept_var_bitvec=[True] * argument_count,
-            in_device_local_layouts=[None] * argument_count,
+            kept_var_bitvec=[True] * len(given),
+            in_device_local_layouts=[None] * len(given),
             const_args=[],
         )
 

@@ -112,7 +112,7 @@ class Device:
         if not self._begun:
             _jaxlib.uninterrupted(self._begin)
         shards = [array]
-        placed = self._sharding(sharding)
+        placed = self.sharding(sharding)
         if self.mesh is not None:
             pieces = placed.addressable_devices_indices_map(array.shape)
             shards = [array[pieces[device]] for device in self._local]
@@ -149,13 +149,13 @@ class Device:
     def _begin(self) -> None:
         """Import jax, and whatever jaxlib imports when it makes a first array."""
         with self._lock, _jaxlib.importing:
-            whole = self._sharding(())
+            whole = self.sharding(())
             shards = [np.zeros(1, np.uint8)] * len(self._local)
             to_numpy(_jaxlib.put_with_jax((1,), np.dtype(np.uint8), whole, shards, self._local))
             self._begun = True
 
-    def _sharding(self, split: tuple[str, ...]) -> Any:
-        """Return jax's sharding for the mesh axes of an array's dimensions."""
+    def sharding(self, split: tuple[str, ...]) -> Any:
+        """Return jax's sharding for the mesh axes of an array's dimensions; empty: nothing is split."""
         if (known := self._shardings.get(split)) is None:
             if self.mesh is None:
                 known = _jaxlib.single_sharding(self._all[0])
@@ -235,7 +235,7 @@ class Device:
         if self.mesh is None:
             return Executable(loaded, None)
         avals = [(array.shape, dtype_of(array.dtype)) for array in results]
-        shardings = [self._sharding(array.sharding) for array in results]
+        shardings = [self.sharding(array.sharding) for array in results]
         return Executable(loaded, _jaxlib.mesh_assembler(avals, shardings))
 
 

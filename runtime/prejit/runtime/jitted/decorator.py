@@ -286,11 +286,16 @@ class _Jitted:
                     hint='add a [[target]] for this machine and build again, or allow on_miss="compile"',
                 )
             raise MissError("fingerprint", f"this machine matches none of the targets: {reasons}")
-        if bundle.config.mesh is not None:
-            raise MissError("mesh", "its programs run on a mesh, which only Bundle.call uses")
-        if not jax.sharding.get_abstract_mesh().empty:
+        if (mesh := bundle.config.mesh) is None:
+            if not jax.sharding.get_abstract_mesh().empty:
+                raise MissError(
+                    "mesh", "jax.set_mesh has set a mesh, and its programs run on one device"
+                )
+        elif (found := len(jax.devices(bundle.on_jax.platform))) < mesh.size:
+            raise MissError("mesh", f"expected {mesh.size} devices for its mesh, found {found}")
+        elif jax.process_count() > 1:
             raise MissError(
-                "mesh", "jax.set_mesh has set a mesh, and its programs run on one device"
+                "mesh", "several processes share jax's devices, which Bundle.call supports"
             )
         for setting in ("jax_debug_nans", "jax_debug_infs"):
             if getattr(jax.config, setting):
@@ -325,6 +330,8 @@ class _Jitted:
         returned = from_trace(shapes, tree, programs.results(name))
         with self._lock:
             self._traced[name] = None
+        if bundle.config.mesh is not None and any(returned.weak):
+            raise MissError("results", "a result has a weak type, which a mesh does not keep")
         return returned
 
     def _run(self, bundle: Bundle, fit: Fit, returned: Returned) -> _jaxlib.Missed:
@@ -332,21 +339,30 @@ class _Jitted:
 
         on_jax, name = bundle.on_jax, fit.program.name
         on_jax.programs.ask()
-        executable, device = on_jax.executable(name), on_jax.device.first
-        avals = [(array.shape, dtype_of(array.dtype)) for array in on_jax.programs.results(name)]
-        assemble = _jaxlib.assembler_for_jax(avals, returned.weak, device, fit.committed)
+        executable, device = on_jax.executable(name), on_jax.device
+        results = on_jax.programs.results(name)
+        given = [device.sharding(array.sharding) for array in on_jax.programs.arguments(name)]
         inputs = [
-            value if is_jax_array(value) else jax.device_put(value, device, may_alias=False)
-            for value in fit.arrays
+            value
+            if is_jax_array(value) and (device.mesh is None or value.committed)
+            else jax.device_put(value, sharding, may_alias=False)
+            for value, sharding in zip(fit.arrays, given, strict=True)
         ]
-        value = returned.value(assemble(executable.loaded.execute_sharded(inputs)))
+        if device.mesh is None:
+            avals = [(array.shape, dtype_of(array.dtype)) for array in results]
+            assemble = _jaxlib.assembler_for_jax(avals, returned.weak, device.first, fit.committed)
+            arrays = assemble(executable.loaded.execute_sharded(inputs))
+        else:
+            arrays = executable.run(inputs)
+        value = returned.value(arrays)
         on_jax.programs.verification.finish()
         on_jax.programs.answer()
         with self._lock:
             self._loaded[name] = None
         path = None
         if self._dispatch is not None:
-            path = self._dispatch.path(executable.loaded, len(inputs), value, device)
+            shardings = [device.sharding(array.sharding) for array in results]
+            path = self._dispatch.path(executable.loaded, given, value, shardings)
         return value, path, False
 
     def _report(self, bundle: Bundle, miss: MissError) -> None:

@@ -138,10 +138,15 @@ def _fit(
         if array.donated != (at[0] in call.donated):
             sides = ("donated", "kept") if array.donated else ("kept", "donated")
             raise MissError("donation", f"{spell(at)}: expected it {sides[0]}, found it {sides[1]}")
-    for at, value in zip(places, values, strict=True):
-        if is_jax_array(value):
+    for at, array, value in zip(places, expected, values, strict=True):
+        if not is_jax_array(value):
+            continue
+        if programs.device.mesh is None:
             committed |= _compare_device(at, value, programs.device.first)
-    if not committed and (default := _default_device()) != programs.device.first:
+        else:
+            _compare_sharding(at, value, programs.device.sharding(array.sharding))
+    on_one = programs.device.mesh is None
+    if on_one and not committed and (default := _default_device()) != programs.device.first:
         raise MissError(
             "device", f"expected {programs.device.first} as jax's device, found {default}"
         )
@@ -294,6 +299,14 @@ def _compare_device(at: trees.Path, array: Any, device: Any) -> bool:
     if layout is not None and layout.major_to_minor != tuple(range(array.ndim)):
         raise MissError("device", f"{spell(at)}: expected jax's own layout, found {layout}")
     return bool(array.committed)
+
+
+def _compare_sharding(at: trees.Path, array: Any, wanted: Any) -> None:
+    """Compare how an array is split with how a program on a mesh takes it. One that may move will be."""
+    if array.committed and not array.sharding.is_equivalent_to(wanted, array.ndim):
+        raise MissError(
+            "device", f"{spell(at)}: expected it split as {wanted}, found {array.sharding}"
+        )
 
 
 def _default_device() -> Any:

@@ -77,7 +77,8 @@ class JaxDispatchedCalls:
         structure = jax.tree.structure(_nested(on_jax.programs.results_tree(program), iter(arrays)))
         value = jax.tree.unflatten(structure, arrays)
         self._calls.finish()
-        return value, dispatch.path(executable.loaded, len(inputs), value, device), False
+        given, returned = ([on_jax.device.sharding(())] * len(each) for each in (inputs, results))
+        return value, dispatch.path(executable.loaded, given, value, returned), False
 
     def _program(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Return the program that takes the arrays of a call as they are, in jaxlib's order; None: none."""

@@ -9,6 +9,7 @@ from typing import final
 from prejit.runtime.base.once import once
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
+from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs.ready import Programs
 
@@ -19,26 +20,35 @@ class JaxPrograms:
 
     Attributes:
         programs: the program table, and what its texts mean.
+        platform: `cpu`, `cuda` or `tpu`.
     """
 
-    def __init__(self, programs: Programs, table: Iterable[ProgramEntry], platform: str) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        table: Iterable[ProgramEntry],
+        platform: str,
+        mesh: Mesh | None = None,
+    ) -> None:
         """Keep what loading needs.
 
         Args:
             programs: the programs of a bundle.
             table: those that are in the bundle; others may have been compiled here.
             platform: its platform: `cpu`, `cuda`, `tpu`.
+            mesh: the devices that run a program together; None: one device.
         """
         self.programs = programs
         self._table = [program for program in table if program.kind == "call"]
-        self._platform = platform
+        self.platform = platform
+        self._mesh = mesh
         self._loaded: dict[str, Executable] = {}
         self._lock = threading.Lock()
 
     @once
     def device(self) -> Device:
-        """The first device of jax's client for the bundle's platform."""
-        return Device(self._platform, of_jax=True)
+        """The first device of jax's client for the bundle's platform, or as many as its mesh has."""
+        return Device(self.platform, self._mesh, of_jax=True)
 
     def buckets(self, name: str) -> list[ProgramEntry]:
         """Return the buckets of a program; none: there is no such program."""
