@@ -40,8 +40,9 @@ def test_a_command_that_does_not_exist_is_named() -> None:
 WRAPPER = """
 import os, signal, sys
 from prejit.runtime.recorded.child import become, run_command
-# A shell ignores it for what it starts in the background, and the command would inherit that.
+# A shell ignores one for what it starts in the background, nohup the other: the command would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 start = run_command if sys.argv[1] == "run" else become
 sys.exit(start(sys.argv[2:], dict(os.environ)))
 """
