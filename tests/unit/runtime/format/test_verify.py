@@ -1387,6 +1387,7 @@ def huge_vocabulary(config: Any) -> Any:
     return from_json(Config, plain.encode(), PATH)
 
 
+@pytest.mark.filterwarnings("ignore:.*portable programs")  # how long they can be read
 @pytest.mark.parametrize(
     ("name", "change", "options", "complaint"),
     [

@@ -31,8 +31,11 @@ def empty_cache(
     layers: int, rows: int, heads: int, positions: int, head_size: int, dtype: str
 ) -> KVCache:
     """Return a cache of zeros, of L layers with keys and values [B, K, S, H]."""
-    zeros = jnp.zeros((rows, heads, positions, head_size), jnp.dtype(dtype))
-    return ((zeros, zeros),) * layers
+
+    def zeros() -> jax.Array:  # one array for each place: a caller may donate them
+        return jnp.zeros((rows, heads, positions, head_size), jnp.dtype(dtype))
+
+    return tuple((zeros(), zeros()) for _ in range(layers))
 
 
 BRING_YOUR_OWN = (
