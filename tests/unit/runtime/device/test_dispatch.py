@@ -42,7 +42,8 @@ class Doubling:
             [((4,), np.dtype("float32"))], [n == 1], self.device, committed=bool(x.committed)
         )
         (result,) = assemble(self.loaded.execute_sharded([x]))
-        return result, self.dispatch.path(self.loaded, 1, result, self.device), False
+        whole = [_jaxlib.single_sharding(self.device)]
+        return result, self.dispatch.path(self.loaded, whole, result, whole), False
 
 
 def test_a_signature_misses_once(device: Device) -> None:
