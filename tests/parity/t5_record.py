@@ -5,13 +5,12 @@ python -m tests.parity.t5_record          # needs torch, transformers, safetenso
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .record import ROUNDING, TIE, nearest_tokens
+from .record import record, torch_model
 from .t5_cases import PROMPT, REFERENCE, SOURCE, STEPS, Case, cases
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -21,7 +20,7 @@ def torch_logits(case: Case, directory: Path) -> Logits:
     """Float32 [ROWS, STEPS, V]: after the prompt, and after each greedy token; the last one is not fed."""
     import torch
 
-    model = _torch_model(case, directory)
+    model = torch_model(case, directory, "T5ForConditionalGeneration")
     tokens, steps = torch.from_numpy(case.prompt).long(), []
     with torch.no_grad():
         for _ in range(STEPS):  # all of the text anew for every token: no cache can be wrong
@@ -35,7 +34,7 @@ def rounding(case: Case, logits: Logits, directory: Path) -> float:
     """How far torch's own logits of the whole text are in float32 from those with float64 products."""
     import torch
 
-    model = _torch_model(case, directory)
+    model = torch_model(case, directory, "T5ForConditionalGeneration")
     text = np.concatenate([case.prompt, logits[:, :-1].argmax(2)], 1)
     tokens = torch.from_numpy(text).long()
     with torch.no_grad():
@@ -55,36 +54,5 @@ def _logits(model: Any, case: Case, tokens: Any) -> Any:
     ).logits
 
 
-def _torch_model(case: Case, directory: Path) -> Any:
-    import torch
-    from transformers import T5ForConditionalGeneration
-
-    torch.set_num_threads(1)  # more of them take longer over matrices as small as these
-    case.write(directory)
-    model, loading = T5ForConditionalGeneration.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(loading.values()), (case.name, loading)
-    return model.eval()
-
-
-def main() -> None:
-    """Writes REFERENCE. A case whose text or logits hang on the rounding of float32 needs another seed."""
-    recorded = {}
-    with tempfile.TemporaryDirectory() as directory:
-        for case in cases():
-            logits = torch_logits(case, Path(directory, case.name))
-            if (distance := min(map(nearest_tokens, logits))) < TIE:
-                print(f"{case.name}: two tokens are {distance:.1e} from each other")
-            if (error := rounding(case, logits, Path(directory, case.name))) > ROUNDING:
-                print(f"{case.name}: torch itself is {error:.1e} from float64")
-            recorded[case.name] = logits
-    np.savez_compressed(REFERENCE, **recorded)  # type: ignore[arg-type]
-    largest = max(float(np.abs(logits).max()) for logits in recorded.values())
-    print(
-        f"{REFERENCE}: {len(recorded)} cases, {REFERENCE.stat().st_size} bytes, |logit| <= {largest:.1f}"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    record(REFERENCE, cases(), torch_logits, rounding)

@@ -5,13 +5,12 @@ python -m tests.parity.whisper_record      # needs torch, transformers, safetens
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .record import ROUNDING, TIE, nearest_tokens
+from .record import record, torch_model
 from .whisper_cases import PROMPT, REFERENCE, STEPS, Case, cases
 
 Logits = np.ndarray[Any, np.dtype[np.float32]]
@@ -21,7 +20,10 @@ def torch_logits(case: Case, directory: Path) -> Logits:
     """Float32 [ROWS, STEPS, V]: after the prompts, and after each greedy token; the last is not fed."""
     import torch
 
-    model, source = _torch_model(case, directory), torch.from_numpy(case.spectrograms)
+    model, source = (
+        torch_model(case, directory, "WhisperForConditionalGeneration"),
+        torch.from_numpy(case.spectrograms),
+    )
     tokens = torch.from_numpy(case.prompts).long()
     steps = []
     with torch.no_grad():
@@ -36,7 +38,10 @@ def rounding(case: Case, logits: Logits, directory: Path) -> float:
     """How far torch's own logits of the whole texts are in float32 from those in float64."""
     import torch
 
-    model, source = _torch_model(case, directory), torch.from_numpy(case.spectrograms)
+    model, source = (
+        torch_model(case, directory, "WhisperForConditionalGeneration"),
+        torch.from_numpy(case.spectrograms),
+    )
     tokens = torch.from_numpy(np.concatenate([case.prompts, logits[:, :-1].argmax(2)], 1)).long()
     with torch.no_grad():
         single = _logits(model, source, tokens)[:, PROMPT - 1 :]
@@ -48,36 +53,5 @@ def _logits(model: Any, source: Any, tokens: Any) -> Any:
     return model(input_features=source, decoder_input_ids=tokens, use_cache=False).logits
 
 
-def _torch_model(case: Case, directory: Path) -> Any:
-    import torch
-    from transformers import WhisperForConditionalGeneration
-
-    torch.set_num_threads(1)  # more of them take longer over matrices as small as these
-    case.write(directory)
-    model, loading = WhisperForConditionalGeneration.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(loading.values()), (case.name, loading)
-    return model.eval()
-
-
-def main() -> None:
-    """Writes REFERENCE. A case whose text or logits hang on the rounding of float32 needs another seed."""
-    recorded = {}
-    with tempfile.TemporaryDirectory() as directory:
-        for case in cases():
-            logits = torch_logits(case, Path(directory, case.name))
-            if (distance := min(map(nearest_tokens, logits))) < TIE:
-                print(f"{case.name}: two tokens are {distance:.1e} from each other")
-            if (error := rounding(case, logits, Path(directory, case.name))) > ROUNDING:
-                print(f"{case.name}: torch itself is {error:.1e} from float64")
-            recorded[case.name] = logits
-    np.savez_compressed(REFERENCE, **recorded)  # type: ignore[arg-type]
-    largest = max(float(np.abs(logits).max()) for logits in recorded.values())
-    print(
-        f"{REFERENCE}: {len(recorded)} cases, {REFERENCE.stat().st_size} bytes, |logit| <= {largest:.1f}"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    record(REFERENCE, cases(), torch_logits, rounding)

@@ -1,4 +1,4 @@
-"""What a check found, and how logits are compared."""
+"""The finding of a check, and the comparison of logits."""
 
 from __future__ import annotations
 

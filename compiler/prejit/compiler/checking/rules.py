@@ -17,7 +17,7 @@ from prejit.compiler.checking.subject import ROWS, Array, Subject
 from prejit.compiler.models.protocol import Cache
 
 Compared = tuple[str, Any, Any]
-"""What two ways differ in, and the logits of both; the second are those to expect."""
+"""Two ways to compute the same logits: how they differ, the logits found, the logits expected."""
 
 
 def compare(
@@ -112,7 +112,7 @@ def chunks(subject: Subject) -> Finding:
 
 
 def padding(subject: Subject) -> Finding:
-    """What stands behind the valid tokens changes nothing."""
+    """Padding after the valid tokens changes no result."""
     piece = subject.piece
     prompt = subject.texts[:, :piece]
     zeros = np.pad(prompt, ((0, 0), (0, 2 * piece)))

@@ -73,7 +73,7 @@ class CacheLayout:
 
     @property
     def is_rewindable(self) -> bool:
-        """Whether a row can go back to an earlier position: every array has positions, or is of a source."""
+        """Whether a row can go back to an earlier position, because no array holds the state of a text."""
         return self.source is not None or all(POSITIONS in each.variables for each in self.arrays)
 
 
@@ -82,7 +82,7 @@ def cache_layout(model: Parametrized, shape: DecoderConfig, source: int | None) 
 
     Args:
         model: the model.
-        shape: what else is known of it.
+        shape: the vocabulary, the longest context and the dtype of the cache.
         source: the number of places of the longest source that the manifest asks for; None: it asks for none.
 
     Raises:

@@ -85,7 +85,7 @@ def lower_decoder(
 
     Args:
         model: implements `protocol.DecoderModel`, or `protocol.EncoderDecoderModel` if there is a source.
-        shape: what else is known of the model.
+        shape: the vocabulary, the longest context and the dtype of the cache.
         spec: the program and its bucket; on a mesh, `data` divides its batch.
         source: the number of places of the longest source; None: the model is no encoder-decoder.
         split: how the model is split over a mesh; None for one device.

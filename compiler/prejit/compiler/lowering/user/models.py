@@ -210,7 +210,7 @@ def _held(
                 "values; found none",
                 hint="save the params of model.init(...) with orbax or safetensors",
             )
-        # Variables, of which one collection is the params; or the params alone.
+        # The values are all collections of variables, or only those of the collection `params`.
         prefix = "params." if any(name.startswith("params.") for name in parameters) else ""
         return _Held(
             parameters,

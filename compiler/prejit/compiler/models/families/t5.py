@@ -133,7 +133,7 @@ class EncoderStack(nnx.Module):
         self.final_layer_norm = RMSNorm(config.d_model, config.layer_norm_epsilon)
 
     def __call__(self, x: jax.Array, length: jax.Array) -> jax.Array:
-        """Map x [B, N, D], of which `length` places of each row are valid, to [B, N, D]."""
+        """Map x [B, N, D] to [B, N, D]. In each row only the first `length` places are valid."""
         places = jnp.arange(x.shape[1])[None]
         bias = self.block[0].layer[0].SelfAttention.relative_attention_bias(places, x.shape[1])
         for block in self.block:

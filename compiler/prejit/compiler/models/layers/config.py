@@ -1,4 +1,4 @@
-"""What every model family describes: sizes, tensor names, the split over a mesh.
+"""The description that every model family gives: sizes, tensor names, the split over a mesh.
 
 Figures in comments of the layers are of XLA:CPU on two threads, with jax 0.10.2 and 0.12.0 alike. No layer
 depends on the platform for its values.
