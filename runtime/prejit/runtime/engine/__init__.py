@@ -1,4 +1,4 @@
-"""One engine for all callers of a bundle: a queue, one loop that drives one batch, and shared calls of encoders.
+"""One engine for all callers of a bundle: a queue, one loop that drives one batch, shared calls of encoders.
 
 May import `encoding`, `generation` and the rooms below them. The server is built on this room.
 

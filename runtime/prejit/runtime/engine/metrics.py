@@ -106,7 +106,7 @@ REASONS = (
     "error",
     "refused",
 )
-"""Every reason for which a request ends. All of them are counted from the start, so that rates are defined."""
+"""Every reason for which a request ends. All are counted from the start, so that rates are defined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Metrics of an engine: a count that is lost or doubled, or a bucket that is off by one, misleads those on call."""
+"""Metrics of an engine: a count that is lost or doubled, or a bucket that is off by one, misleads people."""
 
 from __future__ import annotations
 
