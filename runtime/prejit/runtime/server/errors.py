@@ -1,4 +1,4 @@
-"""Errors as clients get them: a status, the error JSON of OpenAI's API (or of the Open Inference Protocol), headers."""
+"""Errors as clients get them: a status, headers, and the JSON of OpenAI's API or of the inference protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prejit.runtime.errors import (
 from prejit.runtime.server.served import ModelNotFoundError
 
 RETRY_SECONDS = 1
-"""Retry-After of a server that loads or ends: another one may answer at once, so clients need not wait long."""
+"""Retry-After of a server that loads or ends. It is short, because another server may answer at once."""
 
 
 class ApiError(Exception):
@@ -44,7 +44,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",  # noqa: A002 (the name is OpenAI's)
+        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
@@ -82,14 +82,17 @@ _KINDS: dict[type[PrejitError], _Kind] = {
     DeadlineError: _Kind(504, "timeout_error", "deadline"),
     NumbersError: _Kind(500, "server_error", "no_numbers"),
 }
-"""The first class in the order of inheritance decides. All others are status 500 and keep their message private."""
+"""The first class in the order of inheritance decides. All others are status 500; their message stays here."""
 
 _AT = re.compile(r" - at `(?:key in )?(?P<path>.*)`$", re.DOTALL)
 """How msgspec ends a message: with the path of the value, `$.messages[0].role`."""
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return an error as the client gets it. One that is no fault of the client gets no details: those are for the log."""
+    """Return an error as the client gets it.
+
+    An error that the client cannot mend has no details: those are for the server's log.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # Starlette's own: no such path, or another method

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ABORT = "prejit.abort"
-"""Extension of a scope: a function that closes the connection without sending what is buffered (connections.py)."""
+"""Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""
 
 GRACE_SECONDS = 30.0
-"""How much longer than its time a request may take until its connection is cut: the engine ends it in time, and a
-client may be slow to read the rest."""
+"""How much longer than its time a request may take until its connection is cut. The engine ends it in time, and
+a slow client needs some more to read the rest."""
 
 _OPEN = re.compile(r"/|/page/.*|/health/(live|ready)|/metrics|/v2/health/(live|ready)")
-"""Paths that need no key and are answered in every state: probes, scrapers, and the files of the page hold no secret."""
+"""Paths that need no key and are answered in every state: probes, metrics, the files of the page."""
 _ID = re.compile(rb"[!-~]{1,128}")
 """A request id that a client may choose."""
 
@@ -179,7 +179,7 @@ class _Request:
         return message
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send a part of the response. No coroutine of its own, because a stream has one part for each token."""
+        """Send a part of the response. It is no coroutine, because a stream has a part for each token."""
         if message["type"] == "http.response.start":
             self.started = True
             message["headers"] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Models:
     def __init__(self, *served: Served) -> None:
         """Serve these bundles now; without any, the state is `loading`."""
         self.state: State = "loading"
+        self._lock = threading.Lock()
         self._by_name: dict[str, Served] = {}
         if served:
             self.add(*served)
@@ -89,6 +91,14 @@ class Models:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def change(self, before: State, after: State) -> bool:
+        """Change the state, unless another thread has changed it since it was `before`; return whether."""
+        with self._lock:
+            if self.state != before:
+                return False
+            self.state = after
+            return True
+
     def drain(self, seconds: float | None) -> bool:
         """Refuse new requests and wait for those that run or wait.
 
@@ -98,7 +108,8 @@ class Models:
         Returns:
             Whether none is left.
         """
-        self.state = "draining"
+        with self._lock:
+            self.state = "draining"
         until = None if seconds is None else time.monotonic() + seconds
         idle = True
         for one in self:
