@@ -25,7 +25,7 @@ ABORT = "prejit.abort"
 """Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""
 
 GRACE_SECONDS = 30.0
-"""How much longer than its time a request may take until its connection is cut. The engine ends it in time, and
+"""How much longer than its time a request may take until its connection is cut. The engine ends it in time;
 a slow client needs some more to read the rest."""
 
 _OPEN = re.compile(r"/|/page/.*|/health/(live|ready)|/metrics|/v2/health/(live|ready)")

@@ -1,4 +1,4 @@
-"""The process of a server: it binds at once, loads beside the imports of the HTTP stack, and ends in order."""
+"""The process of a server: it binds at once and loads bundles beside the imports of the HTTP stack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from prejit.runtime.server.served import Models, Served, State
 from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
     from prejit.runtime.engine.engine import Engine
+
+    from prejit.runtime.bundle import Bundle
 
 BACKLOG = 2048
 """Connections that may wait for being accepted; the kernel has a limit of its own."""
@@ -87,11 +88,9 @@ def serve(
     if loading.error is not None:
         raise loading.error
     models.close()
-    if settings.log is not None:
-        settings.log.close()
-    if (
-        loading.is_alive()
-    ):  # a signal came while a bundle was loaded or compiled, which cannot be stopped
+    if log is not None:
+        log.close()
+    if loading.is_alive():  # a signal came while a bundle was loaded, which cannot be stopped
         sys.stderr.flush()
         os._exit(0)
 
@@ -140,12 +139,12 @@ class _Loading(threading.Thread):
                 before = "compiling"
                 for bundle, _ in bundles:
                     bundle.prepare()
-            if self._settings.log is not None:
+            if self._log is not None:
                 paths = {
                     name: source.path
                     for (_, name), source in zip(bundles, self._sources, strict=True)
                 }
-                self._settings.log.start(self._models, paths, self._settings.max_tokens)
+                self._log.start(self._models, paths, self._settings.max_tokens)
             gc.freeze()
             gc.enable()
             if self._models.change(before, "ready"):
@@ -164,7 +163,7 @@ class _Loading(threading.Thread):
         options = {"slots": self._engines.slots, "queue": self._engines.queue}
         engine: Engine = bundle.engine(**{k: v for k, v in options.items() if v is not None})
         name = source.name or bundle.name
-        if self._settings.log is not None:
+        if self._log is not None:
             from prejit.runtime.server.requestlog import RecordedEngine
 
             engine = cast("Engine", RecordedEngine(name, engine))
@@ -196,7 +195,7 @@ def _url(listening: socket.socket, host: str) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files: every connection is one, and the default of 1024 is soon reached."""
+    """Raise the soft limit of open files: every connection is one, and the default is often 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
