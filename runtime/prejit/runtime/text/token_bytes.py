@@ -17,9 +17,9 @@ _SPACE = "\u2581"
 class TokenBytes:
     """Bytes by token id. Together, the bytes of the tokens of a text are the text.
 
-    Decoding one token at a time does not give that: decoders strip the space at the beginning of a text, and a
-    part of a character becomes U+FFFD. So the token's own spelling is read, by the rule of its decoder: GPT-2's
-    alphabet of bytes, or SentencePiece's pieces and byte tokens.
+    Decoding one token at a time does not give that: decoders strip the space at the beginning of a text, and
+    a part of a character becomes U+FFFD. So this class reads the token's own spelling, by the rule of its
+    decoder: GPT-2's alphabet of bytes, or SentencePiece's pieces and byte tokens.
     """
 
     def __init__(self, tokenizer: _Tokenizer) -> None:

@@ -129,8 +129,8 @@ async def masks(
         format_constraint: what an answer in text must be.
 
     Raises:
-        UsageError, ApiError: as `mask_of`; or an answer in JSON is wanted beside tools, which the model may not
-            be able to call then.
+        UsageError, ApiError: as `mask_of`; or an answer in JSON is wanted beside tools, which the model could
+            not call then.
     """
     constraint = tools.constraint()
     if constraint is None:

@@ -20,7 +20,7 @@ _NULL = "Expected `null`, "
 
 
 class Fields(msgspec.Struct, kw_only=True, frozen=True):
-    """Fields of a request. Unknown ones are ignored. A field of the type None is one that is not supported."""
+    """Fields of a request. Unknown ones are ignored. Those of type None are not supported."""
 
 
 class Answer(msgspec.Struct, kw_only=True, frozen=True):

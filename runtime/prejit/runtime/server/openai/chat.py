@@ -185,7 +185,7 @@ class ChatChunk(Answer, omit_defaults=True):
     model: str
     system_fingerprint: str
     choices: list[Any]
-    usage: Usage | None | msgspec.UnsetType = msgspec.UNSET
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -342,7 +342,7 @@ class _Answer:
     def _token(self, found: Any) -> TokenLogprob:
         return for_chat(found, self._names, self._body.top_logprobs or 0)
 
-    def _chunk(self, usage: Usage | None | msgspec.UnsetType) -> ChatChunk:
+    def _chunk(self, usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             object="chat.completion.chunk",

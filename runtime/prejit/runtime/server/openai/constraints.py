@@ -1,4 +1,4 @@
-"""What an answer must be: JSON, JSON of a schema, or calls of tools. Each becomes a token mask by a grammar."""
+"""What an answer must be: JSON, JSON of a schema, or calls of tools. A grammar makes a token mask of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
+    from prejit.runtime.server.grammar import Grammars
+
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.generation.options import TokenMask
-    from prejit.runtime.server.grammar import Grammars
 
 _grammars: WeakKeyDictionary[Bundle, Grammars] = WeakKeyDictionary()
 

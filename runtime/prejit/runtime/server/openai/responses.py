@@ -359,14 +359,14 @@ class _Output:
         )
         return [
             self.event("response.output_item.added", output_index=place, item=item),
-            self.event("response.content_part.added", **at, part=OutputPart(text="")),
+            self.event("response.content_part.added", **at, part=_part("", [])),
         ]
 
     def _end_message(self, status: Any) -> list[bytes]:
         if self._message is None:
             return []
         place = len(self.items)
-        part = OutputPart(text="".join(self._texts), logprobs=self._logprobs)
+        part = _part("".join(self._texts), self._logprobs)
         item = OutputMessage(id=self._message, status=status, content=[part])
         at = {"item_id": self._message, "output_index": place, "content_index": 0}
         self.items.append(item)
@@ -376,6 +376,10 @@ class _Output:
             self.event("response.content_part.done", **at, part=part),
             self.event("response.output_item.done", output_index=place, item=item),
         ]
+
+
+def _part(text: str, logprobs: list[TokenLogprob]) -> OutputPart:
+    return OutputPart(text=text, annotations=[], logprobs=logprobs)
 
 
 def _is_complete(reason: str) -> bool:

@@ -142,8 +142,8 @@ class OutputPart(Answer):
 
     type: Literal["output_text"] = "output_text"
     text: str
-    annotations: list[None] = []
-    logprobs: list[TokenLogprob] = []
+    annotations: list[None]
+    logprobs: list[TokenLogprob]
 
 
 class OutputMessage(Answer):

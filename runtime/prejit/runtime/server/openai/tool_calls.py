@@ -4,9 +4,9 @@
     Llama 3          {"name": ..., "parameters": {...}}, also several with ";" between, alone
     Mistral          [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], alone
 
-Marks that are special tokens, such as Mistral's, are not in the text of a generation, so the syntaxes are told apart by
-what is left of them. Lists and objects without a mark count only if they name a tool of the request: an answer may be
-JSON too.
+Marks that are special tokens, such as Mistral's, are not in the text of a generation: only what is left tells
+the syntaxes apart. Lists and objects without a mark count only if they name a tool of the request, because an
+answer may be JSON too.
 """
 
 from __future__ import annotations
