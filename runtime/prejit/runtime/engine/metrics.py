@@ -184,15 +184,17 @@ class MicroMetrics:
 
     Attributes:
         name: the program, or `encode`.
-        calls: runs of the program.
-        rows: rows of callers in them.
+        calls: calls of callers that have a result.
+        rows: rows of callers in them; 0 for a program without a batch axis.
         padded_rows: rows that only filled the bucket.
+        batches: runs of the program; fewer than `calls` where callers shared one.
     """
 
     name: str
     calls: int
     rows: int
     padded_rows: int
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
