@@ -19,11 +19,11 @@ encode = msgspec.json.Encoder().encode
 _NULL = "Expected `null`, "
 
 
-class Fields(msgspec.Struct, kw_only=True, frozen=True):
+class Fields(msgspec.Struct, frozen=True):
     """Fields of a request. Unknown ones are ignored. Those of type None are not supported."""
 
 
-class Answer(msgspec.Struct, kw_only=True, frozen=True):
+class Answer(msgspec.Struct, frozen=True):
     """A part of a response."""
 
 

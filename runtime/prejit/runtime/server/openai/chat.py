@@ -61,7 +61,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 """Why an answer ended."""
 
 
-class JsonSchema(Fields):
+class JsonSchema(Fields, kw_only=True):
     """A JSON Schema with a name.
 
     Attributes:
@@ -77,13 +77,13 @@ class JsonSchema(Fields):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Fields, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Fields, kw_only=True, tag_field="type", tag="json_schema"):
     """The answer is JSON that meets a schema."""
 
     json_schema: JsonSchema
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, kw_only=True):
     """The body of POST /v1/chat/completions.
 
     Attributes:
@@ -131,14 +131,14 @@ class ChatRequest(Sampled):
     web_search_options: None = None
 
 
-class AnswerFunction(Answer):
+class AnswerFunction(Answer, kw_only=True):
     """The function of a call by the model."""
 
     name: str
     arguments: str
 
 
-class AnswerToolCall(Answer):
+class AnswerToolCall(Answer, kw_only=True):
     """A call by the model."""
 
     id: str
@@ -146,7 +146,7 @@ class AnswerToolCall(Answer):
     function: AnswerFunction
 
 
-class AnswerMessage(Answer, omit_defaults=True):
+class AnswerMessage(Answer, kw_only=True, omit_defaults=True):
     """The model's message."""
 
     role: Literal["assistant"]
@@ -155,7 +155,7 @@ class AnswerMessage(Answer, omit_defaults=True):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(Answer, kw_only=True):
     """One answer."""
 
     index: int
@@ -164,7 +164,7 @@ class ChatChoice(Answer):
     finish_reason: Reason
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Answer, kw_only=True):
     """The response of POST /v1/chat/completions."""
 
     id: str
@@ -176,7 +176,7 @@ class ChatCompletion(Answer):
     usage: Usage
 
 
-class ChatChunk(Answer, omit_defaults=True):
+class ChatChunk(Answer, kw_only=True, omit_defaults=True):
     """An event of a stream, with its choices as they come."""
 
     id: str

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from prejit.runtime.server.openai.bodies import Answer, encode
 
 
-class ErrorFields(Answer):
+class ErrorFields(Answer, kw_only=True):
     """What went wrong.
 
     Attributes:
@@ -32,7 +32,7 @@ class ErrorFields(Answer):
     code: str | None
 
 
-class ErrorBody(Answer):
+class ErrorBody(Answer, kw_only=True):
     """The body of every response that is an error."""
 
     error: ErrorFields
