@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,14 @@ class ErrorBody(Answer, kw_only=True):
     """The body of every response that is an error."""
 
     error: ErrorFields
+
+
+_ATTRIBUTES = "\n\n    Attributes:\n"
+"""Where a docstring begins to describe attributes."""
+_ATTRIBUTE = re.compile(
+    r"^ {8}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {12,}.*)*)$", re.MULTILINE
+)
+"""An attribute in a docstring. Its further lines are indented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,13 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     references, schemas = msgspec.json.schema_components(
         unique, ref_template="#/components/schemas/{name}"
     )
+    for kind in unique:  # a Struct's own docstring has only the fields that it adds
+        for base in kind.__mro__:
+            _describe_fields(schemas[kind.__name__], base.__doc__ or "")
+    for schema in schemas.values():
+        _describe_fields(schema, schema.get("description", ""))
+        if "description" in schema:
+            schema["description"] = " ".join(schema["description"].partition(_ATTRIBUTES)[0].split())
     by_kind = dict(zip(unique, references, strict=True))
     paths: dict[str, Any] = {}
     for each in operations:
@@ -106,6 +122,15 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _describe_fields(schema: dict[str, Any], docstring: str) -> None:
+    """Give the properties of a schema their descriptions from a docstring."""
+    properties = schema.get("properties", {})
+    for found in _ATTRIBUTE.finditer(docstring.partition(_ATTRIBUTES)[2]):
+        for name in found["names"].split(", "):
+            if name in properties:
+                properties[name]["description"] = " ".join(found["text"].split())
 
 
 def _operation(each: Operation, by_kind: dict[Any, Any]) -> dict[str, Any]:

@@ -124,8 +124,8 @@ async def detokenize(models: Models, settings: Settings, request: Request) -> Re
 
 
 def longest(served: Served) -> int:
-    """Return the longest context of a model, or its longest sentence."""
+    """Return the longest context for which a model has memory, or its longest sentence."""
     bundle = served.bundle
     if bundle.config.decoder is not None:
-        return bundle.decoder.contexts[-1]
+        return served.engine.plan.context
     return bundle.encoder.max_tokens if bundle.config.encoder is not None else 0
