@@ -43,10 +43,9 @@ def serve(options: Namespace) -> int:
             clients=options.clients,
             drain_seconds=options.drain_seconds,
             keys=keys,
-            log=log,
         )
         engines = EngineOptions(options.slots, options.queue, options.require_aot)
-        serve(sources, engines, settings, options.host, options.port)
+        serve(sources, engines, settings, (options.host, options.port), log)
     return 0
 
 

@@ -97,7 +97,7 @@ class Gate:
 
     async def _fail(self, scope: Scope, request: _Request, error: Exception) -> None:
         """Answer a request that failed, or cut its connection if the answer has begun."""
-        if isinstance(error, TimeoutError) and not isinstance(error, ApiError):
+        if type(error) is TimeoutError:  # of this gate; an engine raises DeadlineError
             error = ApiError(
                 504,
                 f"expected the request to take at most {self._settings.timeout_seconds:g} seconds",

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, final
 
 from prejit.runtime.base.process import seconds_since_exec
@@ -22,6 +22,7 @@ from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.server.requestlog import RequestLog
 
     from prejit.runtime.bundle import Bundle
 
@@ -60,7 +61,11 @@ class EngineOptions:
 
 
 def serve(
-    sources: Sequence[Source], engines: EngineOptions, settings: Settings, host: str, port: int
+    sources: Sequence[Source],
+    engines: EngineOptions,
+    settings: Settings,
+    address: tuple[str, int],
+    log: RequestLog | None = None,
 ) -> None:
     """Serve bundles until a signal ends the process, or a bundle cannot be loaded.
 
@@ -68,8 +73,8 @@ def serve(
         sources: the bundles.
         engines: the options of their engines.
         settings: the limits.
-        host: the address to listen at.
-        port: its port; 0: any that is free.
+        address: the host and port to listen at; port 0: any that is free.
+        log: where requests are recorded.
 
     Raises:
         StoreError: the address cannot be bound, or a bundle cannot be read.
@@ -77,14 +82,15 @@ def serve(
     """
     gc.disable()  # imports and loads make many objects and no garbage
     _allow_many_connections()
-    with _bind(host, port) as listening:
+    with _bind(*address) as listening:
         models = Models()
-        loading = _Loading(sources, engines, settings, models, _url(listening, host))
+        url = _url(listening, address[0])
+        loading = _Loading(sources, engines, models, url, log, settings.max_tokens)
         loading.start()
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.runtime.server.uvicorn_server import run
 
-        run(models, settings, listening, loading.when_failed)
+        run(models, replace(settings, log=log), listening, loading.when_failed)
     if loading.error is not None:
         raise loading.error
     models.close()
@@ -107,16 +113,18 @@ class _Loading(threading.Thread):
         self,
         sources: Sequence[Source],
         engines: EngineOptions,
-        settings: Settings,
         models: Models,
         url: str,
+        log: RequestLog | None,
+        max_tokens: int | None,
     ) -> None:
         super().__init__(name="prejit-load", daemon=True)
         self._sources = sources
         self._engines = engines
-        self._settings = settings
         self._models = models
         self._url = url
+        self._log = log
+        self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._on_failure: Callable[[], object] | None = None
         self.error: BaseException | None = None
@@ -144,7 +152,7 @@ class _Loading(threading.Thread):
                     name: source.path
                     for (_, name), source in zip(bundles, self._sources, strict=True)
                 }
-                self._log.start(self._models, paths, self._settings.max_tokens)
+                self._log.start(self._models, paths, self._max_tokens)
             gc.freeze()
             gc.enable()
             if self._models.change(before, "ready"):
