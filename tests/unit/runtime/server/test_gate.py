@@ -81,7 +81,11 @@ def ready() -> Models:
 
 
 def ask(
-    method: str, path: str, settings: Settings | None = None, models: Models | None = None, **more: Any
+    method: str,
+    path: str,
+    settings: Settings | None = None,
+    models: Models | None = None,
+    **more: Any,
 ) -> httpx.Response:
     """One request to the application above."""
 

@@ -107,7 +107,9 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     for schema in schemas.values():
         _describe_fields(schema, schema.get("description", ""))
         if "description" in schema:
-            schema["description"] = " ".join(schema["description"].partition(_ATTRIBUTES)[0].split())
+            schema["description"] = " ".join(
+                schema["description"].partition(_ATTRIBUTES)[0].split()
+            )
     by_kind = dict(zip(unique, references, strict=True))
     paths: dict[str, Any] = {}
     for each in operations:
