@@ -58,6 +58,7 @@ ADD: dict[str, Any] = {
         },
     },
 }
+HUGE = b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"
 USER: list[Any] = [{"role": "user", "content": ONCE}]
 
 
@@ -754,7 +755,15 @@ def test_errors_have_their_status(
         client.embeddings.create(model="stories", input="a")
     with pytest.raises(openai.BadRequestError, match="chat template"):
         client.chat.completions.create(model="tiny", messages=USER)
-    for body in (b"", b"[]", b"\xff", b'{"prompt": "\xff"}', b'{"a":' * 100_000, b'{"x": NaN}'):
+    for body in (
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"prompt": "\xff"}',
+        b'{"a":' * 100_000,
+        b'{"x": NaN}',
+        HUGE,
+    ):
         assert post("/v1/completions", body).status_code == 400, body[:20]
 
 

@@ -16,7 +16,8 @@ T = TypeVar("T")
 encode = msgspec.json.Encoder().encode
 """Returns a value as compact JSON."""
 
-_NULL = "Expected `null`, "
+_NULL, _AT = "Expected `null`, ", " - at `$."
+"""How msgspec says that a field of the type None has a value, and where."""
 
 
 class Fields(msgspec.Struct, frozen=True):
@@ -31,22 +32,16 @@ async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """Return the body of a request.
 
     Raises:
-        ApiError: it asks for something that is not supported, or is nested too deeply.
+        ApiError: it asks for something that is not supported, or exceeds Python's limits.
         msgspec.DecodeError, UnicodeDecodeError: it is no JSON, or a field has a wrong type.
     """
     body = await request.body()
     try:
         return decoder.decode(body)
-    except RecursionError:
-        raise ApiError(
-            400,
-            "body: expected objects nested less deeply than Python's recursion limit",
-            code="invalid_json",
-        ) from None
     except msgspec.ValidationError as error:
         text = str(error)
-        if text.startswith(_NULL) and " - at `$." in text:
-            name = text.rpartition(" - at `$.")[2].removesuffix("`")
+        if text.startswith(_NULL) and _AT in text:
+            name = text.rpartition(_AT)[2].removesuffix("`")
             raise ApiError(
                 400,
                 f"{name}: this server does not support it; leave it out",
@@ -54,6 +49,12 @@ async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
                 code="unsupported_parameter",
             ) from error
         raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise
+    except (RecursionError, ValueError) as error:  # nested too deeply, an integer of 5,000 digits
+        raise ApiError(
+            400, f"body: expected JSON within Python's limits, found {error}", code="invalid_json"
+        ) from error
 
 
 def unsupported(name: str, found: object) -> ApiError:
