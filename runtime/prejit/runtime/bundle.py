@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, final
 
 from prejit.runtime.base import arguments
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.engine.microbatch_calls import Calling
+    from prejit.runtime.engine.microbatch_encode import Encoding
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
@@ -126,6 +130,7 @@ class Bundle:
         no_libraries: str = "",
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,
+        generation_config: bool = True,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -136,6 +141,7 @@ class Bundle:
         self.config = config
         self._types = types
         self._compiles = compiles
+        self._generation_config = generation_config
         verification = layers[PORTABLE_MEDIA_TYPE].verification
         device = Device(platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
@@ -159,6 +165,7 @@ class Bundle:
             no_calls=no_libraries,
         )
         text = BundleText(config.bundle, layers)
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # `close` ends them
         self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
         if config.decoder is not None and matched and not is_plain_start():
             programs.expect(
@@ -176,10 +183,13 @@ class Bundle:
     def close(self) -> None:
         """Free the bundle: its memory on the device, its mapped files and its threads.
 
-        Later calls raise ClosedError; closing again does nothing. Calls that still run end with a result or
-        with ClosedError. A program that is being compiled is waited for. Sessions, batches, prefixes and
-        bound programs hold their own arrays until they are dropped, and native libraries stay in the process.
+        It closes its engines first. Later calls raise ClosedError; closing again does nothing. Calls that
+        still run end with a result or with ClosedError. A program that is being compiled is waited for.
+        Sessions, batches, prefixes and bound programs hold their own arrays until they are dropped, and
+        native libraries stay in the process.
         """
+        for engine in list(self._engines):
+            engine.close()
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -266,18 +276,19 @@ class Bundle:
 
     def generate_batch(
         self,
-        prompts: Sequence[Prompt | None] | None = None,
+        prompts: str | Sequence[Prompt | None] | None = None,
         *,
-        sources: Sequence[Any] | None = None,
+        sources: str | Sequence[Any] | None = None,
         sampling: Sequence[Sampling] | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generate from several prompts at the same time. Prompts without a free slot wait for one.
 
         Args:
-            prompts: any number; a beginning that all of them share is computed once. None: one for each
-                source, which begins a text.
-            sources: what an encoder-decoder reads, one for each prompt; each as the option `source`.
+            prompts: any number; a beginning that all of them share is computed once. One text is as good as a
+                list of one. None: one for each source, which begins a text.
+            sources: what an encoder-decoder reads, one for each prompt; each as the option `source`. One text
+                is as good as a list of one.
             sampling: one for each prompt if they differ; they replace the bundle's defaults. None: the
                 options decide.
             **options: for all prompts, as `generate`.
@@ -379,16 +390,32 @@ class Bundle:
         """
         from prejit.runtime.engine.engine import Engine  # one caller at a time does not need it
 
-        return Engine(
+        engine = Engine(
             self,
             self._resolve,
             self._begin,
+            partial(self._encoding, queue),
+            partial(self._calling, queue),
             slots=slots,
             queue=queue,
             memory=memory,
             prefix_memory=prefix_memory,
             prefill_tokens=prefill_tokens,
         )
+        self._engines.add(engine)
+        return engine
+
+    def _encoding(self, queue: int) -> Encoding:
+        """Return what lets several callers share runs of the encoder."""
+        from prejit.runtime.engine.microbatch_encode import Encoding  # decoders do not need it
+
+        return Encoding(self.encoder, self._text, self._finish, queue=queue)
+
+    def _calling(self, queue: int) -> Calling:
+        """Return what lets several callers share runs of the user's programs."""
+        from prejit.runtime.engine.microbatch_calls import Calling  # decoders do not need it
+
+        return Calling(self._calls, self._dispatched, queue=queue)
 
     def request(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Request:
         """Return a request for `Batch.insert`. Arguments as `generate`, without `stop`.
@@ -408,11 +435,13 @@ class Bundle:
     def defaults(self) -> Defaults:
         """The options that the model's publisher recommends, for calls that do not give their own.
 
+        All are unset if the bundle was loaded with `generation_config=False`.
+
         Raises:
             RejectError: the model's generation config is damaged.
         """
         layer = self._open.layers.get(GENERATION_MEDIA_TYPE)
-        if layer is None or self.config.decoder is None:
+        if layer is None or self.config.decoder is None or not self._generation_config:
             return Defaults()
         return check_generation(bytes(layer.wait()), self.config.format, layer.path)
 
@@ -445,19 +474,21 @@ class Bundle:
 
     def _each(
         self,
-        prompts: Sequence[Prompt | None] | None,
-        sources: Sequence[Any] | None,
+        prompts: str | Sequence[Prompt | None] | None,
+        sources: str | Sequence[Any] | None,
         resolved: Resolved,
     ) -> tuple[list[Prompt | None], list[Resolved]]:
         """Return the prompts of a batch, and the options of each."""
+        given = [prompts] if isinstance(prompts, str) else prompts
         if sources is None:
-            listed = arguments.items("prompts", prompts, "a list of prompts")
+            listed = arguments.items("prompts", given, "a prompt or a list of prompts")
             return list(listed), [resolved] * len(listed)
-        read = arguments.items("sources", sources, "a list of sources")
+        one = [sources] if isinstance(sources, str) else sources
+        read = arguments.items("sources", one, "a source or a list of sources")
         listed = (
             [None] * len(read)
-            if prompts is None
-            else arguments.items("prompts", prompts, "a list of prompts")
+            if given is None
+            else arguments.items("prompts", given, "a prompt or a list of prompts")
         )
         if len(listed) != len(read):
             raise UsageError(

@@ -87,6 +87,8 @@ class DispatchedCalls:
     def close(self) -> None:
         """Forget what jaxlib dispatches, which holds executables and weights."""
         self._functions.clear()
+        if self._on_jax is not None:
+            self._on_jax.functions.clear()
 
     def _function(self, name: str) -> Callable[..., Any] | None:
         """Return what jaxlib dispatches; None: the program cannot be dispatched."""
