@@ -1,4 +1,4 @@
-"""What every request passes: a hole in it would be a request without a key, without a limit, or without a record."""
+"""A hole in the gate would be a request without a key, without a limit, or without a record."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def ready() -> Models:
 
 
 def ask(
-    method: str, path: str, settings: Settings | None = None, models: Models | None = None, **more: Any
+    method: str,
+    path: str,
+    settings: Settings | None = None,
+    models: Models | None = None,
+    **more: Any,
 ) -> httpx.Response:
     """One request to the application above."""
 

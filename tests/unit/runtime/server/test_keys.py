@@ -9,7 +9,9 @@ import pytest
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.server.keys import read_keys
 
-TEXT = "# who may\n\nalice: 0123456789abcdef\n  fedcba9876543210  \nbob@example.org:  sk-0000000000\n"
+TEXT = (
+    "# who may\n\nalice: 0123456789abcdef\n  fedcba9876543210  \nbob@example.org:  sk-0000000000\n"
+)
 
 
 @pytest.fixture
