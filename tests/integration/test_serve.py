@@ -1,4 +1,4 @@
-"""`prejit serve` and `prejit replay` as processes: what Kubernetes, a person at a terminal, and clients see."""
+"""`prejit serve` and `prejit replay` as processes: what probes, a person at a terminal, and clients see."""
 
 from __future__ import annotations
 
