@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.asgi_stacks [--turns 7]
 
-Each stack serves the same ASGI application in a process of its own. The stacks take turns, and each turn measures
+Each stack serves the same application in a process of its own. The stacks take turns, and each turn measures
 
 - the time of importing the stack, in a fresh interpreter;
 - the time from exec to the first answer of a server whose process imports nothing else;
