@@ -44,7 +44,8 @@ def serve(options: Namespace) -> int:
             drain_seconds=options.drain_seconds,
             keys=keys,
         )
-        engines = EngineOptions(options.slots, options.queue, options.require_aot)
+        must_match = options.on_mismatch == "error"
+        engines = EngineOptions(options.slots, options.queue, must_match)
         serve(sources, engines, settings, (options.host, options.port), log)
     return 0
 

@@ -21,10 +21,9 @@ from prejit.runtime.server.served import Models, Served, State
 from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
     from prejit.runtime.engine.engine import Engine
     from prejit.runtime.server.requestlog import RequestLog
-
-    from prejit.runtime.bundle import Bundle
 
 BACKLOG = 2048
 """Connections that may wait for being accepted; the kernel has a limit of its own."""

@@ -20,8 +20,9 @@ from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
-    from prejit.runtime.engine.engine import Engine
     from starlette.types import ASGIApp, Message
+
+    from prejit.runtime.engine.engine import Engine
 
 _AT_ONCE = 8
 """Requests that run at the same time: as many as an engine has slots by default."""

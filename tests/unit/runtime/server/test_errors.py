@@ -1,4 +1,4 @@
-"""A client's mistake must be a 4xx that names it, and an error of the server must not tell clients its insides."""
+"""A client's mistake must be a 4xx that names it; an error of the server must not show its insides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes: a hole in it would be a request without a key, without a limit, or without a record."""
+"""A hole in the gate would be a request without a key, without a limit, or without a record."""
 
 from __future__ import annotations
 
