@@ -1,8 +1,8 @@
-"""`/metrics` for Prometheus: what the engines of all served bundles measure, under the names that others query.
+"""`/metrics` for Prometheus: what the engines of all served bundles measure, under names that others query.
 
 The names that begin with `vllm:` are vLLM's, with its labels and units: its dashboards and the Gateway API
-Inference Extension query them (vllm/v1/metrics/loggers.py). The others begin with `prejit:`. docs/operations.md
-has a row for each one that somebody should watch.
+Inference Extension query them (vllm/v1/metrics/loggers.py). The others begin with `prejit:`. See
+docs/operations.md for those that somebody should watch.
 """
 
 from __future__ import annotations
