@@ -313,7 +313,10 @@ class EngineCollector(Collector):
 
     def _bundles(self, served: Sequence[Served]) -> Iterator[Metric]:
         """Yield which bundles these are, and how they were loaded."""
-        build = InfoMetricFamily("prejit:build", "The bundle and the versions that run it.")
+        build = InfoMetricFamily(
+            "prejit:build",
+            "What runs: model_name, bundle, digest, target, and versions of prejit, jax, jaxlib and cuda.",
+        )
         matched = GaugeMetricFamily(
             "prejit:target_matched",
             "1 if this machine matches the target of the bundle, 0 if programs are compiled here.",

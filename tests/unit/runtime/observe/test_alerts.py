@@ -1,4 +1,4 @@
-"""Every alert fires when it should and stays quiet when it should, by Prometheus' own `promtool test rules`."""
+"""Every alert fires when it should, and only then, by Prometheus' own `promtool test rules`."""
 
 from __future__ import annotations
 

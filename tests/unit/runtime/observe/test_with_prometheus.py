@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes /metrics, evaluates every alert rule, and answers every query of the dashboards."""
+"""A real Prometheus scrapes /metrics, evaluates every alert rule, and answers every query of a dashboard."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from tests.served import StandIn, models, served
 
 from prejit.runtime.observe.alerts import ALERTS, RECORDS, as_rules
 from prejit.runtime.observe.dashboards import DASHBOARDS
 from prejit.runtime.programs.ready import ProgramReport
 from prejit.runtime.server.prometheus import routes
-from tests.served import StandIn, models, served
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
