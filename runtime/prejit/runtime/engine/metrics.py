@@ -186,15 +186,17 @@ class MicroMetrics:
 
     Attributes:
         name: the program, or `encode`.
-        calls: runs of the program.
-        rows: rows of callers in them.
+        calls: calls of callers that have a result.
+        rows: rows of callers in them; 0 for a program without a batch axis.
         padded_rows: rows that only filled the bucket.
+        batches: runs of the program; fewer than `calls` where callers shared one.
     """
 
     name: str
     calls: int
     rows: int
     padded_rows: int
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +219,15 @@ class EngineMetrics:
         prompt_tokens: tokens of all prompts that were read, cached ones included.
         cached_prompt_tokens: those of them that were in a cache already.
         generation_tokens: new tokens.
-        computed_positions: positions that the programs computed, padding included.
+        computed_positions: positions that the programs computed for requests that ended, padding included.
         useful_positions: those of them that belonged to a request.
         finished: requests by the reason for which they ended; every one of REASONS is there.
         waited_for_compile: requests that ended and waited for the compilation of a program.
         nan: requests that ended because the logits are not numbers.
         busy_seconds: time in which a program of the engine ran.
-        steps: decode calls.
-        batch_rows: sum over the decode calls of their live rows.
-        batch_slots: sum over the decode calls of the rows of their bucket.
+        steps: steps of the batch.
+        batch_rows: sum over the steps of the requests that got tokens.
+        batch_slots: sum over the steps that gave tokens of the rows of their bucket.
         first_token_seconds: time from the call to the first token.
         inter_token_seconds: time from one token of a request to the next.
         e2e_seconds: time from the call to the last token.
@@ -399,39 +401,26 @@ class Recorder:
             self._decode.observe(stats.decode_seconds)
             self._lengths.observe(stats.prompt_tokens)
             self._news.observe(stats.new_tokens)
+            # The last new token is never fed back, so nothing is computed for it.
+            useful = stats.prompt_tokens - stats.reused_tokens + max(0, stats.new_tokens - 1)
+            self._useful += useful
+            self._computed += round(useful / (1 - stats.padding)) if stats.padding < 1 else 0
 
     # ------------------------------------------------------------------ the work of the device
 
-    def prefill(self, useful: int, computed: int, seconds: float) -> None:
-        """Count a prefill call.
+    def step(self, rows: int, slots: int, seconds: float) -> None:
+        """Count a step of the batch: prompts that are computed, or a decode call.
 
         Args:
-            useful: positions of prompts in it.
-            computed: positions of its bucket.
+            rows: the requests that got tokens from it.
+            slots: the rows of its bucket; 0: it only computed prompts.
             seconds: how long it took.
-        """
-        with self._lock:
-            self._useful += useful
-            self._computed += computed
-            self._busy += seconds
-
-    def step(self, rows: int, slots: int, seconds: float, tokens: int, computed: int) -> None:
-        """Count a decode call, which may be several steps or a check of drafts.
-
-        Args:
-            rows: its live rows.
-            slots: the rows of its bucket.
-            seconds: how long it took.
-            tokens: the tokens that requests got from it.
-            computed: positions that it computed for all rows of the bucket.
         """
         with self._lock:
             self._steps += 1
             self._rows += rows
             self._row_slots += slots
             self._busy += seconds
-            self._useful += tokens
-            self._computed += computed
 
     def busy(self, seconds: float) -> None:
         """Count time of the device for other calls: of an encoder, or of a function."""
