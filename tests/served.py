@@ -51,7 +51,7 @@ class StandIn:
             "programs": (ProgramReport("decode_8x128", "loaded", 0.5),),
             "fallbacks": {},
             "device_memory_bytes": None,
-            "micro": (MicroMetrics("encode", 2, 7, 9),),
+            "micro": (MicroMetrics("encode", calls=4, rows=7, padded_rows=9, batches=2),),
         }
 
     def metrics(self) -> EngineMetrics:
@@ -62,10 +62,10 @@ class StandIn:
         recorder, cost = self.recorder, stats(**changed)
         recorder.submitted()
         recorder.admitted(cost.queue_seconds)
-        recorder.prefill(cost.prompt_tokens - cost.reused_tokens, 16, cost.prefill_seconds)
+        recorder.step(0, 0, cost.prefill_seconds)
         recorder.read_prompt(cost.prompt_tokens, cost.reused_tokens)
         recorder.first_token(cost.first_token_seconds)
-        recorder.step(1, 8, cost.decode_seconds, 2, 16)
+        recorder.step(1, 8, cost.decode_seconds)
         recorder.tokens(cost.new_tokens - 1, cost.decode_seconds)
         recorder.finished(reason, 0.16, cost)
 

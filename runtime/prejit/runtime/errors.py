@@ -151,32 +151,6 @@ class KernelError(PrejitError):
     exit_code = 3
 
 
-class QueueFullError(PrejitError):
-    """An engine has no room for another request now.
-
-    Attributes:
-        retry_after: after how many seconds a request is likely to find room.
-    """
-
-    code = "queue-full"
-
-    def __init__(self, message: str, *, retry_after: float, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.retry_after = retry_after
-
-
-class DeadlineError(PrejitError, TimeoutError):
-    """A request was not finished within its time."""
-
-    code = "deadline"
-
-
-class ClosedError(PrejitError):
-    """A bundle or an engine is closed, or about to be, and takes no requests."""
-
-    code = "closed"
-
-
 class StoreError(PrejitError):
     """A file or directory cannot be read or written: missing, not permitted, disk full."""
 

@@ -353,26 +353,26 @@ DEBUG = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Decode calls a second",
-                    "With the time between tokens, it says how long a call takes.",
+                    "Steps a second",
+                    "Steps compute prompts, decode, or both. Fewer at the same load: each takes longer.",
                     "ops",
-                    ((_rate("prejit:decode_calls_total"), _NAME),),
+                    ((_rate("prejit:steps_total"), _NAME),),
                 ),
                 Panel(
-                    "Rows of a shared call",
-                    "Rows of callers in one call of an encoder or a function.",
+                    "Rows of a shared run",
+                    "Rows of callers in one run of an encoder or a function.",
                     "short",
                     (
                         (
                             _rate("prejit:microbatch_rows_total", "model_name, program")
                             + " / "
-                            + _rate("prejit:microbatch_calls_total", "model_name, program"),
+                            + _rate("prejit:microbatch_batches_total", "model_name, program"),
                             "{{model_name}} {{program}}",
                         ),
                     ),
                 ),
                 Panel(
-                    "Padding of shared calls",
+                    "Padding of shared runs",
                     "Rows a second that only filled the bucket.",
                     "short",
                     (

@@ -200,16 +200,20 @@ _COUNTERS = (
         "Time in which a program of the engine ran.",
         lambda m: m.busy_seconds,
     ),
-    _Value("prejit:decode_calls", "Decode calls.", lambda m: m.steps),
-    _Value("prejit:batch_rows", "Live rows, summed over the decode calls.", lambda m: m.batch_rows),
+    _Value("prejit:steps", "Steps of the batch.", lambda m: m.steps),
+    _Value(
+        "prejit:batch_rows",
+        "Requests that got tokens, summed over the steps.",
+        lambda m: m.batch_rows,
+    ),
     _Value(
         "prejit:batch_slots",
-        "Rows of the bucket, summed over the decode calls.",
+        "Rows of the bucket, summed over the steps that gave tokens.",
         lambda m: m.batch_slots,
     ),
     _Value(
         "prejit:computed_positions",
-        "Positions that programs computed, padding included.",
+        "Positions that were computed for requests that ended, padding included.",
         lambda m: m.computed_positions,
     ),
     _Value(
@@ -233,19 +237,25 @@ _LABELLED = (
     ),
     _Labelled(
         "prejit:microbatch_calls",
-        "Shared calls of an encoder or a function.",
+        "Calls of an encoder or a function that have a result.",
         "program",
         _micro(lambda one: one.calls),
     ),
     _Labelled(
+        "prejit:microbatch_batches",
+        "Runs of the program for these calls: fewer where callers shared one.",
+        "program",
+        _micro(lambda one: one.batches),
+    ),
+    _Labelled(
         "prejit:microbatch_rows",
-        "Rows of callers in shared calls.",
+        "Rows of callers in these runs.",
         "program",
         _micro(lambda one: one.rows),
     ),
     _Labelled(
         "prejit:microbatch_padded_rows",
-        "Rows of shared calls that only filled the bucket.",
+        "Rows of these runs that only filled the bucket.",
         "program",
         _micro(lambda one: one.padded_rows),
     ),

@@ -141,7 +141,10 @@ def test_counts_of_requests_and_tokens_are_those_of_the_engine():
     assert value(of, "prejit:batch_rows_total") == 4
     assert value(of, "prejit:batch_slots_total") == 32
     assert value(of, "prejit:useful_positions_total") == 20
-    assert value(of, "prejit:computed_positions_total") == 128
+    assert value(of, "prejit:computed_positions_total") == 28
+    assert value(of, "prejit:microbatch_calls_total", program="encode") == 4
+    assert value(of, "prejit:microbatch_batches_total", program="encode") == 2
+    assert value(of, "prejit:microbatch_rows_total", program="encode") == 7
     assert value(of, "prejit:microbatch_padded_rows_total", program="encode") == 9
 
 
