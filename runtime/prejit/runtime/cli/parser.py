@@ -32,6 +32,7 @@ COMMANDS = {
     "run": "run",
     "serve": "serve",
     "replay": "replay",
+    "observe": "observe",
 }
 """The module of `prejit.runtime.cli` that holds the function of each command."""
 
@@ -56,6 +57,8 @@ _EXAMPLES = {
     "  prejit serve artifacts/demo --host 0.0.0.0 --port 8080 --on-mismatch error",
     "replay": "prejit replay requests.jsonl\n"
     "  prejit replay requests.jsonl --bundle demo=artifacts/demo-after",
+    "observe": "prejit observe init watch\n"
+    "  prejit observe init watch --runbooks https://wiki.example/runbooks --force",
     "tune": "prejit tune artifacts/demo -o h200.json",
     "bench": "prejit bench artifacts/demo --page demo.html\n"
     "  prejit bench artifacts/demo -o baseline.json\n"
@@ -285,6 +288,24 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="[NAME=]PATH",
         help="a bundle in place of the one with this name in the log; may be repeated",
+    )
+
+    command = add(
+        "observe",
+        "write dashboards of Grafana, alert rules of Prometheus and runbooks for servers",
+        bundle=False,
+        json=False,
+    )
+    command.add_argument("action", choices=("init",), help="init writes the files")
+    command.add_argument("directory", metavar="DIR", help="directory for the files")
+    command.add_argument(
+        "--runbooks",
+        default="runbooks",
+        metavar="URL",
+        help="where people on call find the runbooks; alerts link there (default: runbooks, in DIR)",
+    )
+    command.add_argument(
+        "--force", action="store_true", help="overwrite files that have other content"
     )
     return top
 
