@@ -61,7 +61,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 """Why an answer ended."""
 
 
-class JsonSchema(Fields, kw_only=True):
+class JsonSchema(Fields, frozen=True, kw_only=True):
     """A JSON Schema with a name.
 
     Attributes:
@@ -77,13 +77,13 @@ class JsonSchema(Fields, kw_only=True):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Fields, kw_only=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Fields, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
     """The answer is JSON that meets a schema."""
 
     json_schema: JsonSchema
 
 
-class ChatRequest(Sampled, kw_only=True):
+class ChatRequest(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions.
 
     Attributes:
@@ -131,14 +131,14 @@ class ChatRequest(Sampled, kw_only=True):
     web_search_options: None = None
 
 
-class AnswerFunction(Answer, kw_only=True):
+class AnswerFunction(Answer, frozen=True, kw_only=True):
     """The function of a call by the model."""
 
     name: str
     arguments: str
 
 
-class AnswerToolCall(Answer, kw_only=True):
+class AnswerToolCall(Answer, frozen=True, kw_only=True):
     """A call by the model."""
 
     id: str
@@ -146,7 +146,7 @@ class AnswerToolCall(Answer, kw_only=True):
     function: AnswerFunction
 
 
-class AnswerMessage(Answer, kw_only=True, omit_defaults=True):
+class AnswerMessage(Answer, frozen=True, kw_only=True, omit_defaults=True):
     """The model's message."""
 
     role: Literal["assistant"]
@@ -155,7 +155,7 @@ class AnswerMessage(Answer, kw_only=True, omit_defaults=True):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(Answer, kw_only=True):
+class ChatChoice(Answer, frozen=True, kw_only=True):
     """One answer."""
 
     index: int
@@ -164,7 +164,7 @@ class ChatChoice(Answer, kw_only=True):
     finish_reason: Reason
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(Answer, frozen=True, kw_only=True):
     """The response of POST /v1/chat/completions."""
 
     id: str
@@ -176,7 +176,7 @@ class ChatCompletion(Answer, kw_only=True):
     usage: Usage
 
 
-class ChatChunk(Answer, kw_only=True, omit_defaults=True):
+class ChatChunk(Answer, frozen=True, kw_only=True, omit_defaults=True):
     """An event of a stream, with its choices as they come."""
 
     id: str

@@ -50,7 +50,7 @@ PromptField = str | list[int | str | list[int]]
 """A text, a list of token ids, or a list of either."""
 
 
-class CompletionRequest(Sampled, kw_only=True):
+class CompletionRequest(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/completions.
 
     Attributes:
@@ -74,7 +74,7 @@ class CompletionRequest(Sampled, kw_only=True):
     suffix: Literal[""] | None = None
 
 
-class CompletionChoice(Answer, kw_only=True):
+class CompletionChoice(Answer, frozen=True, kw_only=True):
     """One continuation."""
 
     index: int
@@ -83,7 +83,7 @@ class CompletionChoice(Answer, kw_only=True):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(Answer, kw_only=True):
+class Completion(Answer, frozen=True, kw_only=True):
     """The response of POST /v1/completions, and each event of its stream."""
 
     id: str

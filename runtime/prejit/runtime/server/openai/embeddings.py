@@ -25,7 +25,7 @@ _MAX_INPUTS = 2048
 """OpenAI's limit."""
 
 
-class EmbeddingRequest(Fields, kw_only=True):
+class EmbeddingRequest(Fields, frozen=True, kw_only=True):
     """The body of POST /v1/embeddings.
 
     Attributes:
@@ -41,7 +41,7 @@ class EmbeddingRequest(Fields, kw_only=True):
     dimensions: int | None = None
 
 
-class Embedding(Answer, kw_only=True):
+class Embedding(Answer, frozen=True, kw_only=True):
     """The vector of one input."""
 
     object: Literal["embedding"] = "embedding"
@@ -49,14 +49,14 @@ class Embedding(Answer, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Answer, kw_only=True):
+class EmbeddingUsage(Answer, frozen=True, kw_only=True):
     """How many tokens the inputs had."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(Answer, kw_only=True):
+class EmbeddingList(Answer, frozen=True, kw_only=True):
     """The response of POST /v1/embeddings."""
 
     object: Literal["list"] = "list"

@@ -22,7 +22,7 @@ _OPENAI_TEMPERATURE = 1.0
 """The temperature of OpenAI's API, where neither the request nor the bundle has one."""
 
 
-class StreamOptions(Fields, kw_only=True):
+class StreamOptions(Fields, frozen=True, kw_only=True):
     """Options of a stream.
 
     Attributes:
@@ -32,7 +32,7 @@ class StreamOptions(Fields, kw_only=True):
     include_usage: bool | None = None
 
 
-class Sampled(Fields, kw_only=True):
+class Sampled(Fields, frozen=True, kw_only=True):
     """What all endpoints take that generate text.
 
     Attributes:
@@ -135,7 +135,7 @@ def new_tokens(
     return min((each for each in (bundle or default, limit) if each is not None), default=None)
 
 
-class PromptTokensDetails(Answer, kw_only=True):
+class PromptTokensDetails(Answer, frozen=True, kw_only=True):
     """Tokens of prompts by where they came from.
 
     Attributes:
@@ -145,7 +145,7 @@ class PromptTokensDetails(Answer, kw_only=True):
     cached_tokens: int
 
 
-class Usage(Answer, kw_only=True):
+class Usage(Answer, frozen=True, kw_only=True):
     """How many tokens a request had."""
 
     prompt_tokens: int

@@ -12,7 +12,7 @@ _LEAST = -9999.0
 """What OpenAI gives for a probability of 0, whose logarithm JSON cannot hold."""
 
 
-class TopLogprob(Answer, kw_only=True):
+class TopLogprob(Answer, frozen=True, kw_only=True):
     """One of the most likely tokens at a place."""
 
     token: str
@@ -20,7 +20,7 @@ class TopLogprob(Answer, kw_only=True):
     bytes: list[int] | None
 
 
-class TokenLogprob(Answer, kw_only=True):
+class TokenLogprob(Answer, frozen=True, kw_only=True):
     """A token and the most likely ones at its place."""
 
     token: str
@@ -29,13 +29,13 @@ class TokenLogprob(Answer, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(Answer, kw_only=True):
+class ChoiceLogprobs(Answer, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of a chat's answer."""
 
     content: list[TokenLogprob] | None
 
 
-class CompletionLogprobs(Answer, kw_only=True):
+class CompletionLogprobs(Answer, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of a completion, as parallel lists."""
 
     text_offset: list[int]

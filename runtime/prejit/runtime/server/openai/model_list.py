@@ -13,7 +13,7 @@ from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
 
-class Model(Answer, kw_only=True):
+class Model(Answer, frozen=True, kw_only=True):
     """A served model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Model(Answer, kw_only=True):
     max_model_len: int
 
 
-class ModelList(Answer, kw_only=True):
+class ModelList(Answer, frozen=True, kw_only=True):
     """The response of GET /v1/models."""
 
     object: Literal["list"] = "list"

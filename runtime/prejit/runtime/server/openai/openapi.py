@@ -17,7 +17,7 @@ from starlette.routing import Route
 from prejit.runtime.server.openai.bodies import Answer, encode
 
 
-class ErrorFields(Answer, kw_only=True):
+class ErrorFields(Answer, frozen=True, kw_only=True):
     """What went wrong.
 
     Attributes:
@@ -33,7 +33,7 @@ class ErrorFields(Answer, kw_only=True):
     code: str | None
 
 
-class ErrorBody(Answer, kw_only=True):
+class ErrorBody(Answer, frozen=True, kw_only=True):
     """The body of every response that is an error."""
 
     error: ErrorFields

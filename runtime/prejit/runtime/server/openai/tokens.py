@@ -22,7 +22,7 @@ from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
 
-class TokenizeRequest(Fields, kw_only=True):
+class TokenizeRequest(Fields, frozen=True, kw_only=True):
     """The body of POST /tokenize: a prompt or messages.
 
     Attributes:
@@ -48,7 +48,7 @@ class TokenizeRequest(Fields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Tokenized(Answer, kw_only=True):
+class Tokenized(Answer, frozen=True, kw_only=True):
     """The response of POST /tokenize."""
 
     count: int
@@ -57,7 +57,7 @@ class Tokenized(Answer, kw_only=True):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(Fields, kw_only=True):
+class DetokenizeRequest(Fields, frozen=True, kw_only=True):
     """The body of POST /detokenize.
 
     Attributes:
@@ -69,7 +69,7 @@ class DetokenizeRequest(Fields, kw_only=True):
     model: str | None = None
 
 
-class Detokenized(Answer, kw_only=True):
+class Detokenized(Answer, frozen=True, kw_only=True):
     """The response of POST /detokenize."""
 
     prompt: str
