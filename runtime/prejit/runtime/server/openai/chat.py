@@ -41,8 +41,8 @@ from prejit.runtime.server.openai.fields import (
 from prejit.runtime.server.openai.logprobs import (
     ChoiceLogprobs,
     TokenLogprob,
-    TokenNames,
     for_chat,
+    token_names,
 )
 from prejit.runtime.server.openai.messages import (
     ChosenTool,
@@ -279,10 +279,7 @@ class _Answer:
         self._tools = tools
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        bundle = served.bundle
-        self._names = TokenNames(None)
-        if body.logprobs and bundle.has_tokenizer:
-            self._names = TokenNames(bundle.tokenizer.token_bytes)
+        self._names = token_names(served, wanted=bool(body.logprobs))
 
     def completion(self, found: list[Result]) -> ChatCompletion:
         """Return the whole response."""

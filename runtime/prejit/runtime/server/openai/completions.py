@@ -37,7 +37,7 @@ from prejit.runtime.server.openai.fields import (
 from prejit.runtime.server.openai.logprobs import (
     CompletionLogprobLists,
     CompletionLogprobs,
-    TokenNames,
+    token_names,
 )
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -196,6 +196,7 @@ class _Answer:
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._choices = body.n or 1
+        self._names = token_names(served, wanted=body.logprobs is not None)
 
     def completion(self, found: list[list[Result]]) -> Completion:
         """Return the whole response."""
@@ -257,9 +258,7 @@ class _Answer:
         )
 
     def _lists(self) -> CompletionLogprobLists:
-        bundle = self._served.bundle
-        names = TokenNames(bundle.tokenizer.token_bytes if bundle.has_tokenizer else None)
-        return CompletionLogprobLists(names, self._body.logprobs or 0)
+        return CompletionLogprobLists(self._names, self._body.logprobs or 0)
 
 
 def _chunk(index: int, text: str, piece: Piece, lists: CompletionLogprobLists) -> bytes:

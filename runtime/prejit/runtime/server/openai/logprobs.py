@@ -6,6 +6,7 @@ from typing import final
 
 from prejit.runtime.generation.sampling import Logprob
 from prejit.runtime.server.openai.bodies import Answer
+from prejit.runtime.server.served import Served
 from prejit.runtime.text.token_bytes import TokenBytes
 
 _LEAST = -9999.0
@@ -57,6 +58,12 @@ class TokenNames:
             return f"token_id:{token_id}", None
         content = self._tokens[token_id]
         return content.decode("utf-8", "replace"), list(content)
+
+
+def token_names(served: Served, *, wanted: bool) -> TokenNames:
+    """Return the texts of a model's tokens, which are only read if they are wanted."""
+    bundle = served.bundle
+    return TokenNames(bundle.tokenizer.token_bytes if wanted and bundle.has_tokenizer else None)
 
 
 def for_chat(found: Logprob, names: TokenNames, top: int) -> TokenLogprob:

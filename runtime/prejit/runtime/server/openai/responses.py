@@ -24,7 +24,7 @@ from prejit.runtime.server.openai.calls import Call
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import EventStream
 from prejit.runtime.server.openai.fields import new_tokens
-from prejit.runtime.server.openai.logprobs import TokenLogprob, TokenNames, for_chat
+from prejit.runtime.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.runtime.server.openai.messages import (
     Function,
     JsonObjectFormat,
@@ -186,9 +186,7 @@ class _Answer:
     def __init__(self, body: ResponseRequest, served: Served, tools: Tools) -> None:
         self._body = body
         self._reader = tools.reader()
-        self._names = TokenNames(None)
-        if body.include and served.bundle.has_tokenizer:
-            self._names = TokenNames(served.bundle.tokenizer.token_bytes)
+        self._names = token_names(served, wanted=bool(body.include))
         builtins = msgspec.to_builtins
         text = {"format": {"type": "text"}}
         if body.text is not None and body.text.format is not None:
