@@ -204,7 +204,9 @@ class Programs:
         Raises:
             RejectError: its bytes are not those in the program table.
             MismatchError: XLA cannot load it on this machine.
+            ClosedError: the bundle is closed.
         """
+        self._check_open()
         assert self._executables is not None
         program, path = self.table[name], self._executables.path
         serialized = self._executables.unpack(program.executable)
