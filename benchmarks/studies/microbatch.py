@@ -172,8 +172,8 @@ def main() -> None:
     facts |= {"samples": samples, "load_average_after": os.getloadavg()[0]}
     on = facts["machine"]
     head = (
-        f"# Shared runs\n\n{facts['date']}, {on['cpu']}, {on['cores']} cores. {given.rounds} rounds in turns, "
-        f"on a machine with a load of {on['load_average']:.1f} before and "
+        f"# Shared runs\n\n{facts['date']}, {on['cpu']}, {on['cores']} cores. {given.rounds} rounds in "
+        f"turns, on a machine with a load of {on['load_average']:.1f} before and "
         f"{facts['load_average_after']:.1f} after. `python -m benchmarks.studies.microbatch` repeats it.\n\n"
     )
     save(RESULTS, given.name, facts, head + table(samples).markdown())

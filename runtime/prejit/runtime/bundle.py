@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, final
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
 from prejit.runtime.base.process import Span, importing, is_plain_start, span
-from prejit.runtime.device.device import Device
+from prejit.runtime.device.device import Device, free_dropped
 from prejit.runtime.errors import ClosedError, UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_weight_sets
@@ -205,6 +205,8 @@ class Bundle:
         parts.programs.close(reason)
         if dispatched is not None:
             dispatched.close()
+        del parts, encoder, dispatched
+        free_dropped()
 
     def __enter__(self) -> Self:
         return self
