@@ -390,14 +390,22 @@ class Bundle:
         Raises:
             UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
         """
-        from prejit.runtime.engine.engine import Engine  # one caller at a time does not need it
+        # One caller at a time does not need it.
+        from prejit.runtime.engine.engine import BundleParts, Engine
 
-        engine = Engine(
-            self,
+        parts = BundleParts(
+            self.name,
+            self.config.decoder is not None,
+            lambda: self.decoder,
             self._resolve,
             self._begin,
             partial(self._encoding, queue),
             partial(self._calling, queue),
+            self.report,
+            self.device_memory_bytes,
+        )
+        engine = Engine(
+            parts,
             slots=slots,
             queue=queue,
             memory=memory,
