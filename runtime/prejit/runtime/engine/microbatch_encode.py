@@ -14,7 +14,7 @@ import numpy as np
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
 from prejit.runtime.engine.metrics import MicroMetrics
-from prejit.runtime.engine.microbatch import SharedCall, Lane, Ran, Share, deadline_after
+from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedCall, deadline_after
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Prompt

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
-from prejit.runtime.engine.microbatch import SharedCall, Lane, Ran, Share, deadline_after
+from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedCall, deadline_after
 
 MOST = 8
 PATIENCE = 30.0
