@@ -365,7 +365,7 @@ class Bundle:
 
     def engine(
         self,
-        slots: int = 8,
+        slots: int | None = None,
         queue: int = 256,
         *,
         memory: int | None = None,
@@ -378,8 +378,8 @@ class Bundle:
             futures = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
 
         Args:
-            slots: how many requests run at a time; rounded up to a batch bucket of the bundle. While fewer
-                run, the engine uses the smallest bucket for them.
+            slots: how many requests run at a time, rounded up to a batch bucket of the bundle; None: its
+                largest. While fewer run, the engine uses the smallest bucket for them.
             queue: how many more may wait.
             memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
                 free on the device now. A prompt that would need more is refused when it is submitted.

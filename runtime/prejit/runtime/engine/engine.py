@@ -94,7 +94,7 @@ class Engine:
         self,
         parts: BundleParts,
         *,
-        slots: int,
+        slots: int | None,
         queue: int,
         memory: int | None,
         prefix_memory: int | None,
@@ -103,6 +103,8 @@ class Engine:
         """Plan the memory, and start nothing. Use `Bundle.engine`, which describes the arguments."""
         self._parts = parts
         self._is_ending = False
+        if slots is None:
+            slots = parts.decoder().batches[-1] if parts.has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
         self._queue = arguments.integer("queue", queue, 1)
         self._memory = None if memory is None else arguments.integer("memory", memory, 1)
