@@ -65,9 +65,10 @@ USER: list[Any] = [{"role": "user", "content": ONCE}]
 class ScriptedEngine:
     """An engine whose model writes a given text: a token mask allows nothing else."""
 
-    def __init__(self, engine: Any, text: str) -> None:
-        self._engine = engine
-        self._ids = engine.bundle.tokenizer.encode(text, add_special_tokens=False)
+    def __init__(self, bundle: Bundle, engine: Engine, text: str) -> None:
+        self._engine: Any = engine
+        self._decoder = bundle.decoder.decoder
+        self._ids = bundle.tokenizer.encode(text, add_special_tokens=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -80,10 +81,9 @@ class ScriptedEngine:
         return self._engine.stream(prompt, **options | {"token_mask": self._mask})
 
     def _mask(self, token_ids: Any) -> np.ndarray[Any, Any]:
-        decoder = self._engine.bundle.decoder.decoder
-        mask = np.zeros(decoder.vocab_size, bool)
+        mask = np.zeros(self._decoder.vocab_size, bool)
         done = len(token_ids)
-        mask[self._ids[done] if done < len(self._ids) else decoder.eos_token_ids[0]] = True
+        mask[self._ids[done] if done < len(self._ids) else self._decoder.eos_token_ids[0]] = True
         return mask
 
 
@@ -159,7 +159,9 @@ def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> It
         "mistral": '[{"name": "add", "arguments": {"a": 1, "b": 2}}]',
         "prose": "I do not need a tool, 1 < 2.",
     }
-    scripted: Any = {name: ScriptedEngine(engine, text) for name, text in texts.items()}
+    scripted: Any = {
+        name: ScriptedEngine(stories_bundle, engine, text) for name, text in texts.items()
+    }
     models = Models(
         Served("stories", stories_bundle, engine, 1_700_000_000),
         Served("tiny", encoder_bundle, encoder_bundle.engine(), 1_700_000_001),

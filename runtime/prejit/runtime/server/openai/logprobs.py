@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from prejit.runtime.generation.sampling import Logprob
-from prejit.runtime.server.openai.bodies import Answer
+from prejit.runtime.server.openai.bodies import ResponseFields
 from prejit.runtime.server.served import Served
 from prejit.runtime.text.token_bytes import TokenBytes
 
@@ -13,7 +13,7 @@ _LEAST = -9999.0
 """What OpenAI gives for a probability of 0, whose logarithm JSON cannot hold."""
 
 
-class TopLogprob(Answer, frozen=True, kw_only=True):
+class TopLogprob(ResponseFields, frozen=True, kw_only=True):
     """One of the most likely tokens at a place."""
 
     token: str
@@ -21,7 +21,7 @@ class TopLogprob(Answer, frozen=True, kw_only=True):
     bytes: list[int] | None
 
 
-class TokenLogprob(Answer, frozen=True, kw_only=True):
+class TokenLogprob(ResponseFields, frozen=True, kw_only=True):
     """A token and the most likely ones at its place."""
 
     token: str
@@ -30,13 +30,13 @@ class TokenLogprob(Answer, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(Answer, frozen=True, kw_only=True):
+class ChoiceLogprobs(ResponseFields, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of a chat's answer."""
 
     content: list[TokenLogprob] | None
 
 
-class CompletionLogprobs(Answer, frozen=True, kw_only=True):
+class CompletionLogprobs(ResponseFields, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of a completion, as parallel lists."""
 
     text_offset: list[int]

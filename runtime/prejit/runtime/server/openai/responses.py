@@ -20,7 +20,7 @@ from prejit.runtime.server.errors import ApiError, as_api_error
 from prejit.runtime.server.openai import calls, prompts
 from prejit.runtime.server.openai.answers import Tools, chosen_tools, masks
 from prejit.runtime.server.openai.bodies import answered, encode, read, served_model, unsupported
-from prejit.runtime.server.openai.calls import Call
+from prejit.runtime.server.openai.calls import TextCall
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import EventStream
 from prejit.runtime.server.openai.fields import new_tokens
@@ -75,7 +75,7 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     )
     if body.include:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = Call(
+    wanted = TextCall(
         engine=served.engine,
         prompt=await _prompt(body, served, tools),
         options=options,
@@ -220,7 +220,7 @@ class _Answer:
         self._output.finish(complete=_is_complete(result.finish_reason))
         return self._ended(result.finish_reason, result.stats)
 
-    async def events(self, wanted: Call) -> AsyncGenerator[bytes, None]:
+    async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         output = self._output
         events = [
