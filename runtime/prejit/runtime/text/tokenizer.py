@@ -108,6 +108,10 @@ class Tokenizer:
         """Return a stream that turns the tokens after a prompt into text. Raises as `decode`, also later."""
         return TextStream(self._decode, self._token, self._special, prompt_ids)
 
+    def json(self) -> str:
+        """Return the tokenizer.json, without truncation and padding, for libraries that read it."""
+        return self._tokenizer.to_str()
+
     @once
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token by its id."""

@@ -13,10 +13,9 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
-    from prejit.runtime.server.grammar import Grammars
-
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.generation.options import TokenMask
+    from prejit.runtime.server.grammar import Grammars
 
 _grammars: WeakKeyDictionary[Bundle, Grammars] = WeakKeyDictionary()
 
