@@ -54,7 +54,7 @@ _EXAMPLES = {
     "  prejit run artifacts/serve --require-aot -- gunicorn serve:app",
     "serve": "prejit serve artifacts/demo\n"
     "  prejit serve artifacts/assistant search=artifacts/encoder --keys keys.txt --log requests.jsonl\n"
-    "  prejit serve artifacts/demo --host 0.0.0.0 --port 8080 --require-aot",
+    "  prejit serve artifacts/demo --host 0.0.0.0 --port 8080 --on-mismatch error",
     "replay": "prejit replay requests.jsonl\n"
     "  prejit replay requests.jsonl --bundle demo=artifacts/demo-after",
     "observe": "prejit observe init watch\n"
@@ -378,9 +378,11 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         help="append a JSON line for each request, with its body, for `prejit replay`; - is stdout",
     )
     command.add_argument(
-        "--require-aot",
-        action="store_true",
-        help="exit with status 3 where a bundle would compile on this machine",
+        "--on-mismatch",
+        choices=("jit", "error"),
+        default="jit",
+        help="where this machine matches no target: compile before the server is ready, or fail with exit "
+        "status 3 (default jit)",
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prejit.runtime.base.process import importing
 from prejit.runtime.cli.output import warnings_on_stderr
@@ -21,7 +22,7 @@ def serve(options: Namespace) -> int:
     read_library_ahead()
     with importing():
         import_numpy()  # before any other thread runs: see there
-    try:
+    with needs_server_packages("serve"), warnings_on_stderr():
         from prejit.runtime.server.process import EngineOptions, Source, serve
         from prejit.runtime.server.settings import Settings
 
@@ -42,19 +43,32 @@ def serve(options: Namespace) -> int:
             clients=options.clients,
             drain_seconds=options.drain_seconds,
             keys=keys,
-            log=log,
         )
-        engines = EngineOptions(options.slots, options.queue, options.require_aot)
-        with warnings_on_stderr():
-            serve(sources, engines, settings, options.host, options.port)
+        must_match = options.on_mismatch == "error"
+        engines = EngineOptions(options.slots, options.queue, must_match)
+        serve(sources, engines, settings, (options.host, options.port), log)
+    return 0
+
+
+@contextlib.contextmanager
+def needs_server_packages(command: str) -> Iterator[None]:
+    """Say what to install if a package of the server is missing.
+
+    Args:
+        command: the command that needs it.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise
         raise UsageError(
-            f"`prejit serve` needs {error.name}, which is not installed",
+            f"`prejit {command}` needs {error.name}, which is not installed",
             hint="pip install 'prejit[server]'",
         ) from error
-    return 0
 
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str | None, str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict, Unpack, final
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
@@ -13,7 +14,7 @@ from prejit.runtime.engine.loop import CacheState, GuardedMask, Loop, Ticket
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.runtime.engine.metrics import EngineMetrics, Recorder
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
-from prejit.runtime.errors import ContextError
+from prejit.runtime.errors import ClosedError, ContextError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.generation.generate import Generation, Result
 from prejit.runtime.generation.options import Options, Prompt, Resolved
@@ -21,6 +22,10 @@ from prejit.runtime.generation.rows import admit
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
+    from prejit.runtime.encoding.encoder import Encoded
+    from prejit.runtime.encoding.sentences import OnTooLong
+    from prejit.runtime.engine.microbatch_calls import Calling
+    from prejit.runtime.engine.microbatch_encode import Encoding
 
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
 """How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
@@ -53,7 +58,8 @@ class Engine:
     begin like an earlier one compute only the rest. The memory of all caches is bounded before the first
     request: what does not fit is refused when it is submitted.
 
-    The tokens of a request are those of `Bundle.generate`, whatever runs beside it.
+    The tokens of a request are those of `Bundle.generate`, whatever runs beside it. Sentences and rows of
+    several callers share runs of the encoder and of the user's programs.
 
     Attributes:
         bundle: whose programs run.
@@ -64,6 +70,8 @@ class Engine:
         bundle: Bundle,
         resolve: Callable[[Options], Resolved],
         begin: Callable[[Prompt | None, Resolved], Generation],
+        encoding: Callable[[], Encoding],
+        calling: Callable[[], Calling],
         *,
         slots: int,
         queue: int,
@@ -75,6 +83,8 @@ class Engine:
         self.bundle = bundle
         self._resolve = resolve
         self._begin = begin
+        self._make_encoding, self._make_calling = encoding, calling
+        self._is_ending = False
         self._slots = arguments.integer("slots", slots, 1)
         self._queue = arguments.integer("queue", queue, 1)
         self._memory = None if memory is None else arguments.integer("memory", memory, 1)
@@ -183,6 +193,85 @@ class Engine:
         deadline = None if timeout is None else now + timeout
         return Ticket(generation, receiver, client, priority, deadline, now, guard=guard)
 
+    # ------------------------------------------------------------------ shared runs
+
+    def encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Encoded:
+        """Return embeddings of sentences, which share runs of the encoder with those of other callers.
+
+        Args:
+            sentences: as of `Bundle.encode_batch`.
+            on_too_long: as of `Bundle.encode_batch`.
+            timeout: seconds until they must be there; None: any.
+
+        Raises:
+            UsageError, ContextError, RejectError: as `Bundle.encode_batch`.
+            DeadlineError: the timeout has passed.
+            QueueFullError: too many calls wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        return self._encoding.encode(sentences, on_too_long=on_too_long, timeout=timeout)
+
+    def submit_encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Future[Encoded]:
+        """Begin to encode sentences as `encode` does, and return the future of the embeddings."""
+        return self._encoding.submit(sentences, on_too_long=on_too_long, timeout=timeout)
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.
+
+        A program declares that its rows may share a run by `batch` in the manifest's `pad`. Then a call may
+        also have more rows than the largest bucket. Calls of other programs run one after another.
+
+        Raises:
+            UsageError, RejectError: as `Bundle.call`.
+            QueueFullError: too many calls of the program wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        return self._calling.call(name, args, kwargs)
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin to run a program as `call` does, and return the future of its result.
+
+        The arguments are copied.
+        """
+        return self._calling.submit(name, args, kwargs)
+
+    @once
+    def _encoding(self) -> Encoding:
+        self._check_open()
+        encoding = self._make_encoding()
+        weakref.finalize(self, encoding.close)
+        return encoding
+
+    @once
+    def _calling(self) -> Calling:
+        self._check_open()
+        calling = self._make_calling()
+        weakref.finalize(self, calling.close)
+        return calling
+
+    def _check_open(self) -> None:
+        if self._is_ending:
+            raise ClosedError(
+                f"{self.bundle.name}: expected an open engine, found one that takes no more calls",
+                hint="make a new one with `bundle.engine()`",
+            )
+
+    def _shared(self) -> list[Encoding | Calling]:
+        """Return what shares runs, if it was used."""
+        return [vars(self)[name] for name in ("_encoding", "_calling") if name in vars(self)]
+
     # ------------------------------------------------------------------ the engine as a whole
 
     def metrics(self) -> EngineMetrics:
@@ -200,6 +289,7 @@ class Engine:
             programs=self.bundle.report(),
             fallbacks=fallback_counts(),
             device_memory_bytes=self.bundle.device_memory_bytes(),
+            micro=[each for shared in self._shared() for each in shared.metrics()],
         )
 
     def drain(self, seconds: float | None = None) -> bool:
@@ -211,12 +301,18 @@ class Engine:
         Returns:
             Whether none is left.
         """
-        if self.bundle.config.decoder is None:
-            return True
-        return self._loop.drain(seconds)
+        self._is_ending = True
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for shared in self._shared():
+            shared.drain(0.0)  # all refuse new calls before one is waited for
+        is_drained = self.bundle.config.decoder is None or self._loop.drain(seconds)
+        return all([is_drained, *(shared.drain(deadline) for shared in self._shared())])
 
     def close(self) -> None:
         """End all requests with ClosedError, and free the caches. Closing twice is fine."""
+        self._is_ending = True
+        for shared in self._shared():
+            shared.close()
         if self.bundle.config.decoder is not None:
             self._loop.close()
 

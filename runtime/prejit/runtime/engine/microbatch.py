@@ -17,6 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
+from prejit.runtime.base import arguments
 from prejit.runtime.engine.metrics import MicroMetrics
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
 
@@ -102,9 +103,28 @@ class Ran(NamedTuple):
     batches: int = 1
 
 
+@dataclass(slots=True)
+class Alone:
+    """What a run in a caller's own thread took.
+
+    Attributes:
+        padded_rows: rows that only filled the bucket.
+        batches: how many runs of the program it took.
+    """
+
+    padded_rows: int = 0
+    batches: int = 1
+
+
 def deadline_after(timeout: float | None) -> float | None:
-    """Return the time.monotonic at which a timeout in seconds ends; None: never."""
-    return None if timeout is None else time.monotonic() + timeout
+    """Return the time.monotonic at which a timeout in seconds ends; None: never.
+
+    Raises:
+        UsageError: it is no positive number.
+    """
+    if timeout is None:
+        return None
+    return time.monotonic() + arguments.number("timeout", timeout, "more than 0", lambda s: s > 0)
 
 
 def _overdue() -> DeadlineError:
@@ -199,8 +219,12 @@ class Lane(Generic[_P]):
             raise
 
     @contextlib.contextmanager
-    def alone(self, rows: int, padded_rows: int) -> Iterator[bool]:
-        """Yield whether the caller's own thread may run the program now: nothing runs and nothing waits.
+    def alone(self, rows: int) -> Iterator[Alone | None]:
+        """Let the caller's own thread run the program, if nothing runs and nothing waits.
+
+            with lane.alone(rows) as ran:
+                if ran is not None:
+                    return ...  # the program ran, and ran.padded_rows are counted
 
         Raises:
             ClosedError: the lane is closed or draining.
@@ -211,13 +235,14 @@ class Lane(Generic[_P]):
             if mine:
                 self._is_busy = True
         if not mine:
-            yield False
+            yield None
             return
-        started = time.monotonic()
+        ran, started = Alone(), time.monotonic()
         try:
-            yield True
+            yield ran
             with self._changed:
-                self._count(1, rows, padded_rows, 1, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self._count(1, rows, ran.padded_rows, ran.batches, seconds)
         finally:
             self._set_idle()
 

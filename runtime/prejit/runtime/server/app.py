@@ -8,6 +8,9 @@ from starlette.middleware import Middleware
 
 from prejit.runtime.server import errors, health
 from prejit.runtime.server.gate import Gate
+from prejit.runtime.server.inference import routes as inference
+from prejit.runtime.server.openai import routes as openai
+from prejit.runtime.server.openai.openapi import openapi_route
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -20,7 +23,12 @@ def make_app(models: Models, settings: Settings) -> Starlette:
         settings: its limits.
     """
     return Starlette(
-        routes=health.routes(models, settings),
+        routes=[
+            *health.routes(models, settings),
+            *inference.routes(models, settings),
+            *openai.routes(models, settings),
+            openapi_route(openai.OPERATIONS),
+        ],
         middleware=[Middleware(Gate, models=models, settings=settings)],
         # Starlette answers its own HTTPException in its own form; all other errors reach the gate.
         exception_handlers={HTTPException: errors.handle},

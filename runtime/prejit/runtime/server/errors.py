@@ -1,4 +1,4 @@
-"""Errors as clients get them: a status, headers, and the JSON of OpenAI's API or of the inference protocol."""
+"""Errors as clients get them: status, headers, and the JSON of OpenAI's API or the inference protocol."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _KINDS: dict[type[PrejitError], _Kind] = {
     DeadlineError: _Kind(504, "timeout_error", "deadline"),
     NumbersError: _Kind(500, "server_error", "no_numbers"),
 }
-"""The first class in the order of inheritance decides. All others are status 500; their message stays here."""
+"""The first class in the order of inheritance decides. All other errors are status 500."""
 
 _AT = re.compile(r" - at `(?:key in )?(?P<path>.*)`$", re.DOTALL)
 """How msgspec ends a message: with the path of the value, `$.messages[0].role`."""

@@ -25,8 +25,11 @@ ABORT = "prejit.abort"
 """Extension of a scope: a function that cuts the connection, unsent bytes included (connections.py)."""
 
 GRACE_SECONDS = 30.0
-"""How much longer than its time a request may take until its connection is cut. The engine ends it in time, and
+"""How much longer than its time a request may take until its connection is cut. The engine ends it in time;
 a slow client needs some more to read the rest."""
+
+BODY_SECONDS = 30.0
+"""How long the next part of a body may take to come."""
 
 _OPEN = re.compile(r"/|/page/.*|/health/(live|ready)|/metrics|/v2/health/(live|ready)")
 """Paths that need no key and are answered in every state: probes, metrics, the files of the page."""
@@ -97,7 +100,7 @@ class Gate:
 
     async def _fail(self, scope: Scope, request: _Request, error: Exception) -> None:
         """Answer a request that failed, or cut its connection if the answer has begun."""
-        if isinstance(error, TimeoutError) and not isinstance(error, ApiError):
+        if type(error) is TimeoutError:  # of this gate; an engine raises DeadlineError
             error = ApiError(
                 504,
                 f"expected the request to take at most {self._settings.timeout_seconds:g} seconds",
@@ -130,6 +133,7 @@ class _Request:
         self.started = False
         self.failed = ""
         self._taken = 0
+        self._is_whole = False
         # A dict of its own: uvicorn gives all requests of a connection copies, other servers may not.
         self._state: dict[str, Any] = {**scope.get("state", {}), "id": self.id, "client": ""}
         scope["state"] = self._state
@@ -166,11 +170,23 @@ class _Request:
         """Receive a part of the body.
 
         Raises:
-            ApiError: the body is too large.
+            ApiError: the body is too large or too slow.
         """
-        message = await self._receive()
+        if self._is_whole:  # what comes now is that the client has gone, at any time
+            return await self._receive()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"body: expected its next part within {BODY_SECONDS:g} seconds",
+                code="slow_body",
+                headers={"Connection": "close"},
+            ) from None
         if message["type"] == "http.request":
             body = message.get("body", b"")
+            self._is_whole = not message.get("more_body", False)
             self._taken += len(body)
             if self._taken > self._most:
                 raise self.too_large(self._taken)

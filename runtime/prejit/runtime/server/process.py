@@ -1,4 +1,4 @@
-"""The process of a server: it binds at once, loads beside the imports of the HTTP stack, and ends in order."""
+"""The process of a server: it binds at once and loads bundles beside the imports of the HTTP stack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast, final
 
 from prejit.runtime.base.process import seconds_since_exec
@@ -23,6 +23,7 @@ from prejit.runtime.server.settings import Settings
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.server.requestlog import RequestLog
 
 BACKLOG = 2048
 """Connections that may wait for being accepted; the kernel has a limit of its own."""
@@ -59,7 +60,11 @@ class EngineOptions:
 
 
 def serve(
-    sources: Sequence[Source], engines: EngineOptions, settings: Settings, host: str, port: int
+    sources: Sequence[Source],
+    engines: EngineOptions,
+    settings: Settings,
+    address: tuple[str, int],
+    log: RequestLog | None = None,
 ) -> None:
     """Serve bundles until a signal ends the process, or a bundle cannot be loaded.
 
@@ -67,8 +72,8 @@ def serve(
         sources: the bundles.
         engines: the options of their engines.
         settings: the limits.
-        host: the address to listen at.
-        port: its port; 0: any that is free.
+        address: the host and port to listen at; port 0: any that is free.
+        log: where requests are recorded.
 
     Raises:
         StoreError: the address cannot be bound, or a bundle cannot be read.
@@ -76,22 +81,21 @@ def serve(
     """
     gc.disable()  # imports and loads make many objects and no garbage
     _allow_many_connections()
-    with _bind(host, port) as listening:
+    with _bind(*address) as listening:
         models = Models()
-        loading = _Loading(sources, engines, settings, models, _url(listening, host))
+        url = _url(listening, address[0])
+        loading = _Loading(sources, engines, models, url, log, settings.max_tokens)
         loading.start()
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.runtime.server.uvicorn_server import run
 
-        run(models, settings, listening, loading.when_failed)
+        run(models, replace(settings, log=log), listening, loading.when_failed)
     if loading.error is not None:
         raise loading.error
     models.close()
-    if settings.log is not None:
-        settings.log.close()
-    if (
-        loading.is_alive()
-    ):  # a signal came while a bundle was loaded or compiled, which cannot be stopped
+    if log is not None:
+        log.close()
+    if loading.is_alive():  # a signal came while a bundle was loaded, which cannot be stopped
         sys.stderr.flush()
         os._exit(0)
 
@@ -108,16 +112,18 @@ class _Loading(threading.Thread):
         self,
         sources: Sequence[Source],
         engines: EngineOptions,
-        settings: Settings,
         models: Models,
         url: str,
+        log: RequestLog | None,
+        max_tokens: int | None,
     ) -> None:
         super().__init__(name="prejit-load", daemon=True)
         self._sources = sources
         self._engines = engines
-        self._settings = settings
         self._models = models
         self._url = url
+        self._log = log
+        self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._on_failure: Callable[[], object] | None = None
         self.error: BaseException | None = None
@@ -140,12 +146,12 @@ class _Loading(threading.Thread):
                 before = "compiling"
                 for bundle, _ in bundles:
                     bundle.prepare()
-            if self._settings.log is not None:
+            if self._log is not None:
                 paths = {
                     name: source.path
                     for (_, name), source in zip(bundles, self._sources, strict=True)
                 }
-                self._settings.log.start(self._models, paths, self._settings.max_tokens)
+                self._log.start(self._models, paths, self._max_tokens)
             gc.freeze()
             gc.enable()
             if self._models.change(before, "ready"):
@@ -164,7 +170,7 @@ class _Loading(threading.Thread):
         options = {"slots": self._engines.slots, "queue": self._engines.queue}
         engine: Engine = bundle.engine(**{k: v for k, v in options.items() if v is not None})
         name = source.name or bundle.name
-        if self._settings.log is not None:
+        if self._log is not None:
             from prejit.runtime.server.requestlog import RecordedEngine
 
             engine = cast("Engine", RecordedEngine(name, engine))
@@ -196,7 +202,7 @@ def _url(listening: socket.socket, host: str) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files: every connection is one, and the default of 1024 is soon reached."""
+    """Raise the soft limit of open files: every connection is one, and the default is often 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -7,9 +7,10 @@
 A body that is no UTF-8 is `body_base64`. `calls` has what each call of an engine gave:
 
     {"kind":"generate","model":"demo","seed":7,"token_ids":[17,4],"finish_reason":"length","prompt_tokens":9,...}
-    {"kind":"encode","model":"demo","arrays":{"embeddings":{"dtype":"float32","shape":[2,384],"digest":"...","norm":1.41}}}
+    {"kind":"encode","model":"demo",
+     "arrays":{"embeddings":{"dtype":"float32","shape":[2,384],"digest":"...","norm":1.41}}}
 
-The handlers of requests know nothing of it: an engine is wrapped in a `RecordedEngine`, which finds the request by a
+Handlers do not deal with it: each engine is wrapped in a `RecordedEngine`, which finds its request by a
 context variable.
 """
 
@@ -25,7 +26,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import msgspec
 import numpy as np
@@ -34,6 +35,7 @@ from prejit.runtime.errors import StoreError
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
+
     from prejit.runtime.generation.generate import Piece, Result, Stats
     from prejit.runtime.server.served import Models
 
@@ -114,6 +116,16 @@ current: ContextVar[Entry | None] = ContextVar("current", default=None)
 """The request whose handler runs."""
 
 
+class Log(Protocol):
+    """What takes the records of requests."""
+
+    def begin(self, entry: Entry) -> None:
+        """Take what engines give this task from now on as results of this request."""
+
+    def end(self, entry: Entry) -> None:
+        """Take the record of a finished request."""
+
+
 @final
 class RequestLog:
     """The file that gets the lines."""
@@ -153,7 +165,7 @@ class RequestLog:
         self._write(line | {"max_tokens": max_tokens})
 
     def begin(self, entry: Entry) -> None:
-        """Take the calls of engines that this task makes from now on as calls of this request."""
+        """Take what engines give this task from now on as results of this request."""
         current.set(entry)
 
     def end(self, entry: Entry) -> None:
@@ -182,7 +194,7 @@ class RequestLog:
         os.close(self._file)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Append a line. A full disk must not stop the requests: the first failure is reported, until one succeeds."""
+        """Append a line. A full disk must not stop requests: the first of several failures is reported."""
         left = memoryview(msgspec.json.encode(line) + b"\n")
         try:
             while left:

@@ -38,8 +38,25 @@ def run(
         listening: a socket that listens.
         when_failed: takes a function to call, in any thread, when the bundles cannot be loaded.
     """
+    server = _Server(configure(models, settings), models, settings)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        when_failed(lambda: loop.call_soon_threadsafe(server.stop))
+        await server.serve([listening])
+
+    asyncio.run(main())
+
+
+def configure(models: Models, settings: Settings) -> uvicorn.Config:
+    """Return how uvicorn answers requests.
+
+    Args:
+        models: the served bundles.
+        settings: the limits.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # garbage of clients is no news
-    config = uvicorn.Config(
+    return uvicorn.Config(
         make_app(models, settings),
         http=Connection,
         ws="none",
@@ -51,14 +68,6 @@ def run(
         timeout_keep_alive=HEAD_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    server = _Server(config, models, settings)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        when_failed(lambda: loop.call_soon_threadsafe(server.stop))
-        await server.serve([listening])
-
-    asyncio.run(main())
 
 
 @final

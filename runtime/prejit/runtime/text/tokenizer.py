@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from typing import TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from tokenizers import Tokenizer as _Tokenizer
 
+from prejit.runtime.base.once import once
 from prejit.runtime.errors import ContextError, RejectError, UsageError
+
+if TYPE_CHECKING:
+    from prejit.runtime.text.token_bytes import TokenBytes
 
 T = TypeVar("T")
 
@@ -103,6 +107,13 @@ class Tokenizer:
     def stream(self, prompt_ids: Sequence[int]) -> TextStream:
         """Return a stream that turns the tokens after a prompt into text. Raises as `decode`, also later."""
         return TextStream(self._decode, self._token, self._special, prompt_ids)
+
+    @once
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token by its id."""
+        from prejit.runtime.text.token_bytes import TokenBytes  # only log-probabilities need it
+
+        return TokenBytes(self._tokenizer)
 
     @property
     def largest_id(self) -> int:
