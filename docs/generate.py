@@ -58,7 +58,7 @@ raises the class. All classes can be imported from `prejit.runtime.errors`, and 
 _METRICS = """\
 # Metrics
 
-`/metrics` of a server has these, in the text format of Prometheus or as OpenMetrics, and the usual ones of the
+`/metrics` of a server has these, in the text format of Prometheus or as OpenMetrics, and those of the
 process, such as `process_open_fds`. A histogram has the series `_bucket`, `_sum` and `_count`.
 [Operations](../operations.md#watch-a-server) says what to watch.
 
