@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from prejit.compiler import cli
 from prejit.runtime import errors
 from prejit.runtime.cli.parser import parser
-from prejit.runtime.server.prometheus import EngineCollector
+from prejit.runtime.server.collector import EngineCollector
 from prejit.runtime.server.served import Models
 
 ROOT = Path(__file__).parents[1]

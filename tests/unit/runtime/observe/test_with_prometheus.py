@@ -187,7 +187,7 @@ def test_every_metric_of_dashboards_and_rules_exists(scraped):
 def test_metrics_that_no_test_can_scrape_are_written_by_the_collector(scraped):
     engine = StandIn()
     engine.state["device_memory_bytes"] = 5
-    from prejit.runtime.server.prometheus import EngineCollector
+    from prejit.runtime.server.collector import EngineCollector
 
     families = list(EngineCollector(models(served(engine=engine))).collect())
     names = {family.name for family in families}
