@@ -191,7 +191,7 @@ def test_two_bundles_have_two_names(
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("{bundle}", "--on-mismatch", "error", "{foreign}"), 3, "error[mismatch]"),
+        (("{bundle}", "{foreign}", "--on-mismatch", "error"), 3, "error[mismatch]"),
         (("{missing}",), 6, "error[store]"),
         (("{bundle}", "{bundle}"), 2, "two bundles named 'example'"),
         (("a={bundle}", "a={bundle}"), 2, "found 'a' twice"),

@@ -6,12 +6,13 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from prejit.runtime.cli.output import print_json, print_text, progress, warnings_on_stderr
-from prejit.runtime.cli.serve import named_paths, needs_server_packages
+from prejit.runtime.cli.serve import check_server_packages, named_paths
 
 
 def replay(options: Namespace) -> int:
     """Run the requests of a log again. The status is 1 if one of them gives something else."""
-    with needs_server_packages("replay"), warnings_on_stderr(), progress() as show:
+    check_server_packages("replay")
+    with warnings_on_stderr(), progress() as show:
         from prejit.runtime.server import replay as replaying
 
         report = replaying.replay(options.log, named_paths(options.bundle), show)

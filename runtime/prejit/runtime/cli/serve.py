@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prejit.runtime.base.process import importing
 from prejit.runtime.cli.output import warnings_on_stderr
 from prejit.runtime.device.start import import_numpy, read_library_ahead
 from prejit.runtime.errors import UsageError
 
-_PACKAGES = ("starlette", "uvicorn", "httptools", "msgspec", "anyio", "prometheus_client")
+_PACKAGES = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)=(?P<path>.+)", re.DOTALL)
 
 
@@ -22,7 +22,8 @@ def serve(options: Namespace) -> int:
     read_library_ahead()
     with importing():
         import_numpy()  # before any other thread runs: see there
-    with needs_server_packages("serve"), warnings_on_stderr():
+    check_server_packages("serve")
+    with warnings_on_stderr():
         from prejit.runtime.server.process import EngineOptions, Source, serve
         from prejit.runtime.server.settings import Settings
 
@@ -50,25 +51,21 @@ def serve(options: Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def needs_server_packages(command: str) -> Iterator[None]:
-    """Say what to install if a package of the server is missing.
+def check_server_packages(command: str) -> None:
+    """Check, before anything begins, that the packages of the server are installed.
 
     Args:
-        command: the command that needs it.
+        command: the command that needs them.
 
     Raises:
-        UsageError: one is missing.
+        UsageError: some are missing.
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _PACKAGES:
-            raise
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
         raise UsageError(
-            f"`prejit {command}` needs {error.name}, which is not installed",
+            f"`prejit {command}`: expected the packages of the server, found no {', '.join(missing)}",
             hint="pip install 'prejit[server]'",
-        ) from error
+        )
 
 
 def named_paths(texts: Sequence[str]) -> list[tuple[str | None, str]]:

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from prejit.runtime.server import errors, health
+from prejit.runtime.server import errors, health, prometheus
 from prejit.runtime.server.gate import Gate
 from prejit.runtime.server.inference import routes as inference
 from prejit.runtime.server.openai import routes as openai
@@ -28,6 +28,7 @@ def make_app(models: Models, settings: Settings) -> Starlette:
             *inference.routes(models, settings),
             *openai.routes(models, settings),
             openapi_route(openai.OPERATIONS),
+            *prometheus.routes(models),
         ],
         middleware=[Middleware(Gate, models=models, settings=settings)],
         # Starlette answers its own HTTPException in its own form; all other errors reach the gate.

@@ -22,6 +22,7 @@ class Connection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _reads_head = True
+    _is_progress = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection."""
@@ -35,8 +36,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client; refuse a head without end."""
+        self._is_progress = False
         super().data_received(data)
-        if self._reads_head:
+        if self._reads_head and not self._is_progress:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("The head of the request is too large.")
@@ -52,7 +54,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Note that what comes next is another head."""
         super().on_message_complete()
-        self._reads_head, self._head_bytes = True, 0
+        self._reads_head, self._head_bytes, self._is_progress = True, 0, True
 
     def on_response_complete(self) -> None:
         """Wait for the next request of the connection."""

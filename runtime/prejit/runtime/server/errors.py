@@ -105,6 +105,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, f"{param or 'body'}: {message}", param=param, code="invalid_type")
     if isinstance(error, msgspec.DecodeError | UnicodeDecodeError):
         return ApiError(400, f"body: expected JSON in UTF-8, found {error}", code="invalid_json")
+    if isinstance(error, RecursionError):  # nothing here recurses but over what a client sent
+        return ApiError(400, "body: expected values nested less deeply", code="invalid_json")
     if isinstance(error, PrejitError):
         for each in type(error).__mro__:
             if (kind := _KINDS.get(each)) is not None:

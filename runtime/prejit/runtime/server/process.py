@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
 from prejit.runtime.base.process import seconds_since_exec
@@ -19,11 +20,13 @@ from prejit.runtime.errors import StoreError, printable
 from prejit.runtime.loader import load
 from prejit.runtime.server.served import Models, Served, State
 from prejit.runtime.server.settings import Settings
+from prejit.runtime.server.telemetry import start as start_telemetry
 
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.engine.engine import Engine
     from prejit.runtime.server.requestlog import RequestLog
+    from prejit.runtime.server.spans import Telemetry
 
 BACKLOG = 2048
 """Connections that may wait for being accepted; the kernel has a limit of its own."""
@@ -84,15 +87,21 @@ def serve(
     with _bind(*address) as listening:
         models = Models()
         url = _url(listening, address[0])
-        loading = _Loading(sources, engines, models, url, log, settings.max_tokens)
+        telemetry = start_telemetry()
+        wrap = _wrapper(log, telemetry)
+        loading = _Loading(sources, engines, models, url, wrap)
+        if log is not None:
+            loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
         loading.start()
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.runtime.server.uvicorn_server import run
 
-        run(models, replace(settings, log=log), listening, loading.when_failed)
+        run(models, replace(settings, log=log), listening, loading.when_failed, telemetry)
     if loading.error is not None:
         raise loading.error
     models.close()
+    if telemetry is not None:
+        telemetry.close()
     if log is not None:
         log.close()
     if loading.is_alive():  # a signal came while a bundle was loaded, which cannot be stopped
@@ -105,6 +114,7 @@ class _Loading(threading.Thread):
     """Loads the bundles and makes the server ready.
 
     Attributes:
+        when_loaded: takes the path of each bundle by its name, before the server is ready.
         error: why it failed, or None.
     """
 
@@ -114,18 +124,18 @@ class _Loading(threading.Thread):
         engines: EngineOptions,
         models: Models,
         url: str,
-        log: RequestLog | None,
-        max_tokens: int | None,
+        wrap: Wrap,
     ) -> None:
         super().__init__(name="prejit-load", daemon=True)
         self._sources = sources
+        self._paths = [source.path for source in sources]
         self._engines = engines
         self._models = models
         self._url = url
-        self._log = log
-        self._max_tokens = max_tokens
+        self._wrap = wrap
         self._lock = threading.Lock()
         self._on_failure: Callable[[], object] | None = None
+        self.when_loaded: Callable[[dict[str, str]], object] | None = None
         self.error: BaseException | None = None
 
     def when_failed(self, call: Callable[[], object]) -> None:
@@ -146,12 +156,10 @@ class _Loading(threading.Thread):
                 before = "compiling"
                 for bundle, _ in bundles:
                     bundle.prepare()
-            if self._log is not None:
-                paths = {
-                    name: source.path
-                    for (_, name), source in zip(bundles, self._sources, strict=True)
-                }
-                self._log.start(self._models, paths, self._max_tokens)
+            if self.when_loaded is not None:
+                self.when_loaded(
+                    {name: path for (_, name), path in zip(bundles, self._paths, strict=True)}
+                )
             gc.freeze()
             gc.enable()
             if self._models.change(before, "ready"):
@@ -170,12 +178,28 @@ class _Loading(threading.Thread):
         options = {"slots": self._engines.slots, "queue": self._engines.queue}
         engine: Engine = bundle.engine(**{k: v for k, v in options.items() if v is not None})
         name = source.name or bundle.name
-        if self._log is not None:
+        engine = self._wrap(name, engine)
+        self._models.add(Served(name, bundle, engine, int(time.time())))
+        return bundle, name
+
+
+Wrap = Callable[[str, "Engine"], "Engine"]
+"""Takes the name of a bundle and its engine; returns the engine that requests use."""
+
+
+def _wrapper(log: RequestLog | None, telemetry: Telemetry | None) -> Wrap:
+    """Return what wraps engines, so that the log and telemetry see what they give."""
+
+    def wrap(name: str, engine: Engine) -> Engine:
+        if telemetry is not None:
+            engine = telemetry.engine(name, engine)
+        if log is not None:
             from prejit.runtime.server.requestlog import RecordedEngine
 
             engine = cast("Engine", RecordedEngine(name, engine))
-        self._models.add(Served(name, bundle, engine, int(time.time())))
-        return bundle, name
+        return engine
+
+    return wrap
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -35,7 +35,6 @@ from prejit.runtime.errors import StoreError
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
-
     from prejit.runtime.generation.generate import Piece, Result, Stats
     from prejit.runtime.server.served import Models
 
@@ -144,7 +143,7 @@ class RequestLog:
         self._path = path
         self._is_failing = False
 
-    def start(self, models: Models, paths: Mapping[str, str], max_tokens: int | None) -> None:
+    def start(self, models: Models, paths: Mapping[str, str], *, max_tokens: int | None) -> None:
         """Write which bundles are served, for a replay.
 
         Args:

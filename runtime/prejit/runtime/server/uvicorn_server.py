@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import uvicorn
 
@@ -19,6 +19,9 @@ from prejit.runtime.server.connections import HEAD_SECONDS, Connection
 from prejit.runtime.server.process import BACKLOG
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
+
+if TYPE_CHECKING:
+    from prejit.runtime.server.spans import Telemetry
 
 FLUSH_SECONDS = 5
 """How long clients have to read what is buffered, after the last request is finished."""
@@ -29,6 +32,7 @@ def run(
     settings: Settings,
     listening: socket.socket,
     when_failed: Callable[[Callable[[], object]], None],
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Answer requests until a signal comes or loading fails.
 
@@ -37,8 +41,12 @@ def run(
         settings: the limits.
         listening: a socket that listens.
         when_failed: takes a function to call, in any thread, when the bundles cannot be loaded.
+        telemetry: what traces requests; None: nothing does.
     """
-    server = _Server(configure(models, settings), models, settings)
+    config = configure(models, settings)
+    if telemetry is not None:
+        config.app = telemetry.app(config.app)
+    server = _Server(config, models, settings)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

@@ -62,6 +62,7 @@ class Message(msgspec.Struct):
 class Body(msgspec.Struct):
     messages: list[Message]
     n: int = 1
+    extra: Any = None
 
 
 @pytest.mark.parametrize(
@@ -72,9 +73,11 @@ class Body(msgspec.Struct):
         (b"{}", None, "required field `messages`"),
         (b"[]", None, "Expected `object`, got `array`"),
         (b"{", None, "expected JSON in UTF-8"),
-        (b'{"messages":"\xff"}', None, "expected JSON in UTF-8"),
+        (b'{"messages":[{"role":"\xff"}]}', None, "expected JSON in UTF-8"),
         (b"", None, "expected JSON in UTF-8"),
-        (b"[" * 10_000, None, "expected JSON in UTF-8"),
+        (b'{"extra":' + b"[" * 100_000, None, "nested less deeply"),
+        (b'{"extra":' + b'{"a":' * 100_000, None, "nested less deeply"),
+        (b'{"messages":' + b"[" * 10_000, "messages[0]", "Expected `object`, got `array`"),
     ],
 )
 def test_a_wrong_body_is_an_error_that_names_the_field(

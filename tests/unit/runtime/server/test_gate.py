@@ -90,7 +90,9 @@ def ask(
     """One request to the application above."""
 
     async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(app(models or ready(), settings or Settings()))
+        transport = httpx.ASGITransport(
+            app(ready() if models is None else models, settings or Settings())
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **more)
 

@@ -19,7 +19,6 @@ from prejit.runtime.server.openai.fields import PromptTokensDetails, Usage
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
     from prejit.runtime.engine.stream import Stream
-
     from prejit.runtime.generation.options import TokenMask
 
 T = TypeVar("T")

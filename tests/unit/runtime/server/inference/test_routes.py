@@ -46,8 +46,6 @@ def client(server: Running) -> Iterator[triton.InferenceServerClient]:
 
 def tensor(name: str, value: np.ndarray[Any, Any], datatype: str, *, binary: bool) -> Any:
     found = triton.InferInput(name, list(value.shape), datatype)
-    if datatype == "BF16":  # the client takes float32 for it
-        value = value.astype(np.float32)
     return found.set_data_from_numpy(value, binary_data=binary)
 
 
