@@ -64,6 +64,9 @@ class _Distribution(NamedTuple):
     of: Callable[[EngineMetrics], HistogramValue]
 
 
+SOURCES = ("loaded", "compiled", "kept", "compiling", "unused")
+"""The ways in which a program becomes ready."""
+
 _VLLM_REASONS = {
     "stop": ("stop", "mask"),
     "length": ("length", "context"),
@@ -258,9 +261,6 @@ _LABELLED = (
     ),
 )
 
-SOURCES = ("loaded", "compiled", "kept", "compiling", "unused")
-"""The ways in which a program becomes ready."""
-
 _LABELS = ("model_name",)
 _VLLM_LABELS = ("model_name", "engine")
 
@@ -435,6 +435,8 @@ class Exposition:
         if "application/openmetrics-text" in accept:
             # Its other ways of escaping turn the colon of a sample's name into _ (prometheus-client 0.26). No
             # name here needs any.
-            page = openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8)
+            page: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+                self._registry, openmetrics.ALLOWUTF8
+            )
             return page, "application/openmetrics-text; version=1.0.0; charset=utf-8"
         return exposition.generate_latest(self._registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
