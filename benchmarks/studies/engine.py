@@ -28,18 +28,18 @@ from benchmarks.harness.measure import progress
 from benchmarks.harness.models import decoder_manifest, make_llama
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
-from benchmarks.harness.workload import Llama
+from benchmarks.harness.workload import Llama, Sizes
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from prejit.runtime import Bundle, load
 
 TOKENS, PROMPT = 64, 32
 THREADS = (1, 4, 8, 16)
 LONG, STREAMS = 4000, 8
-GPT2 = {"batch": (1, 4, 8), "prompt": (32, 64, 256), "context": (128, 512)}
+GPT2: Sizes = {"batch": (1, 4, 8), "prompt": (32, 64, 256), "context": (128, 512)}
 LLAMA = Llama(
     layers=12, width=768, heads=12, kv_heads=4, inner=2048, vocabulary=32000, positions=8192
 )
-LLAMA_SIZES = {"batch": (1, 16), "prompt": (64, 256), "context": (256, 4608)}
+LLAMA_SIZES: Sizes = {"batch": (1, 16), "prompt": (64, 256), "context": (256, 4608)}
 CHUNKS = (64, 256)
 
 

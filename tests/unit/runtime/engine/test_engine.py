@@ -36,7 +36,9 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def path(make_decoder: Callable[..., Path]) -> Path:
-    return make_decoder("gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), draft_tokens=3)
+    return make_decoder(
+        "gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), draft_tokens=3, quick=True
+    )
 
 
 @pytest.fixture(scope="module")
