@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.on_jax import JaxPrograms
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
+    from prejit.runtime.text.tokenizer import Tokenizer
 
 
 class LoadTimes(NamedTuple):
@@ -384,6 +385,16 @@ class Bundle:
     def has_tokenizer(self) -> bool:
         """Whether prompts may be text."""
         return self._text.has_tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, for callers that count tokens or know their bytes.
+
+        Raises:
+            UsageError: the bundle has none.
+            RejectError: it is damaged.
+        """
+        return self._text.need_tokenizer()
 
     @property
     def has_chat_template(self) -> bool:
