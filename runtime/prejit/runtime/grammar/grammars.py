@@ -103,9 +103,7 @@ class Grammars:
         except _GrammarError:
             raise self._schema_error(schema, lenient) from None
 
-    def regex(
-        self, pattern: str, *, stop_token_ids: Collection[int] | None = None
-    ) -> GrammarMask:
+    def regex(self, pattern: str, *, stop_token_ids: Collection[int] | None = None) -> GrammarMask:
         """Return a mask for texts that match a regular expression as a whole.
 
         The syntax is that of Rust's `regex`: as Python's, without look-around and references to groups.
@@ -236,7 +234,9 @@ class Grammars:
         """Return the error of a schema, with the path of its place."""
         error = self._error_of(schema, lenient)
         path = error_path(schema, error, lambda part: self._error_of(part, lenient))
-        if "coerce_one_of" in error:  # an option that we do not offer, because it allows wrong answers
+        if (
+            "coerce_one_of" in error
+        ):  # an option that we do not offer, because it allows wrong answers
             error = "alternatives of oneOf may fit the same value; use anyOf"
         return UsageError(
             f"{at}{path}: expected a JSON schema that a grammar can follow: {error}",
@@ -248,7 +248,9 @@ class Grammars:
 
         text = _schema_text(schema, lenient)
         error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
-        return _one_line(error.partition("\n  while processing ")[0])  # it names the place of a $ref
+        return _one_line(
+            error.partition("\n  while processing ")[0]
+        )  # it names the place of a $ref
 
 
 class _GrammarError(Exception):
@@ -260,7 +262,9 @@ def _schema_text(schema: Mapping[str, Any] | bool, lenient: bool) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
-        raise UsageError(f"schema: expected a JSON schema that a value satisfies, found {schema!r:.80}")
+        raise UsageError(
+            f"schema: expected a JSON schema that a value satisfies, found {schema!r:.80}"
+        )
     ways = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
         return json.dumps({**schema, "x-guidance": ways}, allow_nan=False)

@@ -11,7 +11,16 @@ _OF_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependen
 """Keywords whose value is an object of schemas."""
 _OF_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 """Keywords whose value is a list of schemas."""
-_OF_ONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
+_OF_ONE = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
 """Keywords whose value is a schema."""
 _TRIES = 500
 """Maximum number of parts that are compiled to find one error; the place is less exact beyond it."""
@@ -29,7 +38,7 @@ def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
         An empty text for the whole schema.
     """
     try:
-        whole = _with_references(schema)
+        whole = moved(schema, f"/$defs/{_ROOT}")
     except RecursionError:
         return ""
     left = _TRIES
@@ -55,7 +64,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
         value = schema[keyword]
         if keyword in _OF_MAPS and isinstance(value, Mapping):
             for name, part in value.items():
-                yield f"/{keyword}/{_escaped(str(name))}", part
+                yield f"/{keyword}/{escaped(str(name))}", part
         elif keyword in _OF_LISTS and isinstance(value, list | tuple):
             for place, part in enumerate(value):
                 yield f"/{keyword}/{place}", part
@@ -63,18 +72,19 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
             yield f"/{keyword}", value
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
+    """Return a name as a step of a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _with_references(schema: Any) -> Any:
-    """Return a schema whose references to its own parts find them below `$defs`."""
+def moved(schema: Any, to: str) -> Any:
+    """Return a schema for a place in another one: its references to its own parts lead there."""
     if isinstance(schema, Mapping):
-        moved = {key: _with_references(value) for key, value in schema.items()}
+        copy = {key: moved(value, to) for key, value in schema.items()}
         target = schema.get("$ref")
         if isinstance(target, str) and (target == "#" or target.startswith("#/")):
-            moved["$ref"] = f"#/$defs/{_ROOT}{target[1:]}"
-        return moved
+            copy["$ref"] = f"#{to}{target[1:]}"
+        return copy
     if isinstance(schema, list | tuple):
-        return [_with_references(value) for value in schema]
+        return [moved(value, to) for value in schema]
     return schema

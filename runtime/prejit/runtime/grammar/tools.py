@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prejit.runtime.errors import UsageError
+from prejit.runtime.grammar.schema_paths import escaped, moved
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -19,7 +20,7 @@ class ToolForm:
     """How a model writes a call of a tool: an object of JSON, between two texts.
 
     Attributes:
-        begin: before the object, such as `<tool_call>\\n`. Empty: an answer that begins with `{` is a call.
+        begin: before the object, such as `<tool_call>` and a line end. Empty: an answer that begins with `{` is a call.
         end: after it.
         name_key: the member of the object that holds the name of the function.
         arguments_key: the member that holds its arguments.
@@ -88,9 +89,10 @@ def _call_schema(
     parameters = function.get("parameters") or _ANY_ARGUMENTS
     if not isinstance(parameters, Mapping):
         raise UsageError(f"{at}.function.parameters: expected an object, found {parameters!r:.80}")
+    inside = moved(parameters, f"/properties/{escaped(form.arguments_key)}")
     call = {
         "type": "object",
-        "properties": {form.name_key: {"const": name}, form.arguments_key: parameters},
+        "properties": {form.name_key: {"const": name}, form.arguments_key: inside},
         "required": [form.name_key, form.arguments_key],
         "additionalProperties": False,
     }

@@ -11,7 +11,7 @@ from typing import TypeVar, final
 from tokenizers import Tokenizer as _Tokenizer
 
 from prejit.runtime.errors import ContextError, RejectError, UsageError
-from prejit.runtime.text.token_bytes import token_bytes
+from prejit.runtime.text.vocabulary import token_bytes
 
 T = TypeVar("T")
 

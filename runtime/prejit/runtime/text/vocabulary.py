@@ -28,7 +28,9 @@ _ALPHABET = _byte_level_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
-    except KeyError:  # the decoder, too, leaves a token as it is if one character is not in the alphabet
+    except (
+        KeyError
+    ):  # the decoder, too, leaves a token as it is if one character is not in the alphabet
         return token.encode()
 
 
