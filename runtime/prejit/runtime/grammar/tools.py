@@ -20,7 +20,8 @@ class ToolForm:
     """How a model writes a call of a tool: an object of JSON, between two texts.
 
     Attributes:
-        begin: before the object, such as `<tool_call>` and a line end. Empty: an answer that begins with `{` is a call.
+        begin: before the object, such as `<tool_call>` and a line end. Empty: an answer that begins with `{`
+            is a call.
         end: after it.
         name_key: the member of the object that holds the name of the function.
         arguments_key: the member that holds its arguments.

@@ -22,12 +22,13 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_level_alphabet()
+ALPHABET = _byte_level_alphabet()
+"""The byte that each character of a byte-level token stands for."""
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes([_ALPHABET[character] for character in token])
+        return bytes([ALPHABET[character] for character in token])
     except (
         KeyError
     ):  # the decoder, too, leaves a token as it is if one character is not in the alphabet

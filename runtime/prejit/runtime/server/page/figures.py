@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from prejit.runtime.format.schema import ProgramEntry
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.metrics import EngineMetrics, HistogramValue
@@ -37,7 +34,7 @@ class Model:
         load_seconds: how long it took to load.
         chat, complete, embed: whether the page can do that with it.
         max_tokens: the longest context; None: it holds no decoder.
-        calls: its functions, by the names that the Open Inference Protocol has here.
+        calls: its functions. The Open Inference Protocol has them as NAME.FUNCTION.
         programs: how each program became ready.
     """
 
@@ -88,8 +85,7 @@ _WELL = ("stop", "length", "context", "mask")
 
 def models_of(models: Models) -> list[Model]:
     """Return the served bundles."""
-    names = [name for one in models for name in _functions(one)]
-    return [_model(one, names) for one in models]
+    return [_model(one) for one in models]
 
 
 def figures_of(models: Models) -> dict[str, Figures]:
@@ -97,7 +93,7 @@ def figures_of(models: Models) -> dict[str, Figures]:
     return {one.name: _figures(one.engine.metrics()) for one in models}
 
 
-def _model(one: Served, names: list[str]) -> Model:
+def _model(one: Served) -> Model:
     bundle = one.bundle
     has_decoder = bundle.config.decoder is not None and bundle.config.decoder.source is None
     return Model(
@@ -113,25 +109,12 @@ def _model(one: Served, names: list[str]) -> Model:
         embed=bundle.config.encoder is not None and bundle.has_tokenizer,
         max_tokens=bundle.decoder.contexts[-1] if has_decoder else None,
         calls=tuple(
-            name if names.count(name) == 1 else f"{one.name}.{name}" for name in _functions(one)
+            sorted({e.name.partition("/")[0] for e in bundle.config.programs if e.kind == "call"})
         ),
         programs=tuple(
             ProgramState(each.program, each.source, each.seconds) for each in bundle.report()
         ),
     )
-
-
-def _functions(one: Served) -> list[str]:
-    """Return the names of a bundle's functions, without those of their buckets."""
-    return sorted({_function(each) for each in _calls(one.bundle.config.programs)})
-
-
-def _calls(programs: Iterable[ProgramEntry]) -> list[ProgramEntry]:
-    return [each for each in programs if each.kind == "call"]
-
-
-def _function(program: ProgramEntry) -> str:
-    return program.name.split("/", 1)[0]
 
 
 def _figures(metrics: EngineMetrics) -> Figures:

@@ -6,7 +6,7 @@ const FIGURES_EVERY_MS = 1000;
 const PROGRAMS_EVERY_MS = 10000;
 const SPARK_POINTS = 60;
 
-const page = { models: [], model: null, key: "", conversation: [], stream: null, last: null, rates: [] };
+const page = { models: [], model: null, key: "", conversation: [], stream: null, last: null, rates: [], listed: 0 };
 
 // ---------------------------------------------------------------- requests
 
@@ -263,10 +263,9 @@ async function describeFunction() {
   calm();
   $("result-card").hidden = true;
   $("inputs").replaceChildren();
-  const name = $("function").value;
-  if (!name) return;
+  if (!$("function").value) return;
   try {
-    const described = await get(`v2/models/${encodeURIComponent(name)}`);
+    const described = await get(functionPath());
     $("inputs").replaceChildren(...described.inputs.map((input, i) => {
       const shape = input.shape.map((size) => (size < 1 ? 1 : size));
       const label = document.createElement("label");
@@ -277,13 +276,16 @@ async function describeFunction() {
       area.className = "mono";
       area.dataset.name = input.name;
       area.dataset.datatype = input.datatype;
-      area.value = JSON.stringify(filled(shape, input.datatype === "BOOL" ? false : 0));
+      area.value = JSON.stringify(filled(shape, input.datatype === "BOOL" ? true : 0)) /* a mask is true */;
       return label;
     }));
   } catch (error) {
     complain(error);
   }
 }
+
+/** A program is the model BUNDLE.PROGRAM of the Open Inference Protocol. */
+const functionPath = () => `v2/models/${encodeURIComponent(`${page.model.name}.${$("function").value}`)}`;
 
 const filled = (shape, value) =>
   shape.length ? Array.from({ length: shape[0] }, () => filled(shape.slice(1), value)) : value;
@@ -311,8 +313,7 @@ async function call(event) {
       }
       return { name, datatype, shape: shapeOf(value, name), data: [value].flat(Infinity) };
     });
-    const path = `v2/models/${encodeURIComponent($("function").value)}/infer`;
-    const answer = await (await request(path, { inputs })).json();
+    const answer = await (await request(`${functionPath()}/infer`, { inputs })).json();
     $("results").replaceChildren(...answer.outputs.flatMap((output) => {
       const label = document.createElement("p");
       const pre = document.createElement("pre");
@@ -357,7 +358,6 @@ function bytes(count) {
 const percent = (share) => `${Math.round(share * 100)} %`;
 
 async function refreshFigures() {
-  if (document.hidden || !page.model) return;
   try {
     const { state, models } = await get("page/figures");
     showState(state);
@@ -405,6 +405,7 @@ async function refreshModels() {
     const { state, models } = await get("page/models");
     showState(state);
     page.models = models;
+    page.listed = performance.now();
   } catch {
     showState("not reachable");
     return;
@@ -414,7 +415,7 @@ async function refreshModels() {
   const found = page.models.find((one) => one.name === name) ?? page.models[0];
   const isNew = page.model?.digest !== found.digest;
   page.model = found;
-  $("model").replaceChildren(...page.models.map((one) => new Option(one.name, one.name, false, one === found)));
+  if (isNew) $("model").replaceChildren(...page.models.map((one) => new Option(one.name, one.name, false, one === found)));
   $("model-label").hidden = page.models.length < 2;
   showBundle(found);
   if (isNew) showTabs(found);
@@ -485,7 +486,7 @@ function newChat() {
 
 // ---------------------------------------------------------------- wiring
 
-$("tabs").addEventListener("click", (event) => event.target.id && select(event.target.id.replace(/^tab-/, "")));
+for (const tab of $("tabs").children) tab.addEventListener("click", () => select(tab.id.slice(4)));
 $("tabs").addEventListener("keydown", turnTabs);
 $("model").addEventListener("change", () => {
   page.model = page.models.find((one) => one.name === $("model").value);
@@ -512,7 +513,13 @@ $("clear").addEventListener("click", newChat);
 for (const name of ["chat", "complete"]) $(`${name}-stop`).addEventListener("click", () => page.stream?.abort());
 document.addEventListener("keydown", (event) => event.key === "Escape" && page.stream?.abort());
 
-await refreshModels();
-await refreshFigures();
-setInterval(refreshFigures, FIGURES_EVERY_MS);
-setInterval(refreshModels, PROGRAMS_EVERY_MS);
+async function refresh() {
+  if (!document.hidden) {
+    const isOld = performance.now() - page.listed > PROGRAMS_EVERY_MS;
+    if (!page.model || isOld) await refreshModels();
+    if (page.model) await refreshFigures();
+  }
+  setTimeout(refresh, FIGURES_EVERY_MS);
+}
+
+refresh();
