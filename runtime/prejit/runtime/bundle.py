@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from prejit.runtime.device.kernels import OpenLibrary
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
     from prejit.runtime.encoding.sentences import OnTooLong
+    from prejit.runtime.engine.engine import Engine
     from prejit.runtime.format.trees import Path
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
@@ -265,6 +266,47 @@ class Bundle:
             UsageError: the bundle holds no decoder, or no batch bucket is large enough.
         """
         return Batch(self.decoder, slots)
+
+    def engine(
+        self,
+        slots: int = 8,
+        queue: int = 256,
+        *,
+        memory: int | None = None,
+        prefix_memory: int | None = None,
+        prefill_tokens: int | None = None,
+    ) -> Engine:
+        """Return an engine, which generates for many threads and tasks at once.
+
+            engine = bundle.engine()
+            futures = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
+
+        Args:
+            slots: how many requests run at a time; rounded up to a batch bucket of the bundle. While fewer
+                run, the engine uses the smallest bucket for them.
+            queue: how many more may wait.
+            memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
+                free on the device now. A prompt that would need more is refused when it is submitted.
+            prefix_memory: how many bytes of that earlier prompts may take, for later prompts that begin like
+                them; None: a quarter of what the slots leave.
+            prefill_tokens: how many positions of new prompts a step computes while others decode; fewer make
+                the gaps between their tokens shorter and first tokens later. None: 64 on a CPU, else 512.
+
+        Raises:
+            UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
+        """
+        from prejit.runtime.engine.engine import Engine  # one caller at a time does not need it
+
+        return Engine(
+            self,
+            self._resolve,
+            self._begin,
+            slots=slots,
+            queue=queue,
+            memory=memory,
+            prefix_memory=prefix_memory,
+            prefill_tokens=prefill_tokens,
+        )
 
     def request(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Request:
         """Return a request for `Batch.insert`. Arguments as `generate`, without `stop`.

@@ -112,6 +112,32 @@ class RejectError(PrejitError):
         self.path = path
 
 
+class QueueFullError(PrejitError):
+    """An engine's queue is full, so that it refuses a request.
+
+    Attributes:
+        retry_after: seconds after which the queue will probably have room.
+    """
+
+    code = "queue-full"
+
+    def __init__(self, message: str, *, retry_after: float, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
+
+
+class DeadlineError(PrejitError, TimeoutError):
+    """A request had no result within its timeout."""
+
+    code = "deadline"
+
+
+class ClosedError(PrejitError):
+    """A bundle or an engine is closed, or takes no more requests because it will be closed."""
+
+    code = "closed"
+
+
 class NumbersError(PrejitError):
     """A model returned NaN or infinity instead of numbers."""
 

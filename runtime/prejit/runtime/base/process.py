@@ -101,25 +101,49 @@ def cpus(root: str = "/") -> int:
     return max(1, min([affinity, *map(int, _cpu_quotas(root))]))
 
 
+def free_memory_bytes(root: str = "/") -> int:
+    """Return how much memory this process can still take, by the kernel and by its control groups' limits.
+
+    `root` is the directory that holds `proc` and `sys`. Pages of files that nobody has used for long count as
+    free, because the kernel drops them before it fails (proc_meminfo(5), cgroups(7)).
+    """
+    left = [sys.maxsize]  # a kernel that does not say
+    for line in text_of(os.path.join(root, "proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            left.append(int(line.split()[1]) << 10)
+    for directory, is_second in _groups(root, "memory"):
+        names = (
+            ("memory.max", "memory.current", "inactive_file")
+            if is_second
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        limit, used = (text_of(os.path.join(directory, name)).strip() for name in names[:2])
+        words = text_of(os.path.join(directory, "memory.stat")).split()
+        unused = words[words.index(names[2]) + 1] if names[2] in words else "0"
+        if limit.isdecimal() and used.isdecimal() and unused.isdecimal():  # else there is no limit
+            left.append(max(0, int(limit) - int(used) + int(unused)))
+    return min(left)
+
+
 def _cpu_quotas(root: str) -> Iterator[float]:
     """Yield the CPU quota of each control group of this process that has one (cgroups(7))."""
-    for directory, mounted_at, files in _cpu_groups(root):
-        while True:
-            words = " ".join(text_of(os.path.join(directory, name)) for name in files).split()
-            # `max 100000` and `-1 100000` mean that there is no limit.
-            if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
-                yield int(words[0]) / int(words[1])
-            if len(directory) <= len(mounted_at):
-                break
-            directory = os.path.dirname(directory)
+    for directory, is_second in _groups(root, "cpu"):
+        files = ("cpu.max",) if is_second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(text_of(os.path.join(directory, name)) for name in files).split()
+        # `max 100000` and `-1 100000` mean that there is no limit.
+        if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
+            yield int(words[0]) / int(words[1])
 
 
-def _cpu_groups(root: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield this process's control group in each hierarchy that limits CPUs.
+def _groups(root: str, limited: str) -> Iterator[tuple[str, bool]]:
+    """Yield the control groups of this process in each hierarchy that may limit something, inner ones first.
+
+    Args:
+        root: the directory that holds `proc` and `sys`.
+        limited: the controller: cpu or memory.
 
     Yields:
-        The group's directory, the directory where the hierarchy is mounted, and the names of the files with
-        the group's quota and its period, in microseconds.
+        The group's directory, and whether its hierarchy is of version 2.
     """
     groups = dict[str, str]()
     for line in text_of(os.path.join(root, "proc/self/cgroup")).splitlines():
@@ -130,17 +154,19 @@ def _cpu_groups(root: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         place, mount = before.split(" "), after.split(" ")
         if len(place) < 5 or len(mount) < 3:
             continue
-        controller = ""
-        files: tuple[str, ...] = ("cpu.max",)
-        if mount[0] == "cgroup" and "cpu" in mount[2].split(","):
-            controller, files = "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        elif mount[0] != "cgroup2":
+        is_second = mount[0] == "cgroup2"
+        if not is_second and (mount[0] != "cgroup" or limited not in mount[2].split(",")):
             continue
         # A container sees only the hierarchy below `top`, which may be the group itself.
         top, at = place[3].rstrip("/"), place[4].strip("/")
-        group, mounted_at = groups.get(controller, ""), os.path.join(root, at)
+        group, mounted_at = groups.get("" if is_second else limited, ""), os.path.join(root, at)
         inside = group[len(top) :] if f"{group}/".startswith(f"{top}/") else ""
-        yield mounted_at + inside.rstrip("/"), mounted_at, files
+        directory = mounted_at + inside.rstrip("/")
+        while True:
+            yield directory, is_second
+            if len(directory) <= len(mounted_at):
+                break
+            directory = os.path.dirname(directory)
 
 
 def text_of(path: str) -> str:

@@ -226,6 +226,12 @@ class Device:
         stats = [device.memory_stats() or {} for device in self._local]
         return max((one.get("peak_bytes_in_use", 0) for one in stats), default=0) or None
 
+    def free_memory_bytes(self) -> int | None:
+        """Return what the fullest device can still allocate; None: its client does not count."""
+        stats = [device.memory_stats() or {} for device in self._local]
+        left = [one["bytes_limit"] - one["bytes_in_use"] for one in stats if "bytes_limit" in one]
+        return min(left, default=None)
+
     def _executable(self, loaded: Any, results: Sequence[Array]) -> Executable:
         if self._cpu_sharding is not None and results:
             avals = [(array.shape, dtype_of(array.dtype)) for array in results]

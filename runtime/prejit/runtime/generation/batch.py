@@ -1,6 +1,7 @@
 """Continuous batching over compiled programs: slots that requests join and leave at any step.
 
     insert   put requests into free slots: copy the cached parts of their prompts, compute the rest
+    begin    put a request into a free slot; its prompt is computed in chunks, by the next steps
     step     return the next token, or several, of every live slot
     evict    free a slot; a slot whose request is finished is free by itself
 
@@ -14,27 +15,44 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
-
-import numpy as np
+from dataclasses import dataclass
+from typing import final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import Call, Decoding, Masks
-from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
-from prejit.runtime.generation.kv_cache import KVCache, Prefix
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.insertion import Arrival, choose_slots, inserting
+from prejit.runtime.generation.kv_cache import KVCache
 from prejit.runtime.generation.options import Request
-from prejit.runtime.generation.prefill import Entering, compute_prefix, fill, fill_aside
+from prejit.runtime.generation.prefill import Entering, Limit, no_limit
+from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Row, Token, admit
 from prejit.runtime.generation.sampling import Logprob
 
 _LASTING_TOKENS = 32
 """A new cache uses the smallest context bucket with room for this many more tokens; growing it costs about
 one decode step."""
-_SHARED_TOKENS = 16
-"""Requests inserted together share the computation of a common beginning of at least this many tokens."""
+PREFILL_TOKENS = 64
+"""How many positions of prompts a step computes while other slots decode, if nothing else is said."""
+
+
+@dataclass(slots=True, eq=False)
+class _Insertion:
+    """Requests whose prompts are being computed.
+
+    Attributes:
+        slots: where they go.
+        work: computes the next chunk, and returns the rows at its end.
+        seconds: how long it has taken so far.
+    """
+
+    slots: tuple[int, ...]
+    work: Generator[int, None, dict[int, Entering]]
+    seconds: float
 
 
 @final
@@ -46,12 +64,24 @@ class Batch:
     free, because the cache may be half written.
     """
 
-    def __init__(self, decoder: DecoderPrograms, slots: int = 1) -> None:
+    def __init__(
+        self,
+        decoder: DecoderPrograms,
+        slots: int = 1,
+        *,
+        largest: tuple[int, int] | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         """Make free slots. The first insertion allocates the cache.
 
         Args:
             decoder: the programs.
             slots: how many; rounded up to one of the bundle's batch buckets.
+            largest: the batch and the context that the cache may grow to, each one of the bundle's buckets;
+                None: as many slots as asked for, and the longest context.
+            prefill_tokens: how many positions of prompts a step computes while other slots decode (`begin`).
+            prefixes: earlier prompts, and where to keep new ones; None: nothing is kept.
 
         Raises:
             UsageError: the bundle has no batch bucket for this many.
@@ -62,6 +92,14 @@ class Batch:
         self._held: list[list[int]] = [[] for _ in self._rows]  # the cached tokens of free slots
         self._cache: KVCache | None = None
         self._pending: list[Token] = []  # first tokens, for the next step to return
+        self._largest = largest or (decoder.batches[-1], decoder.contexts[-1])
+        self._longest = self._largest[1]
+        self._prefill_tokens = prefill_tokens
+        self._prefixes = prefixes
+        self._insertions: deque[_Insertion] = (
+            deque()
+        )  # not finished; the next to compute comes first
+        self._decodes_next = False  # whether a step decodes before it computes more of the prompts
         self._decoding = Decoding(decoder)
         self._growing = 0  # the context whose successor is being made ready
         self._lock = threading.RLock()
@@ -76,10 +114,22 @@ class Batch:
         """The number of free slots."""
         return len(self._free_slots())
 
+    @property
+    def entering(self) -> int:
+        """The number of requests whose prompts are being computed."""
+        return sum(len(insertion.slots) for insertion in self._insertions)
+
+    def occupied(self) -> tuple[int, int]:
+        """Return how many tokens live requests have in the cache, and how many bytes the cache takes."""
+        with self._lock:
+            tokens = sum(row.cached for row in self._rows if row is not None)
+            return tokens, 0 if self._cache is None else self._cache.size_bytes
+
     def _free_slots(self) -> list[int]:
         """Return free slots, excluding those with tokens not yet returned by `step`."""
-        pending = {token.slot for token in self._pending}
-        return [s for s, row in enumerate(self._rows) if row is None and s not in pending]
+        taken = {token.slot for token in self._pending}
+        taken.update(slot for insertion in self._insertions for slot in insertion.slots)
+        return [s for s, row in enumerate(self._rows) if row is None and s not in taken]
 
     def insert(self, *requests: Request) -> tuple[int, ...]:
         """Put requests into free slots. Their first tokens come with the next step.
@@ -95,27 +145,35 @@ class Batch:
             UsageError: too few slots are free, or this model or bundle cannot serve a request.
             ContextError: a prompt is longer than the longest context.
         """
-        self._decoder.programs.ask()
-        for request in requests:
-            arguments.instance("request", request, Request)
         with self._lock:
-            if len(requests) > self.free:
-                raise UsageError(
-                    f"expected at most {self.free} requests, as many as slots are free; found "
-                    f"{len(requests)}",
-                    hint="evict one, or step until one is finished",
-                )
-            rows = [admit(request, self._decoder) for request in requests]
-            masks = [row.mask(self._decoder.decoder.vocab_size) for row in rows]
-            if not rows:
+            if not requests:
                 return ()
-            with self._closed_on_error():
-                return self._insert(rows, masks)
+            insertion = self._begin(requests, no_limit)
+            while insertion in self._insertions:
+                self._advance(insertion)
+            return insertion.slots
+
+    def begin(self, request: Request) -> int:
+        """Put a request into a free slot. The next steps compute its prompt in chunks, and decode beside it.
+
+        Args:
+            request: the request.
+
+        Returns:
+            Its slot. Its first token comes with one of the next steps.
+
+        Raises:
+            UsageError, ContextError: as `insert`.
+        """
+        with self._lock:
+            return self._begin([request], self._limit).slots[0]
 
     def step(self) -> list[Token]:
         """Return the next tokens of live slots: at least one each, in order; empty if no slot is live.
 
-        The step after an insertion returns the tokens of that insertion and decodes nothing.
+        The step after an insertion returns the tokens of that insertion and decodes nothing. While prompts
+        are computed in chunks (`begin`), a step computes some of them first, and returns the first tokens of
+        those that it finished, or else decodes.
 
         Raises:
             RejectError: the bundle is damaged. The last token of a request comes after all files of the
@@ -133,9 +191,13 @@ class Batch:
 
     def _next(self) -> list[Token]:
         with self._lock:
+            if self._insertions and not self._pending and not self._decodes_next:
+                self._decodes_next = any(self._rows)
+                self._compute_prompts()
             if self._pending:
                 pending, self._pending = self._pending, []
                 return pending
+            self._decodes_next = False
             live = {slot: row for slot, row in enumerate(self._rows) if row is not None}
             if not live:
                 return []
@@ -154,7 +216,70 @@ class Batch:
             slot = arguments.integer("slot", slot, 0, self.slots - 1)
             if self._rows[slot] is not None:
                 self._vacate(slot)
+            for insertion in [one for one in self._insertions if slot in one.slots]:
+                self._insertions.remove(insertion)
             self._pending = [token for token in self._pending if token.slot != slot]
+
+    def is_ready_for(self, slots: int) -> bool:
+        """Return whether `resize` would not have to wait. If not, begin to make its programs ready."""
+        with self._lock:
+            cache, batch = self._cache, self._decoder.batch_for(slots)
+            if cache is None or not any(self._rows):
+                return True
+            if not self._decoder.can_copy((cache.batch, cache.context), (batch, cache.context)):
+                return False
+            programs = self._decoder.programs
+            needed = (
+                self._decoder.copy_for(cache.batch, cache.context, batch, cache.context).name,
+                self._decoder.decode_for(batch, cache.context).name,
+            )
+            missing = [name for name in needed if not programs.ready(name)]
+            programs.prepare_later(*missing)
+            return not missing
+
+    def resize(self, slots: int) -> dict[int, int]:
+        """Move to the smallest batch bucket with this many slots.
+
+        Args:
+            slots: at least as many as are live.
+
+        Returns:
+            The new slot of each live one.
+
+        Raises:
+            UsageError: more slots are live; prompts are being computed, or tokens wait for `step`; or the
+                bundle has no program that copies the cache.
+        """
+        with self._lock:
+            live = [slot for slot, row in enumerate(self._rows) if row is not None]
+            batch = self._decoder.batch_for(slots)
+            if len(live) > batch or self._insertions or self._pending:
+                raise UsageError(
+                    f"expected to move at most {batch} slots, and no prompt on its way into a slot; found "
+                    f"{len(live)} live slots",
+                    hint="step until requests are finished",
+                )
+            idle = [slot for slot in range(self.slots) if slot not in live]
+            idle.sort(key=lambda slot: -len(self._held[slot]))
+            kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
+            moved = {old: new for new, old in enumerate(kept)}
+            with self._closed_on_error():
+                self._cache = self._moved(batch, moved) if live else None
+            held = self._held if self._cache is not None else [[] for _ in self._held]
+            new_rows: list[Row | None] = [None] * batch
+            new_held: list[list[int]] = [[] for _ in range(batch)]
+            for old, new in moved.items():
+                new_rows[new], new_held[new] = self._rows[old], held[old]
+            self._rows, self._held = new_rows, new_held
+            self._decoding.reset()
+            self._decoding.reset_counts()
+            return {slot: moved[slot] for slot in live}
+
+    def _moved(self, batch: int, rows: Mapping[int, int]) -> KVCache:
+        old = self._current()
+        moved = KVCache(self._decoder, batch, old.context)
+        moved.copy_rows(old, {new: slot for slot, new in rows.items()})
+        return moved
 
     def close(self) -> None:
         """Free all slots and the memory of the cache. The batch can be used again."""
@@ -162,6 +287,8 @@ class Batch:
             self._rows = [None] * len(self._rows)
             self._held = [[] for _ in self._rows]
             self._pending = []
+            self._insertions.clear()
+            self._decodes_next = False
             self._cache = None
             self._decoding.reset()
             self._decoding.reset_counts()
@@ -176,28 +303,53 @@ class Batch:
 
     # ------------------------------------------------------------------ insertion
 
-    def _insert(self, rows: list[Row], masks: list[np.ndarray[Any, Any] | None]) -> tuple[int, ...]:
+    def _begin(self, requests: Sequence[Request], limit: Limit) -> _Insertion:
+        """Reserve slots for requests, and make room for them in the cache."""
+        self._decoder.programs.ask()
+        for request in requests:
+            arguments.instance("request", request, Request)
+        if len(requests) > self.free:
+            raise UsageError(
+                f"expected at most {self.free} requests, as many as slots are free; found "
+                f"{len(requests)}",
+                hint="evict one, or step until one is finished",
+            )
+        rows = [admit(request, self._decoder) for request in requests]
+        masks = [row.mask(self._decoder.decoder.vocab_size) for row in rows]
         started = time.perf_counter()
-        cache = self._reserve(rows)
-        slots = self._choose_slots(rows)
-        members = dict(zip(slots, self._entering(rows, masks, slots, cache), strict=True))
+        with self._closed_on_error():
+            self._reserve(rows)
+        slots = choose_slots(self._decoder, rows, self._free_slots(), dict(enumerate(self._held)))
+        held = {slot: self._held[slot] for slot in slots}
         for slot in slots:
             self._held[slot] = []
-        waiting = {slot: member for slot, member in members.items() if not member.can_decode}
-        # Texts about a source begin in the cache that its encoder makes.
-        reads = self._decoder.source is not None
-        aside = members if reads else self._aside(waiting, cache.context)
-        copied: dict[Prefix, dict[int, int]] = {}
-        for slot, member in members.items():
-            if member.prefix is not None and slot not in aside:
-                copied.setdefault(member.prefix, {})[slot] = 0
-        for prefix, to in copied.items():
-            cache.copy_rows(prefix.at(cache.context), to)
-        in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
-        fill(self._decoder, cache, in_place)
-        fill_aside(self._decoder, cache, aside)
+        arrival = Arrival(rows, masks, slots, held)
+        work = inserting(self._decoder, self._current, arrival, limit, self._prefixes)
+        insertion = _Insertion(slots, work, time.perf_counter() - started)
+        self._insertions.append(insertion)
+        return insertion
+
+    def _current(self) -> KVCache:
+        assert self._cache is not None
+        return self._cache
+
+    def _advance(self, insertion: _Insertion) -> int:
+        """Compute the next chunk of an insertion; return how many positions that were."""
+        started = time.perf_counter()
+        with self._closed_on_error():
+            try:
+                return next(insertion.work)
+            except StopIteration as done:
+                self._insertions.remove(insertion)
+                self._enter(done.value, insertion.seconds + time.perf_counter() - started)
+                return 0
+            finally:
+                insertion.seconds += time.perf_counter() - started
+
+    def _enter(self, members: Mapping[int, Entering], seconds: float) -> None:
+        """Make rows live, whose prompts are in the cache now."""
+        cache = self._current()
         self._decoder.prepare_decode((cache.batch, cache.context))
-        seconds = time.perf_counter() - started
         self._decoding.reset()
         for slot, member in members.items():
             self._rows[slot] = row = member.row
@@ -207,11 +359,20 @@ class Batch:
                 self._pending.append(self._take(slot, row, member.token, member.logprob))
         if any(row is not None and row.request.sampling.needs_history for row in self._rows):
             self._decoding.reset_counts()  # they do not include the new rows
-        return slots
+
+    def _compute_prompts(self) -> None:
+        """Compute chunks of the prompts that wait, in turns, as much as one step may compute."""
+        left = self._prefill_tokens
+        while self._insertions and (left > 0 or not any(self._rows)):
+            self._insertions.rotate(-1)
+            left -= self._advance(self._insertions[-1])
+
+    def _limit(self) -> int | None:
+        return self._prefill_tokens if any(self._rows) else None
 
     def _reserve(self, rows: Sequence[Row]) -> KVCache:
         """Return the cache, allocated or grown so that these rows fit."""
-        decoder, limit = self._decoder, self._decoder.contexts[-1]
+        decoder, limit = self._decoder, self._longest
         need = 1
         for row in rows:
             prompt, left = len(row.token_ids), row.left
@@ -226,7 +387,7 @@ class Batch:
                 need = max(need, row.request.prefix.context)
         longest = max(len(row.token_ids) for row in rows)
         if self._cache is None:
-            bucket = decoder.bucket_for(len(self._rows), need)
+            bucket = decoder.bucket_for(len(self._rows), need, self._largest)
             # XLA loads the programs in a thread while this thread allocates the first arrays.
             decoder.prepare(len(self._rows), need, longest, bucket)
             verify = decoder.verify_for(*bucket)
@@ -237,8 +398,7 @@ class Batch:
             self._cache = KVCache(decoder, *bucket)
         elif self._cache.context < need:
             self._grow(decoder.context_for(need))
-        assert self._cache is not None
-        return self._cache
+        return self._current()
 
     def _grow(self, context: int) -> None:
         assert self._cache is not None
@@ -253,89 +413,6 @@ class Batch:
                 "found an older one",
                 hint="build the bundle again with this version of prejit",
             )
-
-    def _choose_slots(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """Return a free slot for each row: the one with most of its prompt cached, or else the emptiest."""
-        free = self._free_slots()
-        chosen = []
-        for row in rows:
-            prompt = row.request.prompt
-            best = max(
-                free,
-                key=lambda s: (
-                    self._decoder.reusable(self._held[s], prompt),
-                    -len(self._held[s]),
-                    -s,
-                ),
-            )
-            free.remove(best)
-            chosen.append(best)
-        return tuple(chosen)
-
-    def _entering(
-        self,
-        rows: Sequence[Row],
-        masks: Sequence[np.ndarray[Any, Any] | None],
-        slots: Sequence[int],
-        cache: KVCache,
-    ) -> Iterator[Entering]:
-        """Yield each row with the part of its prompt that its slot or a prefix has cached."""
-        shared = self._shared_prefix(rows, slots, cache.context)
-        for row, mask, slot in zip(rows, masks, slots, strict=True):
-            prompt = row.request.prompt
-            start, prefix = self._decoder.reusable(self._held[slot], prompt), None
-            for known in (row.request.prefix, shared):
-                if known is not None and self._decoder.copies:
-                    length = self._decoder.reusable(known.token_ids, prompt)
-                    if length > start:
-                        start, prefix = length, known
-            if prefix is None or prefix is not shared or row is not rows[0]:
-                row.usage.reused_tokens = start  # the shared prefix is charged to the first row
-            yield Entering(row, start, mask, prefix)
-
-    def _shared_prefix(
-        self, rows: Sequence[Row], slots: Sequence[int], context: int
-    ) -> Prefix | None:
-        """Compute the common beginning of all prompts, or return None if that would not save much."""
-        first = rows[0].request
-        if (
-            len(rows) == 1
-            or self._decoder.source is not None
-            or not self._decoder.can_fill_aside(len(self._rows), context, len(first.prompt))
-        ):
-            return None
-        prompts = [row.request.prompt for row in rows]
-        common = min(
-            *(common_length(first.prompt, prompt) for prompt in prompts),
-            *(len(prompt) - 1 for prompt in prompts),
-        )
-        for row, slot in zip(rows, slots, strict=True):
-            known = () if row.request.prefix is None else row.request.prefix.token_ids
-            cached = max(
-                self._decoder.reusable(texts, row.request.prompt)
-                for texts in (known, self._held[slot])
-            )
-            if common - cached < _SHARED_TOKENS:
-                return None
-        tokens = list(first.prompt[:common])
-        return compute_prefix(self._decoder, tokens, context, rows[0].usage, first.prefix)
-
-    def _aside(self, waiting: Mapping[int, Entering], context: int) -> dict[int, Entering]:
-        """Return the rows whose prompts are computed in a smaller cache and copied.
-
-        A prefill in place computes every row of the batch, idle ones included. It is the better way for half
-        of the rows or more, and for a row whose slot holds the beginning of its prompt.
-        """
-        if self._decoder.batches[0] == len(self._rows) or 2 * len(waiting) >= len(self._rows):
-            return {}
-        longest = max((len(member.row.request.prompt) for member in waiting.values()), default=0)
-        if not self._decoder.can_fill_aside(len(self._rows), context, longest):
-            return {}
-        return {
-            slot: member
-            for slot, member in waiting.items()
-            if member.prefix is not None or not member.start
-        }
 
     # ------------------------------------------------------------------ decoding
 
@@ -379,7 +456,7 @@ class Batch:
 
     def _prepare_growth(self, cache: KVCache, longest: int, live: Mapping[int, Row]) -> None:
         """Begin to load the programs of the next context, once, when half of this one is full."""
-        if 2 * longest <= cache.context or self._growing == cache.context:
+        if 2 * longest <= cache.context or cache.context in (self._growing, self._longest):
             return
         ends = (
             len(row.token_ids) + row.left - 1 if row.left is not None else cache.context + 1
@@ -402,7 +479,7 @@ class Batch:
                 row.lookup.extend([token])
             if row.left == 0:
                 reason = "length"
-            elif len(row.token_ids) > self._decoder.contexts[-1]:
+            elif len(row.token_ids) > self._longest:
                 reason = "context"
         if reason is not None:
             self._vacate(slot)

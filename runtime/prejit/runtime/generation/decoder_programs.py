@@ -87,15 +87,26 @@ class DecoderPrograms:
         """Return the smallest context bucket for this many tokens, or the largest one there is."""
         return next((c for c in self.contexts if c >= tokens), self.contexts[-1])
 
-    def bucket_for(self, rows: int, tokens: int) -> tuple[int, int]:
+    def bucket_for(
+        self, rows: int, tokens: int, largest: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
         """Return the smallest (batch, context) bucket that fits, preferring one whose programs are ready.
+
+        Args:
+            rows: how many rows it needs.
+            tokens: how many tokens the longest of them has.
+            largest: the largest batch and context to choose; None: those of the bundle.
 
         Raises:
             UsageError: no bucket is large enough.
         """
         batch, context = self.batch_for(rows), self.context_for(tokens)
+        most = largest or (self.batches[-1], self.contexts[-1])
         larger = [
-            (b, c) for b in self.batches for c in self.contexts if b >= batch and c >= context
+            (b, c)
+            for b in self.batches
+            for c in self.contexts
+            if batch <= b <= max(batch, most[0]) and context <= c <= max(context, most[1])
         ]
         return min(larger, key=self._missing)  # the first of several with the same count
 
@@ -169,6 +180,10 @@ class DecoderPrograms:
             f"{batch} x {context}, found none",
             hint="build the bundle again: older ones have no such programs",
         )
+
+    def can_copy(self, source: tuple[int, int], to: tuple[int, int]) -> bool:
+        """Return whether rows of a cache can be copied into another; both are (batch, context)."""
+        return (*source, *to) in self._copy
 
     def can_fill_aside(self, batch: int, context: int, tokens: int) -> bool:
         """Return whether a prompt can be computed in the smallest batch and copied into this bucket.

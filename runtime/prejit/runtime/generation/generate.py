@@ -123,8 +123,13 @@ class Generation:
         self._entered = self._first = self._last = self._started
 
     def enter(self) -> None:
-        """Record that the request has a slot now."""
+        """Record that the request gets a slot now."""
         self._entered = time.perf_counter()
+
+    @property
+    def new_tokens(self) -> int:
+        """The number of tokens so far."""
+        return sum(piece.token_id is not None for piece in self._pieces)
 
     def take(self, token: Token) -> Piece:
         """Return the piece of text that a token completes. The last piece has a finish_reason."""
@@ -172,7 +177,7 @@ class Generation:
             prompt_tokens=prompt,
             new_tokens=new_tokens,
             reused_tokens=usage.reused_tokens,
-            queue_seconds=self._entered - self._started - usage.prefill_seconds,
+            queue_seconds=self._entered - self._started,
             prefill_seconds=usage.prefill_seconds,
             decode_seconds=usage.decode_seconds,
             first_token_seconds=self._first - self._started,
@@ -217,10 +222,10 @@ def run(
         while waiting or running:
             if (count := min(batch.free, len(waiting))) > 0:
                 entering = [waiting.popleft() for _ in range(count)]
-                slots = batch.insert(*(generation.request for generation in entering))
-                running |= zip(slots, entering, strict=True)
                 for generation in entering:
                     generation.enter()
+                slots = batch.insert(*(generation.request for generation in entering))
+                running |= zip(slots, entering, strict=True)
             tokens = batch.step()
             if running and not tokens:
                 raise UsageError(

@@ -47,9 +47,7 @@ class KVCache:
     def _zeros(self) -> list[DeviceArray]:
         decoder, sizes = self._decoder, {"batch": self.batch, "context": self.context}
         arrays = [sized(array, sizes) for array in decoder.cache]
-        # Bias and history, each [B, V] of 4 bytes, come with every cache.
-        beside = 2 * 4 * self.batch * decoder.decoder.vocab_size
-        if sum(map(_bytes, arrays)) + beside > _LARGE_BYTES:
+        if self.size_bytes + beside_bytes(decoder, self.batch) > _LARGE_BYTES:
             # Loading compares the program with the table. The table alone could ask for any amount of memory.
             decoder.programs[decoder.decode_for(self.batch, self.context).name]
         sharding = decoder.cache_sharding(self.batch, self.context)
@@ -61,6 +59,11 @@ class KVCache:
     def programs(self) -> Programs:
         """The programs of the bundle that this cache belongs to."""
         return self._decoder.programs
+
+    @property
+    def size_bytes(self) -> int:
+        """How much its arrays take on the device."""
+        return cache_bytes(self._decoder, self.batch, self.context)
 
     def run(
         self, program: ProgramEntry, inputs: Mapping[str, DeviceArray]
@@ -104,6 +107,17 @@ class KVCache:
         return cache
 
 
+def cache_bytes(decoder: DecoderPrograms, batch: int, context: int) -> int:
+    """Return how much a cache of a bucket takes on the device."""
+    sizes = {"batch": batch, "context": context}
+    return sum(_bytes(sized(array, sizes)) for array in decoder.cache)
+
+
+def beside_bytes(decoder: DecoderPrograms, batch: int) -> int:
+    """Return how much comes with a cache: bias and history, each [B, V] of 4 bytes."""
+    return 2 * 4 * batch * decoder.decoder.vocab_size
+
+
 def _bytes(array: Array) -> int:
     return math.prod(array.shape) * dtype_of(array.dtype).itemsize
 
@@ -131,6 +145,12 @@ class Prefix:
     def context(self) -> int:
         """The context of the shortest cache that holds the prefix."""
         return min(self._caches)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much its caches take on the device."""
+        with self._lock:
+            return sum(cache.size_bytes for cache in self._caches.values())
 
     def at(self, context: int) -> KVCache:
         """Return its cache with a context of `self.context` or more, in the bundle's smallest batch."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix
 from prejit.runtime.generation.options import Request, Sampling
+from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Row, Usage
 from prejit.runtime.generation.sampling import (
     Logprob,
@@ -55,23 +57,46 @@ class Entering:
             self.logprob = read_logprob(results, "logprob", place, self.token, count)
 
 
-def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Entering]) -> None:
+Made = TypeVar("Made")
+
+Chunks = Generator[int, None, None]
+"""Prompts that are computed in chunks: each item is the number of positions that a chunk computed."""
+
+Limit = Callable[[], int | None]
+"""Returns how many positions the next chunk may compute, if a program is that small; None: any number."""
+
+
+def no_limit() -> None:
+    """Return None: a chunk may compute any number of positions."""
+    return
+
+
+def filling(
+    decoder: DecoderPrograms,
+    cache: Callable[[], KVCache],
+    members: Mapping[int, Entering],
+    limit: Limit = no_limit,
+) -> Chunks:
     """Compute the missing parts of prompts in a cache, in chunks. Other rows of the cache do not change.
 
     Args:
         decoder: the programs.
-        cache: the cache to fill.
+        cache: returns the cache to fill. It may grow between two chunks.
         members: the entering rows by row of the cache; their first tokens are set.
+        limit: how much a chunk may compute.
     """
     if not members:
         return
-    batch = cache.batch
+    batch = cache().batch
     lengths, done = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
     for place, member in members.items():
         lengths[place], done[place] = len(member.row.request.prompt), member.start
     fixed = _sampling_inputs(decoder, batch, members)
     while (left := lengths - done).any():
-        program = decoder.prefill_for(batch, cache.context, int(left.max()))
+        wanted, most = int(left.max()), limit()
+        if most is not None:
+            wanted = min(wanted, max(1, most // batch))
+        program = decoder.prefill_for(batch, cache().context, wanted)
         size = program.bucket["prompt"]
         count = np.minimum(left, size).astype(np.int32)
         tokens = np.zeros((batch, size), np.int32)
@@ -80,7 +105,7 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
             tokens[place, : count[place]] = member.row.request.prompt[begin : begin + count[place]]
         inputs = {"tokens": tokens, "start": done.copy(), "length": count}
         placed = {name: decoder.device.put(value) for name, value in inputs.items()}
-        results = cache.run(program, {**placed, **fixed})
+        results = cache().run(program, {**placed, **fixed})
         working = int(np.count_nonzero(count))  # NumPy 2.4 returns its own integer
         for place, member in members.items():
             if not count[place]:
@@ -90,33 +115,52 @@ def fill(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Enterin
             if left[place] == count[place]:
                 member.read(results, place)
         done += count
+        yield batch * size
 
 
-def fill_aside(decoder: DecoderPrograms, cache: KVCache, members: Mapping[int, Entering]) -> None:
-    """Compute prompts in a cache of the smallest batch and copy the rows. Arguments as `fill`.
+def filling_aside(
+    decoder: DecoderPrograms,
+    cache: Callable[[], KVCache],
+    members: Mapping[int, Entering],
+    limit: Limit = no_limit,
+    prefixes: PrefixCache | None = None,
+) -> Chunks:
+    """Compute prompts in a cache of the smallest batch and copy the rows. Arguments as `filling`.
 
-    This is cheaper than `fill` for a few rows of a large batch, because `fill` computes every row. An
+    This is cheaper than `filling` for a few rows of a large batch, because `filling` computes every row. An
     encoder-decoder reads the sources of the rows first, which makes that cache.
+
+    Args:
+        decoder: the programs.
+        cache: as `filling`.
+        members: as `filling`.
+        limit: as `filling`.
+        prefixes: where to keep the prompts, for later ones that begin with them.
     """
-    if not members:
-        return
     batch = decoder.batches[0]
     waiting = list(members)
     while waiting:
         group, waiting = waiting[:batch], waiting[batch:]
         # A new cache for each group: a NaN that one group leaves would reach the next.
         if decoder.source is None:
-            aside = KVCache(decoder, batch, cache.context)
+            aside = KVCache(decoder, batch, cache().context)
         else:
-            aside = encode(decoder, cache.context, [members[slot].row for slot in group])
+            aside = encode(decoder, cache().context, [members[slot].row for slot in group])
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
-                aside.copy_rows(prefix.at(cache.context), {place: 0})
+                aside.copy_rows(prefix.at(aside.context), {place: 0})
         entering = {place: members[slot] for place, slot in enumerate(group)}
-        fill(
-            decoder, aside, {at: member for at, member in entering.items() if not member.can_decode}
-        )
-        cache.copy_rows(aside, {slot: place for place, slot in enumerate(group)})
+        computed = {at: member for at, member in entering.items() if not member.can_decode}
+        yield from filling(decoder, partial(_same, aside), computed, limit)
+        if aside.context < cache().context:
+            aside = aside.grown(cache().context)
+        cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
+        if prefixes is not None and 0 in computed:
+            prefixes.keep(Prefix(computed[0].row.request.prompt, aside))
+
+
+def _same(cache: KVCache) -> KVCache:
+    return cache
 
 
 def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCache:
@@ -148,14 +192,15 @@ def encode(decoder: DecoderPrograms, context: int, rows: Sequence[Row]) -> KVCac
     return KVCache(decoder, batch, context, arrays)
 
 
-def compute_prefix(
+def computing_prefix(
     decoder: DecoderPrograms,
     token_ids: Sequence[int],
     context: int,
     usage: Usage,
     known: Prefix | None = None,
-) -> Prefix:
-    """Compute the keys and values of a text in a cache of its own.
+    limit: Limit = no_limit,
+) -> Generator[int, None, Prefix]:
+    """Compute the keys and values of a text in a cache of its own, in chunks, and return them.
 
     Args:
         decoder: the programs.
@@ -163,6 +208,7 @@ def compute_prefix(
         context: the context of the cache, one of the buckets.
         usage: where to add the cost and the reused tokens.
         known: a prefix whose beginning may be the same, to reuse.
+        limit: how much a chunk may compute.
     """
     cache = KVCache(decoder, decoder.batches[0], context)
     start = 0
@@ -171,8 +217,25 @@ def compute_prefix(
         start = decoder.reusable(known.token_ids, token_ids)
     usage.reused_tokens = start
     row = Row(Request(token_ids), frozenset(), list(token_ids), usage, None)
-    fill(decoder, cache, {0: Entering(row, start)})
+    yield from filling(decoder, lambda: cache, {0: Entering(row, start)}, limit)
     return Prefix(token_ids, cache)
+
+
+def compute_prefix(
+    decoder: DecoderPrograms, token_ids: Sequence[int], context: int, usage: Usage
+) -> Prefix:
+    """Return the keys and values of a text. Arguments as `computing_prefix`."""
+    return whole(computing_prefix(decoder, token_ids, context, usage))
+
+
+def whole(work: Generator[int, None, Made]) -> Made:
+    """Do all chunks of a work at once, and return what it makes."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            made: Made = done.value
+            return made
 
 
 def _sampling_inputs(

@@ -102,24 +102,32 @@ class Row:
         if self.request.token_mask is None:
             return None
         mask = self.request.token_mask(self.token_ids[len(self.request.prompt) :])
-        self.allowed = None
-        if mask is None:
-            return None
-        try:
-            mask = np.asarray(mask)
-        except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
-            arguments.refuse("token_mask", f"bool[{vocab_size}] or None", mask)
-        if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
-            raise UsageError(
-                f"token_mask: expected bool[{vocab_size}] or None, found {mask.dtype}{list(mask.shape)}"
-            )
-        self.allowed = mask
-        return mask
+        self.allowed = checked_mask(mask, vocab_size)
+        return self.allowed
 
     def allows_none(self, vocab_size: int) -> bool:
         """Return whether the logit bias and the last token mask together forbid every token."""
         allowed = bias_row(self.request.sampling, vocab_size) > -np.inf
         return not (allowed if self.allowed is None else allowed & self.allowed).any()
+
+
+def checked_mask(mask: Any, vocab_size: int) -> np.ndarray[Any, Any] | None:
+    """Return what a token mask returned as bool [V]; None: all tokens are allowed.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if mask is None:
+        return None
+    try:
+        mask = np.asarray(mask)
+    except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
+        arguments.refuse("token_mask", f"bool[{vocab_size}] or None", mask)
+    if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
+        raise UsageError(
+            f"token_mask: expected bool[{vocab_size}] or None, found {mask.dtype}{list(mask.shape)}"
+        )
+    return mask
 
 
 def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms) -> None:

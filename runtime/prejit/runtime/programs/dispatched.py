@@ -27,24 +27,20 @@ _PACKED = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 """Dtypes of less than a byte, which a device holds in another way than NumPy."""
 
 
-def _kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[Any] | None:
-    """Return the class of all leaves of a call's arguments: of NumPy or of jax; None: they are others.
+_PLAIN = (dict, tuple, list)
+"""Containers whose first leaf is found without jaxlib."""
 
-    NumPy's arrays have dtypes that jaxlib reads as NumPy does.
-    """
+
+def _are_plain_numpy(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether all leaves are NumPy arrays of dtypes that jaxlib reads as NumPy does."""
     try:
         leaves = _jaxlib.leaves_for_dispatch((args, kwargs))
     except (
         RecursionError,
         Warning,
     ):  # too deep, or a leaf that jaxlib warns of: `Calls` has the error
-        return None
-    if all(type(value) is np.ndarray and value.dtype in _DTYPES for value in leaves):
-        return np.ndarray
-    of_jax = _jaxlib.imported_array_class()
-    if of_jax is not None and all(type(value) is of_jax for value in leaves):
-        return of_jax
-    return None
+        return False
+    return all(type(value) is np.ndarray and value.dtype in _DTYPES for value in leaves)
 
 
 @final
@@ -74,11 +70,18 @@ class DispatchedCalls:
         except (KeyError, TypeError):
             self._calls.buckets(name)  # raises if there is none
             function = self._functions.setdefault(name, self._function(name))
-        if function is not None and (kind := _kind_of(args, kwargs)) is not None:
-            if kind is np.ndarray:
-                return function(*args, **kwargs)
-            if self._on_jax is not None and (on_jax := self._on_jax.function(name)) is not None:
+        if function is None:
+            return self._calls.call(name, args, kwargs)
+        # Results are jax's if one argument is, so one leaf decides.
+        leaf: Any = args or kwargs
+        while (kind := type(leaf)) in _PLAIN and leaf:
+            leaf = next(iter(leaf.values())) if kind is dict else leaf[0]
+        if self._on_jax is not None and kind is _jaxlib.imported_array_class():
+            on_jax = self._on_jax.functions.get(name) or self._on_jax.function(name)
+            if on_jax is not None:
                 return on_jax(*args, **kwargs)
+        elif _are_plain_numpy(args, kwargs):
+            return function(*args, **kwargs)
         return self._calls.call(name, args, kwargs)
 
     def _function(self, name: str) -> Callable[..., Any] | None:

@@ -25,6 +25,9 @@ class JaxDispatchedCalls:
     The first call of a signature loads the program on jax's client, where its arguments are. Later calls of
     it do not enter Python, and copy nothing between clients. A call that no such program takes as it is goes
     through `Calls`.
+
+    Attributes:
+        functions: what `function` has returned, by the name of the program.
     """
 
     def __init__(self, calls: Calls, programs: Callable[[], JaxPrograms]) -> None:
@@ -36,11 +39,11 @@ class JaxDispatchedCalls:
         """
         self._calls = calls
         self._programs = programs
-        self._functions: dict[str, Callable[..., Any] | None] = {}
+        self.functions: dict[str, Callable[..., Any] | None] = {}
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """Return what jaxlib dispatches for a program; None: this version of jax has other parts."""
-        if name not in self._functions:
+        if name not in self.functions:
             import jax
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,8 +54,8 @@ class JaxDispatchedCalls:
             made = None
             if dispatch is not None:
                 made = dispatch.function(jitted, partial(self._miss, name, dispatch))
-            self._functions.setdefault(name, made)
-        return self._functions[name]
+            self.functions.setdefault(name, made)
+        return self.functions[name]
 
     def _miss(
         self, name: str, dispatch: _jaxlib.Dispatch, /, *args: Any, **kwargs: Any
@@ -87,7 +90,8 @@ class JaxDispatchedCalls:
         on_jax = self._programs()
         leaves, structure = jax.tree.flatten((args, kwargs))
         device = on_jax.device.first
-        if not all(_is_on(array, device) for array in leaves):
+        of_jax = _jaxlib.imported_array_class()
+        if not all(type(array) is of_jax and _is_on(array, device) for array in leaves):
             return None
         # NumPy arrays of the same shapes stand for them: `Calls` would copy the arrays to look at them.
         stand_ins = [np.broadcast_to(np.zeros((), array.dtype), array.shape) for array in leaves]

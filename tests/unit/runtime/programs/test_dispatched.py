@@ -256,3 +256,20 @@ def test_arrays_of_jax_and_of_numpy_in_turn(bundle: Bundle) -> None:
             assert isinstance(found["a"][0], jax.Array) == (of is jnp.asarray)
             np.testing.assert_array_equal(found["a"][0], np.full(2, size + 1))
             np.testing.assert_array_equal(found["z"][0], z["one"] * 2)
+
+
+def test_a_call_with_arrays_of_jax_and_others(bundle: Bundle) -> None:
+    """The first leaf is an array of jax, the others are not, before and after a call that all of jax made."""
+    one = jnp.arange(2, dtype=jnp.float32)
+    expected = np.arange(2) * 2.0
+    mixed = {"one": one, "two": np.arange(3, dtype=np.int32)}
+    for _ in range(2):
+        found = bundle.call("placed", mixed, np.ones(2, np.float32))
+        assert isinstance(found["z"][0], jax.Array)
+        np.testing.assert_array_equal(found["z"][0], expected)
+        whole = {"one": one, "two": jnp.arange(3, dtype=jnp.int32)}
+        again = bundle.call("placed", whole, jnp.ones(2, jnp.float32))
+        np.testing.assert_array_equal(again["a"][0], [2, 2])
+    wrong = {"one": one, "two": np.arange(4, dtype=np.int32)}
+    with pytest.raises(UsageError, match="two"):
+        bundle.call("placed", wrong, np.ones(2, np.float32))

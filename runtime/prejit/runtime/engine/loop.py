@@ -1,0 +1,391 @@
+"""The thread of an engine: it admits requests to slots, steps the batch, and hands out what comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from prejit.runtime.engine.memory import CachePlan
+from prejit.runtime.engine.metrics import Recorder
+from prejit.runtime.engine.queue import FairQueue
+from prejit.runtime.engine.stream import Receiver, Waker, wake
+from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
+from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
+from prejit.runtime.generation.generate import Generation, Piece
+from prejit.runtime.generation.options import TokenMask
+from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.rows import Token, checked_mask
+
+_ENTERING = 2
+"""How many prompts are computed in turns, each in a cache of its own; the others wait in the queue."""
+_SHRINK_SECONDS = 1.0
+"""How long fewer requests must run before they move to a smaller batch. Moving costs about one step."""
+_NEW_TOKEN_COST = 2.0
+"""What a new token counts beside a token of a prompt, for fair shares (Sheng et al., OSDI 2024)."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request on its way through an engine.
+
+    Attributes:
+        generation: its text so far.
+        receiver: who gets what comes of it.
+        client, priority: whose it is, and how soon it is served.
+        deadline: when it must be finished, by time.perf_counter; None: at any time.
+        submitted, last: when it came, and when its last tokens came.
+        guard: its token mask, if it has one.
+        cancelled: whether nobody waits for it any more.
+    """
+
+    generation: Generation
+    receiver: Receiver
+    client: str
+    priority: int
+    deadline: float | None
+    submitted: float
+    last: float = 0.0
+    guard: GuardedMask | None = None
+    cancelled: bool = False
+
+
+@final
+class GuardedMask:
+    """A token mask of a caller, whose errors end its own request and no other."""
+
+    def __init__(self, mask: TokenMask, vocab_size: int) -> None:
+        """Guard a mask."""
+        self._mask = mask
+        self._vocab_size = vocab_size
+        self.error: Exception | None = None
+
+    def __call__(self, token_ids: Sequence[int]) -> np.ndarray[Any, Any] | None:
+        """Return what the mask returns, bool [V]; None: all tokens are allowed, or the mask has failed."""
+        if self.error is not None:
+            return None
+        try:
+            return checked_mask(self._mask(token_ids), self._vocab_size)
+        except Exception as error:  # whatever the caller's function raises
+            self.error = error
+            return None
+
+
+class CacheState(NamedTuple):
+    """The caches of an engine after its last step.
+
+    Attributes:
+        tokens: tokens of live requests.
+        cache_bytes, prefix_bytes: what the cache of the slots and the kept prefixes take.
+    """
+
+    tokens: int = 0
+    cache_bytes: int = 0
+    prefix_bytes: int = 0
+
+
+@final
+class Loop:
+    """One thread that drives one batch for all callers. It begins with the first request."""
+
+    def __init__(
+        self,
+        decoder: DecoderPrograms,
+        plan: CachePlan,
+        queue_size: int,
+        prefill_tokens: int,
+        recorder: Recorder,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            decoder: the programs.
+            plan: the largest cache.
+            queue_size: how many requests may wait.
+            prefill_tokens: how many positions of prompts a step computes beside decoding.
+            recorder: counts what happens.
+        """
+        self._decoder = decoder
+        self._plan = plan
+        self._queue_size = queue_size
+        self._recorder = recorder
+        self._prefixes = PrefixCache(decoder, plan.prefix_bytes)
+        self._sizes = _batches(decoder, plan)
+        self._batch = Batch(
+            decoder,
+            self._sizes[0],
+            largest=(plan.batch, plan.context),
+            prefill_tokens=prefill_tokens,
+            prefixes=self._prefixes,
+        )
+        self._changed = threading.Condition()
+        self._queue: FairQueue[Ticket] = FairQueue()
+        self._running: dict[int, Ticket] = {}
+        self._thread: threading.Thread | None = None
+        self._refuses = ""  # why no request is taken any more
+        self._stops = False
+        self._smaller_since: float | None = None
+        self._request_seconds = 0.1  # how long a request has a slot, on average of the last ones
+        self.state = CacheState()
+
+    # ------------------------------------------------------------------ from any thread
+
+    def submit(self, ticket: Ticket) -> None:
+        """Put a request into the queue.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            ClosedError: no more requests are taken.
+        """
+        with self._changed:
+            if self._refuses:
+                self._recorder.refused()
+                raise ClosedError(self._refuses, hint="send it to another server, or later")
+            if len(self._queue) >= self._queue_size:
+                self._recorder.refused()
+                seconds = self._request_seconds / self._plan.batch
+                raise QueueFullError(
+                    f"expected fewer than {self._queue_size} requests that wait, found that many",
+                    retry_after=seconds,
+                    hint=f"try again after {seconds:.2g} seconds, or use a longer queue",
+                )
+            self._queue.put(ticket, ticket.client, ticket.priority)
+            self._recorder.submitted()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="prejit engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request that nobody waits for any more."""
+        with self._changed:
+            ticket.cancelled = True
+            if self._queue.remove(ticket):
+                self._recorder.abandoned("cancelled")
+                self._changed.notify_all()
+
+    def drain(self, seconds: float | None) -> bool:
+        """Take no more requests, and wait until none is left; return whether that is so."""
+        with self._changed:
+            self._refuses = self._refuses or "this engine is draining"
+            return self._changed.wait_for(self._is_idle, seconds)
+
+    def close(self) -> None:
+        """End all requests with ClosedError, free the caches, and wait for the thread."""
+        with self._changed:
+            self._refuses = "this engine is closed"
+            self._stops = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _is_idle(self) -> bool:
+        return not self._queue and not self._running
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_idle():
+                    self._changed.notify_all()  # drain waits for it
+                self._changed.wait_for(lambda: self._stops or not self._is_idle())
+                if self._stops:
+                    break
+            try:
+                self._round()
+            except Exception as error:  # a damaged bundle, no memory: all that run are lost
+                self._batch.close()
+                for slot in list(self._running):
+                    self._fail(slot, error)
+        self._batch.close()
+        self._prefixes.clear()
+        closed = ClosedError("this engine was closed before the request was finished")
+        for slot in list(self._running):
+            self._fail(slot, closed)
+        with self._changed:
+            left = list(self._queue)
+            for ticket in left:
+                self._queue.remove(ticket)
+        for ticket in left:
+            self._abandon(ticket, closed, "error")
+        self.state = CacheState()
+
+    def _round(self) -> None:
+        self._end_late()
+        self._admit()
+        started = time.perf_counter()
+        tokens = self._batch.step()
+        now = time.perf_counter()
+        live = len({token.slot for token in tokens})
+        self._recorder.step(live, self._batch.slots if live else 0, now - started)
+        self._deliver(tokens, now)
+        self.state = CacheState(*self._batch.occupied(), self._prefixes.size_bytes)
+
+    def _end_late(self) -> None:
+        """End requests that were cancelled or are past their deadline."""
+        now = time.perf_counter()
+        with self._changed:
+            late = [t for t in self._queue if t.deadline is not None and t.deadline < now]
+            for ticket in late:
+                self._queue.remove(ticket)
+        for ticket in late:
+            waited = now - ticket.submitted
+            error = DeadlineError(f"this request waited {waited:.3g} seconds and got no slot")
+            self._abandon(ticket, error, "deadline")
+        for slot, ticket in list(self._running.items()):
+            if ticket.cancelled:
+                self._release(slot, "cancelled")
+            elif ticket.deadline is not None and ticket.deadline < now:
+                tokens = ticket.generation.new_tokens
+                waited = now - ticket.submitted
+                self._batch.evict(slot)
+                error = DeadlineError(
+                    f"after {waited:.3g} seconds this request had {tokens} tokens"
+                )
+                self._fail(slot, error, "deadline")
+
+    def _admit(self) -> None:
+        """Give free slots to the requests that are next."""
+        with self._changed:
+            waiting = len(self._queue)
+        if not waiting:
+            self._resize(len(self._running))
+            return
+        self._resize(min(len(self._running) + waiting, self._plan.batch))
+        while self._batch.free and self._batch.entering < _ENTERING:
+            with self._changed:
+                if not self._queue:
+                    return
+                client, ticket = self._queue.take()
+                self._queue.charge(client, len(ticket.generation.request.prompt))
+            ticket.generation.enter()
+            now = time.perf_counter()
+            self._recorder.admitted(now - ticket.submitted)
+            try:
+                slot = self._batch.begin(ticket.generation.request)
+            except Exception as error:
+                self._recorder.finished("error", now - ticket.submitted)
+                self._forget(ticket)
+                _wake(ticket.receiver.fail(error))
+                raise
+            self._running[slot] = ticket
+
+    def _resize(self, wanted: int) -> None:
+        """Move to the smallest batch for this many requests, at once if it is larger, else after a while."""
+        batch = next(size for size in self._sizes if size >= max(1, wanted))
+        now = time.perf_counter()
+        if batch >= self._batch.slots or not self._running:
+            self._smaller_since = None
+        elif self._smaller_since is None:
+            self._smaller_since = now
+        if batch == self._batch.slots or self._batch.entering:
+            return
+        if self._smaller_since is not None and now - self._smaller_since < _SHRINK_SECONDS:
+            return
+        if not self._running and not wanted:
+            return  # nobody waits: keep what the slots have cached
+        if self._batch.is_ready_for(batch):
+            moved = self._batch.resize(batch)
+            self._running = {moved[slot]: ticket for slot, ticket in self._running.items()}
+            self._smaller_since = None
+
+    # ------------------------------------------------------------------ what comes
+
+    def _deliver(self, tokens: Sequence[Token], now: float) -> None:
+        """Hand the tokens of a step to those who wait for them."""
+        by_slot: dict[int, list[Token]] = {}
+        for token in tokens:
+            by_slot.setdefault(token.slot, []).append(token)
+        wakers: list[Waker] = []
+        for slot, found in by_slot.items():
+            ticket = self._running[slot]
+            if ticket.guard is not None and ticket.guard.error is not None:
+                self._batch.evict(slot)
+                self._fail(slot, ticket.guard.error)
+                continue
+            pieces = self._pieces(slot, ticket, found)
+            if not ticket.last:
+                prompt = len(ticket.generation.request.prompt)
+                self._recorder.read_prompt(prompt, found[0].usage.reused_tokens)
+            self._count(ticket, pieces, now)
+            if (last := pieces[-1]).finish_reason is not None:
+                seconds = now - ticket.submitted
+                self._recorder.finished(last.finish_reason, seconds, last.stats)
+                self._end(slot)
+            if (waker := ticket.receiver.take(ticket.generation, pieces)) is not None:
+                wakers.append(waker)
+        wake(wakers)
+
+    def _pieces(self, slot: int, ticket: Ticket, tokens: Sequence[Token]) -> list[Piece]:
+        pieces = []
+        for token in tokens:
+            piece = ticket.generation.take(token)
+            pieces.append(piece)
+            if piece.finish_reason is not None:
+                if token.finish_reason is None:  # a stop string: the slot does not know of it
+                    self._decoder.programs.verification.finish()
+                    self._batch.evict(slot)
+                break
+        return pieces
+
+    def _count(self, ticket: Ticket, pieces: Sequence[Piece], now: float) -> None:
+        """Count new tokens."""
+        new = sum(piece.token_id is not None for piece in pieces)
+        if not new:
+            return
+        if not ticket.last:
+            self._recorder.first_token(now - ticket.submitted)
+        further = new if ticket.last else new - 1
+        if further:
+            self._recorder.tokens(further, now - (ticket.last or now))
+        ticket.last = now
+        with self._changed:
+            self._queue.charge(ticket.client, _NEW_TOKEN_COST * new)
+
+    def _release(self, slot: int, reason: str) -> None:
+        ticket = self._running[slot]
+        self._batch.evict(slot)
+        self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
+        self._end(slot)
+
+    def _fail(self, slot: int, error: Exception, reason: str = "error") -> None:
+        ticket = self._running[slot]
+        self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
+        self._end(slot)
+        _wake(ticket.receiver.fail(error))
+
+    def _abandon(self, ticket: Ticket, error: Exception, reason: str) -> None:
+        self._recorder.abandoned(reason)
+        _wake(ticket.receiver.fail(error))
+
+    def _end(self, slot: int) -> None:
+        """Forget a request that has no slot any more."""
+        ticket = self._running.pop(slot)
+        seconds = time.perf_counter() - ticket.submitted
+        self._request_seconds += (seconds - self._request_seconds) / 8
+        self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._queue.end(ticket.client)
+
+
+def _batches(decoder: DecoderPrograms, plan: CachePlan) -> list[int]:
+    """Return the batches that an engine moves between, ascending; the last one is the plan's."""
+    sizes = [plan.batch]
+    for batch in reversed([size for size in decoder.batches if size < plan.batch]):
+        context = decoder.contexts[0]
+        if decoder.can_copy((batch, context), (sizes[0], context)):
+            sizes.insert(0, batch)
+    return sizes
+
+
+def _wake(waker: Waker | None) -> None:
+    if waker is not None:
+        wake([waker])

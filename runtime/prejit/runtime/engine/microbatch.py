@@ -1,0 +1,389 @@
+"""Rows of several callers in one run of a program: a queue, and a thread that takes what waits.
+
+A call that finds the program idle runs at once. While a program runs, other calls collect, and the next run
+takes as many of their rows as fit. So a lone caller never waits, and many callers share runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar, final
+
+from prejit.runtime.engine.metrics import MicroMetrics
+from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
+
+_P = TypeVar("_P")
+
+_FIRST_GUESS_SECONDS = 0.1
+"""The duration of a run before one was measured, for `QueueFullError.retry_after`."""
+_WEIGHT_OF_LAST = 0.2
+"""Share of the last run in the mean duration of a run."""
+
+
+@dataclass(slots=True, eq=False)
+class Job(Generic[_P]):
+    """The rows of one call, which may take part in several runs.
+
+    Attributes:
+        payload: what the lane's function needs of the call.
+        rows: how many rows the call has.
+        most: the most rows that a run with this call takes; 0: its rows run together, and alone.
+        key: calls with equal keys may share a run.
+        finish: makes the result of the call of what its shares returned, in the order of the rows.
+        deadline: when it must have its result, by time.monotonic; None: any time.
+        future: gets the result.
+        submitted: when it was submitted, by time.monotonic.
+        began: when its first run began; 0: none has.
+        taken: how many rows runs have taken.
+        returned: what its shares returned.
+    """
+
+    payload: _P
+    rows: int
+    most: int
+    key: Hashable
+    finish: Callable[[Sequence[Any]], Any]
+    deadline: float | None = None
+    future: Future[Any] = field(default_factory=Future)
+    submitted: float = field(default_factory=time.monotonic)
+    began: float = 0.0
+    taken: int = 0
+    returned: list[Any] = field(default_factory=list)
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the caller no longer waits: it has cancelled, or its deadline has passed."""
+        if self.deadline is not None and now >= self.deadline:
+            self.fail(_overdue())
+        return self.future.done()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error to the caller, unless the caller has cancelled."""
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+class Share(NamedTuple, Generic[_P]):
+    """Some rows of a job, for one run.
+
+    Attributes:
+        job: the job.
+        start, end: which of its rows.
+    """
+
+    job: Job[_P]
+    start: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.end - self.start
+
+
+class Ran(NamedTuple):
+    """What a run of a program returned.
+
+    Attributes:
+        returned: one result for each share.
+        padded_rows: rows that only filled the bucket.
+        batches: how many runs of the program it took.
+    """
+
+    returned: Sequence[Any]
+    padded_rows: int = 0
+    batches: int = 1
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """Return the time.monotonic at which a timeout in seconds ends; None: never."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _overdue() -> DeadlineError:
+    return DeadlineError(
+        "expected a result within the timeout, found the call still waiting or running",
+        hint="give a longer timeout, or send fewer calls at once",
+    )
+
+
+@final
+class Lane(Generic[_P]):
+    """One program's queue, and the thread that runs it. Safe to use from many threads.
+
+    The thread starts with the first job that it has to run and ends with `close`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Sequence[Share[_P]]], Ran],
+        *,
+        queue: int,
+        delay: float = 0.0,
+    ) -> None:
+        """Make a lane without a thread.
+
+        Args:
+            name: of the program, for metrics and errors.
+            run: runs the shares of one run, whose jobs have equal keys.
+            queue: the most jobs that may wait.
+            delay: seconds that a job may wait for company while fewer rows wait than a run takes.
+        """
+        self.name = name
+        self._run = run
+        self._queue = queue
+        self._delay = delay
+        self._waiting: deque[Job[_P]] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_busy = False
+        self._is_draining = self._is_closed = False
+        self._calls = self._rows = self._padded_rows = self._batches = 0
+        self._seconds = _FIRST_GUESS_SECONDS
+        self._changed = threading.Condition()
+
+    # ------------------------------------------------------------------ callers
+
+    def submit(self, job: Job[_P]) -> None:
+        """Add a job to the queue.
+
+        Raises:
+            QueueFullError: as many jobs wait as may.
+            ClosedError: the lane is closed or draining.
+        """
+        with self._changed:
+            self._check_open()
+            if len(self._waiting) >= self._queue:
+                self._drop()
+            if len(self._waiting) >= self._queue:
+                seconds = self._seconds_of_queue()
+                raise QueueFullError(
+                    f"{self.name}: expected at most {self._queue} waiting calls, found the queue full",
+                    retry_after=seconds,
+                    hint=f"try again in {seconds:.2g} seconds, or make the engine with a longer queue",
+                )
+            if self._thread is None:
+                # A daemon that `close` joins at exit: it waits for jobs as long as the process lives.
+                thread = threading.Thread(target=self._work, name="prejit-microbatch", daemon=True)
+                thread.start()
+                self._thread = thread
+                atexit.register(self.close)
+            self._waiting.append(job)
+            self._changed.notify_all()
+
+    def result(self, job: Job[_P]) -> Any:
+        """Submit a job and wait for its result. It is cancelled if the caller is interrupted.
+
+        Raises:
+            DeadlineError: its deadline has passed.
+            QueueFullError, ClosedError: as `submit`.
+        """
+        self.submit(job)
+        left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
+        try:
+            return job.future.result(left)
+        except DeadlineError:
+            raise
+        except TimeoutError:
+            job.future.cancel()
+            raise _overdue() from None
+        except BaseException:
+            job.future.cancel()  # ctrl-C; where the job itself failed this does nothing
+            raise
+
+    @contextlib.contextmanager
+    def alone(self, rows: int, padded_rows: int) -> Iterator[bool]:
+        """Yield whether the caller's own thread may run the program now: nothing runs and nothing waits.
+
+        Raises:
+            ClosedError: the lane is closed or draining.
+        """
+        with self._changed:
+            self._check_open()
+            mine = not (self._is_busy or self._waiting or self._delay)
+            if mine:
+                self._is_busy = True
+        if not mine:
+            yield False
+            return
+        started = time.monotonic()
+        try:
+            yield True
+            with self._changed:
+                self._count(1, rows, padded_rows, 1, time.monotonic() - started)
+        finally:
+            self._set_idle()
+
+    # ------------------------------------------------------------------ the end
+
+    def drain(self, deadline: float | None) -> bool:
+        """Refuse new jobs and wait for those that wait or run; return whether none is left."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify_all()
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: not (self._waiting or self._is_busy), left)
+
+    def close(self) -> None:
+        """Fail the jobs that wait with ClosedError, and wait for the run that is under way."""
+        with self._changed:
+            self._is_draining = self._is_closed = True
+            waiting, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+            thread = self._thread
+        for job in waiting:
+            job.fail(self._closed())
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+            atexit.unregister(self.close)
+
+    def metrics(self) -> MicroMetrics:
+        """Return what the lane has done so far."""
+        with self._changed:
+            return MicroMetrics(
+                self.name, self._calls, self._rows, self._padded_rows, self._batches
+            )
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise self._closed()
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(
+            f"{self.name}: expected an open engine, found one that is "
+            f"{'closed' if self._is_closed else 'closing and takes no more calls'}",
+            hint="send the call to another engine, or make a new one with `bundle.engine()`",
+        )
+
+    def _seconds_of_queue(self) -> float:
+        runs = sum(
+            math.ceil((job.rows - job.taken) / (job.most or job.rows)) for job in self._waiting
+        )
+        return self._seconds * (runs + 1)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        while shares := self._next():
+            self._run_shares(shares)
+            self._set_idle()
+
+    def _set_idle(self) -> None:
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
+
+    def _next(self) -> list[Share[_P]]:
+        """Wait for jobs and return the shares of the next run; none: the lane is closed."""
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    return []
+                self._drop()
+                if self._is_busy or not self._waiting:
+                    self._changed.wait()
+                elif (wait := self._patience()) > 0:
+                    self._changed.wait(wait)
+                else:
+                    self._is_busy = True
+                    return self._take()
+
+    def _drop(self) -> None:
+        """Remove jobs that nobody waits for any more."""
+        now = time.monotonic()
+        # A list, because a future that fails calls its callbacks now, and they may submit jobs.
+        if any([job.is_over(now) for job in list(self._waiting)]):
+            self._waiting = deque(job for job in self._waiting if not job.future.done())
+            self._changed.notify_all()  # `drain` waits for an empty queue
+
+    def _patience(self) -> float:
+        """Return how many seconds the next run waits for more rows."""
+        if not self._delay or self._is_draining:
+            return 0.0
+        first = self._waiting[0]
+        company = [job for job in self._waiting if job.key == first.key]
+        if sum(job.rows - job.taken for job in company) >= first.most:
+            return 0.0
+        deadlines = [job.deadline for job in company if job.deadline is not None]
+        latest = min(deadlines, default=math.inf) - 2 * self._seconds  # early enough to be in time
+        return min(first.submitted + self._delay, latest) - time.monotonic()
+
+    def _take(self) -> list[Share[_P]]:
+        """Remove from the queue what the next run takes: rows of the first job and of those with its key.
+
+        Rows of the first job that do not fit go to the end of the queue, so that a call of a thousand rows
+        does not stop all others.
+        """
+        first, now = self._waiting[0], time.monotonic()
+        shares: list[Share[_P]] = []
+        kept: deque[Job[_P]] = deque()
+        room = first.most or first.rows
+        for job in self._waiting:
+            if not room or (job is not first and (not first.most or job.key != first.key)):
+                kept.append(job)
+                continue
+            taken = min(room, job.rows - job.taken)
+            shares.append(Share(job, job.taken, job.taken + taken))
+            job.began = job.began or now
+            job.taken += taken
+            room -= taken
+            if job.taken < job.rows and job is not first:
+                kept.append(job)
+        if first.taken < first.rows:
+            kept.append(first)
+        self._waiting = kept
+        return shares
+
+    def _run_shares(self, shares: list[Share[_P]]) -> None:
+        started = time.monotonic()
+        try:
+            ran = self._run(shares)
+        except Exception as error:
+            if len(shares) > 1:  # only the caller whose rows fail gets the error
+                for share in shares:
+                    self._run_shares([share])
+                return
+            self._fail(shares[0].job, error)
+            return
+        ended = time.monotonic()
+        finished = 0
+        for share, returned in zip(shares, ran.returned, strict=True):
+            share.job.returned.append(returned)
+            if share.end == share.job.rows:
+                finished += self._finish(share.job, ended)
+        rows = sum(share.rows for share in shares if share.job.most)
+        with self._changed:
+            self._count(finished, rows, ran.padded_rows, ran.batches, ended - started)
+
+    def _finish(self, job: Job[_P], now: float) -> bool:
+        """Give a job its result; return whether it was in time."""
+        if job.is_over(now):
+            return False
+        try:
+            result = job.finish(job.returned)
+        except Exception as error:
+            job.fail(error)
+            return False
+        with contextlib.suppress(InvalidStateError):  # cancelled just now
+            job.future.set_result(result)
+        return True
+
+    def _fail(self, job: Job[_P], error: Exception) -> None:
+        with self._changed:
+            with contextlib.suppress(ValueError):  # its last rows were taken
+                self._waiting.remove(job)
+        job.fail(error)
+
+    def _count(self, calls: int, rows: int, padded: int, batches: int, seconds: float) -> None:
+        self._calls += calls
+        self._rows += rows
+        self._padded_rows += padded
+        self._batches += batches
+        self._seconds += _WEIGHT_OF_LAST * (seconds - self._seconds)

@@ -1,0 +1,130 @@
+"""The requests that wait: by priority, and within a priority in fair shares of tokens between clients."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar, final
+
+_Item = TypeVar("_Item")
+
+_REMEMBERED = 1000
+"""How many clients without requests are remembered, for the tokens that they had."""
+
+
+@dataclass(slots=True)
+class _Client(Generic[_Item]):
+    """A client's waiting requests, first come first, and what it has been served.
+
+    Attributes:
+        waiting: its requests by priority.
+        running: how many of its requests were taken and have not ended.
+        tokens: how many tokens it has been served, counted as `FairQueue` says.
+    """
+
+    waiting: dict[int, deque[_Item]]
+    running: int
+    tokens: float
+
+
+@final
+class FairQueue(Generic[_Item]):
+    """Requests by priority, and by the tokens that their clients have been served. For one thread.
+
+    The next request is one of the smallest priority that is waiting, and of those the first one of the client
+    that has been served the fewest tokens. A client that comes back begins where the least served one is, so
+    that nobody saves up by waiting (the virtual token counter of Sheng et al., OSDI 2024, arXiv 2401.00588).
+    """
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._clients: dict[str, _Client[_Item]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[_Item]:
+        for client in self._clients.values():
+            for items in client.waiting.values():
+                yield from items
+
+    def put(self, item: _Item, client: str = "", priority: int = 0) -> None:
+        """Add a request behind those of the same client and priority."""
+        known = self._clients.get(client)
+        least = min((one.tokens for one in self._active()), default=0.0)
+        if known is None:
+            known = self._clients[client] = _Client({}, 0, least)
+        elif not known.waiting and not known.running:
+            known.tokens = max(known.tokens, least)
+        known.waiting.setdefault(priority, deque()).append(item)
+        self._count += 1
+        self._forget()
+
+    def next(self) -> tuple[str, _Item] | None:
+        """Return the next request with its client, and leave it in the queue; None: nobody waits."""
+        name = self._next_client()
+        if name is None:
+            return None
+        waiting = self._clients[name].waiting
+        return name, waiting[min(waiting)][0]
+
+    def take(self) -> tuple[str, _Item]:
+        """Remove the next request and return it with its client. Call `end` when it has ended.
+
+        Raises:
+            IndexError: nobody waits.
+        """
+        if (found := self.next()) is None:
+            raise IndexError("nobody waits")
+        name, item = found
+        waiting = self._clients[name].waiting
+        self._remove(name, min(waiting), item)
+        self._clients[name].running += 1
+        return name, item
+
+    def charge(self, client: str, tokens: float) -> None:
+        """Count tokens that a client with a running request has been served."""
+        self._clients[client].tokens += tokens
+
+    def end(self, client: str) -> None:
+        """Record that a request that was taken has ended."""
+        self._clients[client].running -= 1
+
+    def remove(self, item: _Item) -> bool:
+        """Remove a request that is waiting; return whether it was there."""
+        for name, client in self._clients.items():
+            for priority, items in client.waiting.items():
+                if item in items:
+                    self._remove(name, priority, item)
+                    return True
+        return False
+
+    def _remove(self, name: str, priority: int, item: _Item) -> None:
+        waiting = self._clients[name].waiting
+        waiting[priority].remove(item)
+        if not waiting[priority]:
+            del waiting[priority]
+        self._count -= 1
+
+    def _active(self) -> Iterator[_Client[_Item]]:
+        return (one for one in self._clients.values() if one.waiting or one.running)
+
+    def _next_client(self) -> str | None:
+        best: tuple[int, float] | None = None
+        found = None
+        for name, client in self._clients.items():
+            if client.waiting:
+                rank = min(client.waiting), client.tokens
+                if best is None or rank < best:
+                    best, found = rank, name
+        return found
+
+    def _forget(self) -> None:
+        """Forget the clients that were served least, of those without requests."""
+        idle = [n for n, one in self._clients.items() if not one.waiting and not one.running]
+        if len(idle) > _REMEMBERED:
+            idle.sort(key=lambda name: self._clients[name].tokens)
+            for name in idle[: len(idle) - _REMEMBERED]:
+                del self._clients[name]

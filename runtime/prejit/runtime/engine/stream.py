@@ -1,0 +1,199 @@
+"""What callers of an engine hold while their text is generated: a future of all of it, or its pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Protocol, Self, final
+
+from prejit.runtime.generation.generate import Generation, Piece, Result
+
+Waker = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+"""An event loop, and the event that a task of it waits for."""
+
+
+class Receiver(Protocol):
+    """Takes what comes of a request. The engine's thread calls it."""
+
+    def take(self, generation: Generation, pieces: list[Piece]) -> Waker | None:
+        """Take new pieces, at least one; return whom to wake."""
+
+    def fail(self, error: BaseException) -> Waker | None:
+        """End with an error; return whom to wake."""
+
+
+@final
+class Answer(Future[Result]):
+    """The future of one result. `cancel` works until it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_cancel: Callable[[], None] = _nothing
+
+    def cancel(self) -> bool:
+        """Cancel the request, whether it waits or runs; return False if its result is there."""
+        cancelled = super().cancel()
+        if cancelled:
+            self.on_cancel()
+        return cancelled
+
+    def take(self, generation: Generation, pieces: list[Piece]) -> None:
+        """Set the result with the last piece."""
+        if pieces[-1].finish_reason is not None:
+            with contextlib.suppress(InvalidStateError):  # cancelled in this moment
+                self.set_result(generation.result())
+
+    def fail(self, error: BaseException) -> None:
+        """Set the error."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
+
+
+@final
+class Pipe:
+    """Pieces on their way from the engine's thread to a thread or a task that reads them."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.on_cancel: Callable[[], None] = _nothing
+        self._items: deque[Piece | BaseException] = deque()
+        self._arrived = threading.Condition()
+        self._waker: Waker | None = None
+        self._ended = False
+
+    def take(self, generation: Generation, pieces: list[Piece]) -> Waker | None:
+        """Hand over new pieces; return whom to wake."""
+        del generation
+        return self._put(pieces)
+
+    def fail(self, error: BaseException) -> Waker | None:
+        """Let the reader raise an error behind the pieces that it has not read."""
+        return self._put([error])
+
+    def _put(self, items: list[Piece] | list[BaseException]) -> Waker | None:
+        with self._arrived:
+            self._items.extend(items)
+            self._arrived.notify()
+            waker, self._waker = self._waker, None
+            return waker
+
+    def next(self) -> Piece | None:
+        """Wait for the next piece and return it; None: there are no more.
+
+        Raises:
+            PrejitError: the request failed.
+        """
+        with self._arrived:
+            while not self._items and not self._ended:
+                self._arrived.wait()
+            return self._pop()
+
+    async def next_async(self) -> Piece | None:
+        """Wait for the next piece as `next`, without blocking the event loop."""
+        while True:
+            with self._arrived:
+                if self._items or self._ended:
+                    return self._pop()
+                event = asyncio.Event()
+                self._waker = asyncio.get_running_loop(), event
+            try:
+                await event.wait()
+            except asyncio.CancelledError:
+                self.cancel()  # the task that reads is gone
+                raise
+
+    def _pop(self) -> Piece | None:
+        if self._ended:
+            return None
+        item = self._items.popleft()
+        self._ended = isinstance(item, BaseException) or item.finish_reason is not None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        """End here. The engine frees the slot with its next step."""
+        with self._arrived:
+            if self._ended:
+                return
+            self._ended = True
+            self._arrived.notify_all()
+        self.on_cancel()
+
+
+@final
+class Stream:
+    """The pieces of one text as they come: an iterator, and an asynchronous iterator for tasks.
+
+        for piece in engine.stream("def main("): ...
+        async for piece in engine.stream("def main("): ...
+
+    A stream that is closed, or that nobody refers to, frees its slot with the next step. `with` and
+    `async with` close it. One reader at a time.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        """Read from a pipe. Use `Engine.stream`."""
+        self._pipe = pipe
+        self._finalizer = weakref.finalize(self, pipe.cancel)
+        self._finalizer.atexit = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        if (piece := self._pipe.next()) is None:
+            raise StopIteration
+        return piece
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if (piece := await self._pipe.next_async()) is None:
+            raise StopAsyncIteration
+        return piece
+
+    def close(self) -> None:
+        """Stop the request, if it is not finished."""
+        self._pipe.cancel()
+
+    async def aclose(self) -> None:
+        """Stop the request, as `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+def wake(wakers: list[Waker]) -> None:
+    """Wake tasks, with one call into each event loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for loop, event in wakers:
+        loops.setdefault(loop, []).append(event)
+    for loop, events in loops.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+            loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,171 @@
+"""The insertion of requests into slots: which slot, what is cached already, and the prompts that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
+from prejit.runtime.generation.kv_cache import KVCache, Prefix
+from prejit.runtime.generation.prefill import (
+    Entering,
+    Limit,
+    computing_prefix,
+    filling,
+    filling_aside,
+)
+from prejit.runtime.generation.prefix_cache import PrefixCache
+from prejit.runtime.generation.rows import Row
+
+_SHARED_TOKENS = 16
+"""Requests inserted together share the computation of a common beginning of at least this many tokens."""
+
+Held = Mapping[int, Sequence[int]]
+"""The tokens that free slots have cached, by slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Requests that enter slots together.
+
+    Attributes:
+        rows: one for each request.
+        masks: the token masks for their first new tokens; None: all may come.
+        slots: where they go, in the same order.
+        held: what these slots have cached.
+    """
+
+    rows: Sequence[Row]
+    masks: Sequence[np.ndarray[Any, Any] | None]
+    slots: Sequence[int]
+    held: Held
+
+
+def choose_slots(
+    decoder: DecoderPrograms, rows: Sequence[Row], free: Collection[int], held: Held
+) -> tuple[int, ...]:
+    """Return a free slot for each row: the one with most of its prompt cached, or else the emptiest."""
+    left, chosen = list(free), []
+    for row in rows:
+        prompt = row.request.prompt
+        best = max(left, key=lambda s: (decoder.reusable(held[s], prompt), -len(held[s]), -s))
+        left.remove(best)
+        chosen.append(best)
+    return tuple(chosen)
+
+
+def inserting(
+    decoder: DecoderPrograms,
+    cache: Callable[[], KVCache],
+    arrival: Arrival,
+    limit: Limit,
+    prefixes: PrefixCache | None,
+) -> Generator[int, None, dict[int, Entering]]:
+    """Put prompts into the rows of a cache: copy the cached parts, compute the rest in chunks.
+
+    Args:
+        decoder: the programs.
+        cache: returns the cache. It may grow between two chunks.
+        arrival: the requests.
+        limit: how much a chunk may compute.
+        prefixes: earlier prompts, and where to keep these ones; None: nothing is kept.
+
+    Returns:
+        The rows by slot, with their first tokens; a row that `can_decode` gets it from a decode step.
+    """
+    batch, context = cache().batch, cache().context
+    shared = yield from _shared_prefix(decoder, batch, context, arrival, limit)
+    if shared is not None and prefixes is not None:
+        prefixes.keep(shared)
+    entering = _entering(decoder, arrival, shared, prefixes)
+    members = dict(zip(arrival.slots, entering, strict=True))
+    waiting = {slot: member for slot, member in members.items() if not member.can_decode}
+    # Texts about a source begin in the cache that its encoder makes.
+    reads = decoder.source is not None
+    aside = members if reads else _aside(decoder, batch, context, waiting)
+    copied: dict[Prefix, dict[int, int]] = {}
+    for slot, member in members.items():
+        if member.prefix is not None and slot not in aside:
+            copied.setdefault(member.prefix, {})[slot] = 0
+    for prefix, to in copied.items():
+        cache().copy_rows(prefix.at(cache().context), to)
+    in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
+    yield from filling(decoder, cache, in_place, limit)
+    yield from filling_aside(decoder, cache, aside, limit, prefixes)
+    if prefixes is not None:
+        prefixes.trim()
+    return members
+
+
+def _entering(
+    decoder: DecoderPrograms,
+    arrival: Arrival,
+    shared: Prefix | None,
+    prefixes: PrefixCache | None,
+) -> Iterator[Entering]:
+    """Yield each row with the part of its prompt that its slot or a prefix has cached."""
+    rows = arrival.rows
+    for row, mask, slot in zip(rows, arrival.masks, arrival.slots, strict=True):
+        prompt = row.request.prompt
+        start, prefix = decoder.reusable(arrival.held[slot], prompt), None
+        earlier = None if prefixes is None or shared is not None else prefixes.find(prompt)
+        for known in (row.request.prefix, shared, earlier):
+            if known is not None and decoder.copies:
+                length = decoder.reusable(known.token_ids, prompt)
+                if length > start:
+                    start, prefix = length, known
+        if prefix is None or prefix is not shared or row is not rows[0]:
+            row.usage.reused_tokens = start  # the shared prefix is charged to the first row
+        yield Entering(row, start, mask, prefix)
+
+
+def _shared_prefix(
+    decoder: DecoderPrograms, batch: int, context: int, arrival: Arrival, limit: Limit
+) -> Generator[int, None, Prefix | None]:
+    """Compute the common beginning of all prompts, or return None if that would not save much."""
+    rows = arrival.rows
+    first = rows[0].request
+    if (
+        len(rows) == 1
+        or decoder.source is not None
+        or not decoder.can_fill_aside(batch, context, len(first.prompt))
+    ):
+        return None
+    prompts = [row.request.prompt for row in rows]
+    common = min(
+        *(common_length(first.prompt, prompt) for prompt in prompts),
+        *(len(prompt) - 1 for prompt in prompts),
+    )
+    for row, slot in zip(rows, arrival.slots, strict=True):
+        known = () if row.request.prefix is None else row.request.prefix.token_ids
+        cached = max(
+            decoder.reusable(texts, row.request.prompt) for texts in (known, arrival.held[slot])
+        )
+        if common - cached < _SHARED_TOKENS:
+            return None
+    tokens = list(first.prompt[:common])
+    usage = rows[0].usage
+    return (yield from computing_prefix(decoder, tokens, context, usage, first.prefix, limit))
+
+
+def _aside(
+    decoder: DecoderPrograms, batch: int, context: int, waiting: Mapping[int, Entering]
+) -> dict[int, Entering]:
+    """Return the rows whose prompts are computed in a smaller cache and copied.
+
+    A prefill in place computes every row of the batch, idle ones included. It is the better way for half
+    of the rows or more, and for a row whose slot holds the beginning of its prompt.
+    """
+    if decoder.batches[0] == batch or 2 * len(waiting) >= batch:
+        return {}
+    longest = max((len(member.row.request.prompt) for member in waiting.values()), default=0)
+    if not decoder.can_fill_aside(batch, context, longest):
+        return {}
+    return {
+        slot: member
+        for slot, member in waiting.items()
+        if member.prefix is not None or not member.start
+    }

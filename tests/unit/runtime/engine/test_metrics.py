@@ -1,0 +1,225 @@
+"""Metrics of an engine: a count that is lost or doubled, or a bucket that is off by one, misleads people."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prejit.runtime.engine.metrics import (
+    REASONS,
+    EngineMetrics,
+    Histogram,
+    MicroMetrics,
+    Recorder,
+    host_memory_bytes,
+)
+from prejit.runtime.generation.generate import Stats
+from prejit.runtime.programs.ready import ProgramReport
+
+
+def stats(**changed: Any) -> Stats:
+    values: dict[str, Any] = {
+        "prompt_tokens": 5,
+        "new_tokens": 3,
+        "reused_tokens": 2,
+        "queue_seconds": 0.1,
+        "prefill_seconds": 0.02,
+        "decode_seconds": 0.04,
+        "first_token_seconds": 0.12,
+        "tokens_per_second": 50.0,
+        "passes": 2,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "padding": 0.0,
+        "programs": (),
+        "obtained": (),
+    }
+    return Stats(**{**values, **changed})
+
+
+def snapshot(recorder: Recorder, **changed: Any) -> EngineMetrics:
+    values: dict[str, Any] = {
+        "kv_cache_usage": 0.25,
+        "cache_bytes": 1000,
+        "cache_budget_bytes": 4000,
+        "prefix_bytes": 10,
+        "prefix_budget_bytes": 100,
+        "programs": (),
+        "fallbacks": {},
+        "device_memory_bytes": None,
+    }
+    return recorder.snapshot(**{**values, **changed})
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 9.0]), max_size=30))
+def test_each_value_is_in_the_bucket_whose_bound_is_the_first_not_below_it(values):
+    histogram = Histogram([1.0, 2.0])
+    for value in values:
+        histogram.observe(value)
+    found = histogram.snapshot()
+    assert found.counts == (
+        sum(value <= 1 for value in values),
+        sum(1 < value <= 2 for value in values),
+        sum(value > 2 for value in values),
+    )
+    assert found.sum == sum(values)
+    assert found.count == len(values)
+
+
+def test_a_snapshot_does_not_change_when_more_is_observed():
+    histogram = Histogram([1.0])
+    before = histogram.snapshot()
+    histogram.observe(0.5)
+    assert before.counts == (0, 0)
+
+
+def test_quantiles_are_linear_inside_a_bucket():
+    histogram = Histogram([1.0, 2.0, 4.0])
+    histogram.observe(1.5, 2)
+    histogram.observe(3.0, 2)
+    found = histogram.snapshot()
+    assert found.quantile(0.25) == pytest.approx(1.5)
+    assert found.quantile(0.5) == pytest.approx(2.0)
+    assert found.quantile(0.75) == pytest.approx(3.0)
+    assert found.mean == pytest.approx(2.25)
+
+
+def test_quantiles_outside_of_all_buckets_have_an_answer():
+    histogram = Histogram([1.0, 2.0])
+    assert math.isnan(histogram.snapshot().quantile(0.5))
+    assert math.isnan(histogram.snapshot().mean)
+    histogram.observe(100.0)
+    assert histogram.snapshot().quantile(0.99) == 2.0
+
+
+def test_a_request_is_counted_once_on_its_whole_way():
+    recorder = Recorder(slots=8, queue_size=256)
+    recorder.submitted()
+    recorder.submitted()
+    assert (snapshot(recorder).waiting, snapshot(recorder).running) == (2, 0)
+    recorder.admitted(0.1)
+    assert (snapshot(recorder).waiting, snapshot(recorder).running) == (1, 1)
+    recorder.step(rows=0, slots=0, seconds=0.02)
+    recorder.read_prompt(tokens=5, cached=2)
+    recorder.first_token(0.12)
+    recorder.step(rows=1, slots=8, seconds=0.04)
+    recorder.tokens(2, 0.04)
+    recorder.finished("length", 0.16, stats(reused_tokens=2, padding=0.5))
+    recorder.abandoned("cancelled")
+    found = snapshot(recorder)
+    assert (found.waiting, found.running) == (0, 0)
+    assert (found.prompt_tokens, found.cached_prompt_tokens, found.generation_tokens) == (5, 2, 3)
+    assert (found.useful_positions, found.computed_positions) == (5, 10)
+    assert (found.steps, found.batch_rows, found.batch_slots) == (2, 1, 8)
+    assert found.busy_seconds == pytest.approx(0.06)
+    assert {reason: count for reason, count in found.finished.items() if count} == {
+        "length": 1,
+        "cancelled": 1,
+    }
+    assert found.first_token_seconds.sum == pytest.approx(0.12)
+    assert found.inter_token_seconds.count == 2
+    assert found.inter_token_seconds.sum == pytest.approx(0.04)
+    for histogram, total in (
+        (found.e2e_seconds, 0.16),
+        (found.queue_seconds, 0.1),
+        (found.prefill_seconds, 0.02),
+        (found.decode_seconds, 0.04),
+        (found.prompt_length, 5),
+        (found.new_tokens, 3),
+    ):
+        assert histogram.count == 1
+        assert histogram.sum == pytest.approx(total)
+
+
+def test_requests_that_fail_do_not_make_latencies_look_better():
+    recorder = Recorder(slots=1, queue_size=1)
+    for reason in ("cancelled", "deadline", "error"):
+        recorder.submitted()
+        recorder.admitted(0.0)
+        recorder.finished(reason, 0.001)
+    recorder.refused()
+    found = snapshot(recorder)
+    assert found.e2e_seconds.count == found.new_tokens.count == 0
+    assert found.running == 0
+    assert sum(found.finished.values()) == 4
+    assert found.finished["refused"] == 1
+
+
+def test_every_reason_is_there_before_the_first_request():
+    assert snapshot(Recorder(1, 1)).finished == dict.fromkeys(REASONS, 0)
+
+
+@pytest.mark.parametrize(("source", "waited"), [("compiled", 1), ("kept", 0), ("loaded", 0)])
+def test_only_requests_that_waited_for_a_compiler_count_as_such(source, waited):
+    recorder = Recorder(1, 1)
+    recorder.submitted()
+    recorder.admitted(0.0)
+    obtained = (ProgramReport("a", source, 1.0), ProgramReport("b", source, 1.0))
+    recorder.finished("stop", 2.0, stats(obtained=obtained))
+    assert snapshot(recorder).waited_for_compile == waited
+
+
+def test_nan_is_a_count_of_its_own():
+    recorder = Recorder(1, 1)
+    recorder.submitted()
+    recorder.admitted(0.0)
+    recorder.finished("nan", 0.1, stats())
+    assert snapshot(recorder).nan == 1
+
+
+def test_programs_are_counted_by_how_they_became_ready():
+    reports = [
+        ProgramReport("a", "loaded", 0.5),
+        ProgramReport("b", "compiled", 2.0),
+        ProgramReport("c", "compiled", 3.0),
+        ProgramReport("d", "unused", 0.0),
+    ]
+    found = snapshot(Recorder(1, 1), programs=iter(reports))
+    assert found.programs == {"loaded": 1, "compiled": 2, "unused": 1}
+    assert found.compile_seconds == 5.0  # what loading took is not compiling
+
+
+def test_the_state_of_the_parts_is_passed_on():
+    micro = MicroMetrics("encode", 2, 7, 9)
+    found = snapshot(
+        Recorder(4, 16), fallbacks={"cpu": 1}, device_memory_bytes=7, micro=iter([micro])
+    )
+    assert (found.slots, found.queue_size) == (4, 16)
+    assert (found.kv_cache_usage, found.cache_bytes, found.cache_budget_bytes) == (0.25, 1000, 4000)
+    assert (found.prefix_bytes, found.prefix_budget_bytes) == (10, 100)
+    assert found.fallbacks == {"cpu": 1}
+    assert found.device_memory_bytes == 7
+    assert found.micro == (micro,)
+    assert found.host_memory_bytes > 1_000_000
+
+
+def test_counts_of_several_threads_are_not_lost():
+    recorder = Recorder(1, 1)
+
+    def work() -> None:
+        for _ in range(2000):
+            recorder.submitted()
+            recorder.admitted(0.01)
+            recorder.first_token(0.02)
+            recorder.finished("stop", 0.03, stats())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = snapshot(recorder)
+    assert (found.running, found.waiting) == (0, 0)
+    assert found.finished["stop"] == found.e2e_seconds.count == found.generation_tokens == 8000
+
+
+def test_host_memory_grows_with_what_is_held():
+    before = host_memory_bytes()
+    held = bytearray(b"x") * 64_000_000
+    assert host_memory_bytes() - before > 32_000_000
+    del held
