@@ -46,7 +46,7 @@ def main() -> None:
                 browser.type("#prompt", given.prompt)
                 browser.click("#complete-send")
                 browser.wait(
-                    lambda: browser.text("#completion-stats") and browser.text("#rate") != "–",
+                    lambda: browser.text("#completion-stats") and browser.text("#rate").isdigit(),
                     "the completion",
                 )
         _save(browser, given.directory / "page-light.png")
