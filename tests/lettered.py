@@ -96,4 +96,4 @@ def lettered_dir(
 ) -> Path:
     """A bundle of that model: contexts up to 512, batches of 1 and 3."""
     source = write_lettered(tmp_path_factory.mktemp("lettered") / "model")
-    return make_decoder(source, batch=(1, 3), prompt=(16, 64), context=(64, 512))
+    return make_decoder(source, batch=(1, 3), prompt=(64,), context=(64, 512))

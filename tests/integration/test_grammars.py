@@ -165,6 +165,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(bundle: Bundle, grammars: Gr
     written: dict[int, list[int]] = {slot: [] for slot in slots}
     while tokens := batch.step():
         for token in tokens:
-            written[token.slot].append(token.token_id)
+            if token.token_id is not None:  # a stop token is none
+                written[token.slot].append(token.token_id)
     for slot, schema in zip(slots, schemas, strict=True):
         jsonschema.validate(json.loads(bundle.tokenizer.decode(written[slot])), schema)

@@ -54,7 +54,7 @@ def encoder_dir(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.save(str(directory / "model" / "tokenizer.json"))
     manifest = directory / "encoder.toml"
     manifest.write_text(
-        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 32]]\n'
+        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
         '[[target]]\nname = "cpu-host"\n'
     )
     run("build", manifest, "-o", directory, quick=True)

@@ -44,12 +44,13 @@ def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
     left = _TRIES
     pointer, found = "", schema
     while True:
-        for step, part in _parts(found):
+        # References last: what is wrong behind one has a place of its own, unless the reference itself is wrong.
+        for step, part in sorted(_parts(found), key=_is_reference):
             if (left := left - 1) < 0:
                 return pointer
             there = f"{pointer}{step}"
             tried = {"$ref": f"#/$defs/{_ROOT}{there}", "$defs": {_ROOT: whole}}
-            if error_of(tried) == error:
+            if error_of(tried).replace(f"/$defs/{_ROOT}", "") == error:
                 pointer, found = there, part
                 break
         else:
@@ -70,6 +71,11 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
                 yield f"/{keyword}/{place}", part
         elif keyword in _OF_ONE:
             yield f"/{keyword}", value
+
+
+def _is_reference(step_and_part: tuple[str, Any]) -> bool:
+    part = step_and_part[1]
+    return isinstance(part, Mapping) and "$ref" in part
 
 
 def escaped(name: str) -> str:

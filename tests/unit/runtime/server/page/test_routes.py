@@ -59,7 +59,7 @@ def test_nothing_is_loaded_from_elsewhere_or_run_from_the_html(get: Any) -> None
         assert "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
         text = answer.text.replace("http://www.w3.org/2000/svg", "")
-        assert "//" not in re.sub(r"(?m)^ *//.*$|^.*/\*\*.*$", "", text).replace("/\\r", ""), path
+        assert not re.search(r"https?:|wss?:|[\"'(`]//", text), path
     html = get("/").text
     assert not re.search(r"<script[^>]*>[^<]|\son\w+=|\sstyle=", html)
     assert "innerHTML" not in get("/page/script.js").text
