@@ -29,6 +29,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--force-prefers-reduced-motion",
+    "--hide-scrollbars",
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "ArrowRight": "\ue014"}

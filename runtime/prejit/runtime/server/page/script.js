@@ -394,8 +394,10 @@ function showFigures(now) {
   $("kv-meter").value = now.kv_cache_usage;
   const top = Math.max(1, ...page.rates);
   const x = (i) => 120 - (page.rates.length - 1 - i) * (120 / (SPARK_POINTS - 1));
-  $("spark").firstElementChild.setAttribute("points",
-    page.rates.map((rate, i) => `${x(i).toFixed(1)},${(27 - (rate / top) * 26).toFixed(1)}`).join(" "));
+  const line = page.rates.map((rate, i) => `${x(i).toFixed(1)},${(27 - (rate / top) * 26).toFixed(1)}`);
+  const [area, curve] = $("spark").children;
+  curve.setAttribute("points", line.join(" "));
+  area.setAttribute("points", line.length ? [`${x(0).toFixed(1)},27`, ...line, "120,27"].join(" ") : "");
 }
 
 // ---------------------------------------------------------------- the bundle
