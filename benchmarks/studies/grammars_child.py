@@ -78,7 +78,7 @@ def masks(begin: Begin, token_ids: Sequence[int]) -> list[float]:
     for token_id in token_ids:
         started = time.perf_counter()
         mask()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(round(time.perf_counter() - started, 7))
         if not read(token_id):
             raise SystemExit(f"token {token_id} after {len(seconds)} is refused")
     return seconds
