@@ -69,8 +69,8 @@ def token_bytes(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str],
     match decoder:
         case {"type": "ByteLevel"}:
             return _byte_level
-        case {"type": "Metaspace"}:
-            space = str(decoder.get("replacement", _SPACE))
+        case {"type": "Metaspace", **rest}:
+            space = str(rest.get("replacement", _SPACE))
             return lambda token: token.replace(space, " ").encode()
         case {"type": "Sequence", "decoders": list(parts)}:
             return _sequence(parts, path)
