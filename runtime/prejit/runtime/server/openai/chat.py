@@ -68,7 +68,7 @@ class JsonSchema(RequestFields, frozen=True, kw_only=True):
         name: of the schema.
         description: what it is for; the model does not see it.
         schema: the schema; missing: any object.
-        strict: accepted; the answer always meets the schema.
+        strict: whether keywords that a grammar cannot enforce are an error; if not, they are ignored.
     """
 
     name: str
@@ -216,7 +216,7 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         prompt=await _prompt(body, served, tools),
         options=options,
         choices=body.n or 1,
-        mask=await masks(served, tools, _constraint(body)),
+        mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
         priority=body.priority or 0,
         client=request.state.client,
         timeout=settings.timeout_seconds,
@@ -266,9 +266,12 @@ async def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
 def _constraint(body: ChatRequest) -> Constraint | None:
     wanted = body.response_format
     if isinstance(wanted, JsonObjectFormat):
-        return Constraint(None, "response_format")
+        return Constraint({"type": "object"}, "response_format", strict=True)
     if isinstance(wanted, JsonSchemaFormat):
-        return Constraint(wanted.json_schema.schema, "response_format")
+        given = wanted.json_schema
+        return Constraint(
+            given.schema or {"type": "object"}, "response_format", strict=bool(given.strict)
+        )
     return None
 
 

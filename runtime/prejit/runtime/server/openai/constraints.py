@@ -25,27 +25,35 @@ class Constraint:
     """What an answer must be.
 
     Attributes:
-        schema: the JSON Schema that it must meet; None: any JSON object.
+        schema: the JSON Schema that it must meet.
         field: the field of the request that wants it, for errors.
+        strict: whether keywords that a grammar cannot enforce are an error; if not, they are ignored.
     """
 
-    schema: dict[str, Any] | None
+    schema: dict[str, Any]
     field: str
+    strict: bool
 
 
-async def mask_of(served: Served, constraint: Constraint) -> Callable[[], TokenMask]:
+async def mask_of(
+    served: Served, constraint: Constraint, stop_token_ids: Sequence[int] | None
+) -> Callable[[], TokenMask]:
     """Return a function that returns a new token mask for a constraint.
 
+    Args:
+        served: the model.
+        constraint: what an answer must be.
+        stop_token_ids: of the request; None: those of the model.
+
     Raises:
-        UsageError: the bundle has no tokenizer, or the schema cannot be compiled.
-        ApiError: the grammar library is not installed.
+        UsageError: the bundle has no tokenizer, the schema cannot be compiled, or the grammar library is not
+            installed.
     """
 
     def make() -> TokenMask:
-        grammars = _grammars_of(served, constraint.field)
-        if constraint.schema is None:
-            return grammars.json_object()
-        return grammars.json_schema(constraint.schema)
+        return _grammars_of(served.bundle).json_schema(
+            constraint.schema, lenient=not constraint.strict, stop_token_ids=stop_token_ids
+        )
 
     # The first mask of a schema compiles it, and the first of a bundle reads the vocabulary.
     first: list[TokenMask] = [await run_in_threadpool(make)]
@@ -82,7 +90,7 @@ def forced_calls(tools: Sequence[Tool], *, only_one: bool) -> Constraint:
     most = {"maxItems": 1} if only_one else {}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = {"type": "array", "items": items, "minItems": 1, **most, **definitions}
-    return Constraint(schema, "tool_choice")
+    return Constraint(schema, "tool_choice", strict=all(tool.strict for tool in tools))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +100,19 @@ class Tool:
     Attributes:
         name: how the model calls it.
         parameters: the JSON Schema of its arguments.
+        strict: whether keywords that a grammar cannot enforce are an error.
     """
 
     name: str
     parameters: dict[str, Any]
+    strict: bool = False
 
 
-def _grammars_of(served: Served, field: str) -> Grammars:
-    found = _grammars.get(served.bundle)
-    if found is not None:
-        return found
-    try:
+def _grammars_of(bundle: Bundle) -> Grammars:
+    """Return the grammars of a bundle, which keep what they have compiled."""
+    found = _grammars.get(bundle)
+    if found is None:
         from prejit.runtime.grammar.grammars import Grammars  # costs nothing without it
-    except ImportError as error:
-        raise ApiError(
-            400,
-            f"{field}: expected a server with a grammar library, found none ({error})",
-            param=field,
-            code="unsupported_parameter",
-        ) from error
-    found = Grammars(served.bundle)
-    _grammars[served.bundle] = found
+
+        found = _grammars.setdefault(bundle, Grammars(bundle))
     return found

@@ -80,7 +80,7 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
         prompt=await _prompt(body, served, tools),
         options=options,
         choices=1,
-        mask=await masks(served, tools, _constraint(body)),
+        mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
         priority=body.priority or 0,
         client=request.state.client,
         timeout=settings.timeout_seconds,
@@ -97,7 +97,12 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
 
 def _tools(body: ResponseRequest) -> Tools:
     functions = [
-        Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+        Function(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
         for tool in body.tools or ()
     ]
     choice = body.tool_choice
@@ -109,9 +114,9 @@ def _tools(body: ResponseRequest) -> Tools:
 def _constraint(body: ResponseRequest) -> Constraint | None:
     wanted = None if body.text is None else body.text.format
     if isinstance(wanted, JsonObjectFormat):
-        return Constraint(None, "text.format")
+        return Constraint({"type": "object"}, "text.format", strict=True)
     if isinstance(wanted, ResponseSchemaFormat):
-        return Constraint(wanted.schema, "text.format")
+        return Constraint(wanted.schema, "text.format", strict=bool(wanted.strict))
     return None
 
 
