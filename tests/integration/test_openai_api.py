@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -480,12 +481,21 @@ def test_the_result_of_a_call_goes_back_into_the_conversation(
     assert found.usage.prompt_tokens == len(stories_bundle.tokenizer.encode("Once13"))
 
 
+def no_white_space(bundle: Bundle) -> dict[str, float]:
+    """A bias without which this model writes white space between the parts of JSON until its limit."""
+    tokens = bundle.tokenizer.token_bytes
+    return {str(each): -100 for each in range(512) if tokens[each].isspace()}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_forces_calls(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+def test_a_grammar_forces_calls(
+    client: openai.OpenAI, stories_bundle: Bundle, choice: Any, stream: bool
+) -> None:
     pytest.importorskip("llguidance")
     options: Any = {"messages": USER, "tools": [ADD], "max_tokens": 250, "seed": 1}
     options |= {"tool_choice": choice, "parallel_tool_calls": False}
+    options["logit_bias"] = no_white_space(stories_bundle)
     if stream:
         with client.chat.completions.stream(model="stories", **options) as events:
             completion: Any = events.get_final_completion()
@@ -505,12 +515,13 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def test_json_of_a_schema_is_what_comes(client: openai.OpenAI) -> None:
+def test_json_of_a_schema_is_what_comes(client: openai.OpenAI, stories_bundle: Bundle) -> None:
     pytest.importorskip("llguidance")
+    bias: Any = no_white_space(stories_bundle)
     schema: Any = {"type": "json_schema", "json_schema": {"name": "ball", "schema": SCHEMA}}
     for n in (1, 2):
         found = client.chat.completions.create(
-            model="stories", messages=USER, response_format=schema, n=n, max_tokens=100
+            model="stories", messages=USER, response_format=schema, n=n, logit_bias=bias
         )
         for choice in found.choices:
             assert choice.finish_reason == "stop"
@@ -521,6 +532,7 @@ def test_json_of_a_schema_is_what_comes(client: openai.OpenAI) -> None:
         model="stories",
         input=ONCE,
         text={"format": {"type": "json_schema", "name": "ball", "schema": SCHEMA}},
+        extra_body={"logit_bias": bias},
     )
     assert json.loads(responded.output_text).keys() == {"colour", "big"}
 
@@ -802,6 +814,54 @@ def test_a_client_that_leaves_ends_its_requests(
         wait_for(lambda: engine.metrics().running == 0)
     assert engine.metrics().finished["cancelled"] > before
     assert engine.metrics().waiting == 0
+
+
+# ---------------------------------------------------------------------- a server that is busy
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_a_429_that_says_when_to_come_again(
+    stories_bundle: Bundle, stream: bool
+) -> None:
+    engine = stories_bundle.engine(slots=1, queue=1)
+    models = Models(Served("busy", stories_bundle, engine, 1))
+    with (
+        running(models, Settings()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.RateLimitError) as raised:
+            client.completions.create(model="busy", prompt=ONCE, n=64, stream=stream)
+        assert int(raised.value.response.headers["retry-after"]) >= 1
+        wait_for(lambda: engine.metrics().running + engine.metrics().waiting == 0)
+        assert client.completions.create(model="busy", prompt=ONCE, max_tokens=1).choices
+    models.close()
+
+
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_request_that_takes_too_long_is_a_504_or_an_event(
+    stories_bundle: Bundle, path: str
+) -> None:
+    models = Models(Served("slow", stories_bundle, stories_bundle.engine(slots=1), 1))
+    options: Any = {"model": "slow", "extra_body": {"ignore_eos": True}}
+    with (
+        running(models, Settings(timeout_seconds=0.03)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        if path == "completions":
+            options |= {"prompt": ONCE, "max_tokens": 250}
+            create: Any = client.completions.create
+        else:
+            options |= {"input": ONCE}
+            create = client.responses.create
+        with pytest.raises(openai.APIStatusError) as raised:
+            create(**options)
+        assert raised.value.status_code == 504
+        ended = None
+        with contextlib.suppress(openai.APIError):  # also an event that the client raises
+            for ended in create(stream=True, **options):
+                pass
+            assert ended.type == "response.failed"
+    models.close()
 
 
 # ---------------------------------------------------------------------- anything
