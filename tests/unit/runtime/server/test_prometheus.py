@@ -19,7 +19,7 @@ from prejit.runtime.server.served import Models
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 VLLM = {
-    # Every name that issue 14 lists and two older ones, with the type that vLLM gives it (vllm/v1/metrics/loggers.py).
+    # Every name that issue 14 lists and two older ones, with their types (vllm/v1/metrics/loggers.py).
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
