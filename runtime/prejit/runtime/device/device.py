@@ -6,6 +6,7 @@ One CPU device needs no module of jax; an accelerator or a mesh imports jax.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import threading
@@ -251,6 +252,9 @@ def free_dropped() -> None:
     _jaxlib.collect_garbage()
     gc.collect()  # a client and its devices refer to each other; it has a dozen threads
     _jaxlib.collect_garbage()
+    # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _client_of_jax(platform: str) -> Any:

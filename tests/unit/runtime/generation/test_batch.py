@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import warnings
 import weakref
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from prejit.runtime import Bundle, Sampling, load
@@ -21,6 +24,7 @@ from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob
 
@@ -921,3 +925,87 @@ def test_slots_do_not_move_while_more_are_live_or_prompts_are_computed(bundle: B
         batch.resize(3)
     batch.close()
     assert batch.resize(1) == {}
+
+
+_ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["insert", "begin"]), st.integers(0, 11)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("evict"), st.integers(0, 2)),
+        st.tuples(st.just("resize"), st.sampled_from([1, 3])),
+    ),
+    min_size=4,
+    max_size=25,
+)
+
+
+@settings(max_examples=int(os.environ.get("PREJIT_BATCH_EXAMPLES", "25")), deadline=None)
+@given(actions=_ACTIONS, prefixes=st.booleans())
+def test_texts_do_not_depend_on_what_happens_beside_them(
+    bundle: Bundle, expected: Callable[[int], list[int]], actions: list[Any], prefixes: bool
+) -> None:
+    """Requests come whole or in chunks, leave early, and move between batches, in any order."""
+    bundle.prepare()
+    kept = PrefixCache(bundle.decoder, 1 << 20) if prefixes else None
+    batch = Batch(bundle.decoder, 1, prefill_tokens=3, prefixes=kept)
+    running: dict[int, tuple[int, list[Token]]] = {}
+    ended: list[tuple[int, list[Token]]] = []
+
+    def step() -> None:
+        for token in batch.step():
+            running[token.slot][1].append(token)
+            if token.finish_reason is not None:
+                ended.append(running.pop(token.slot))
+
+    for name, number in [*actions, ("step", 40)]:
+        if name in ("insert", "begin") and batch.free:
+            asked = numbered(number)
+            slot = batch.begin(asked) if name == "begin" else batch.insert(asked)[0]
+            running[slot] = number, []
+        elif name == "evict":
+            batch.evict(number % batch.slots)
+            running.pop(number % batch.slots, None)
+        elif name == "resize":
+            step()  # no token waits any more
+            fits = batch.entering == 0 and len(running) <= number and batch.is_ready_for(number)
+            moved = batch.resize(number) if fits else {}
+            if moved:
+                running = {moved[slot]: one for slot, one in running.items()}
+        elif name == "step":
+            for _ in range(number):
+                step()
+    while running:
+        step()
+    assert batch.free == batch.slots
+    for number, tokens in ended:
+        assert ids(tokens) == expected(number)
+
+
+def numbered(number: int) -> Request:
+    """One of twelve requests; some begin alike, some sample, some have penalties or logprobs."""
+    prompt = [*TEXT[:20], number] if number % 3 == 0 else TEXT[number : number * 4 + 1]
+    return request(
+        prompt,
+        2 + number,
+        sampling=Sampling(
+            temperature=0.0 if number % 2 else 0.8,
+            seed=number,
+            frequency_penalty=0.7 if number % 4 == 1 else 0.0,
+        ),
+        logprobs=1 if number % 5 == 0 else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(bundle: Bundle) -> Callable[[int], list[int]]:
+    """The tokens of each numbered request in a batch of its own."""
+    known: dict[int, list[int]] = {}
+
+    def find(number: int) -> list[int]:
+        if number not in known:
+            batch = Batch(bundle.decoder, 1)
+            batch.insert(numbered(number))
+            known[number] = ids(finish(batch)[0])
+        return known[number]
+
+    return find
