@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from prejit.compiler import cli
 from prejit.runtime import errors
 from prejit.runtime.cli.parser import parser
-from prejit.runtime.server.prometheus import EngineCollector
+from prejit.runtime.server.collector import EngineCollector
 from prejit.runtime.server.served import Models
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +58,8 @@ raises the class. All classes can be imported from `prejit.runtime.errors`, and 
 _METRICS = """\
 # Metrics
 
-`/metrics` of a server has these, in the text format of Prometheus or as OpenMetrics, and those of the process,
-such as `process_open_fds`. A histogram has the series `_bucket`, `_sum` and `_count`.
+`/metrics` of a server has these, in the text format of Prometheus or as OpenMetrics, and those of the
+process, such as `process_open_fds`. A histogram has the series `_bucket`, `_sum` and `_count`.
 [Operations](../operations.md#watch-a-server) says what to watch.
 
 | name | type | labels | value |

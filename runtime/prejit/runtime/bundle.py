@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, final
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
 from prejit.runtime.base.process import Span, importing, is_plain_start, span
-from prejit.runtime.device.device import Device
+from prejit.runtime.device.device import Device, free_dropped
 from prejit.runtime.errors import ClosedError, UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_weight_sets
@@ -206,6 +206,8 @@ class Bundle:
         parts.programs.close(reason)
         if dispatched is not None:
             dispatched.close()
+        del parts, encoder, dispatched
+        free_dropped()
 
     def __enter__(self) -> Self:
         return self
@@ -363,7 +365,7 @@ class Bundle:
 
     def engine(
         self,
-        slots: int = 8,
+        slots: int | None = None,
         queue: int = 256,
         *,
         memory: int | None = None,
@@ -376,8 +378,8 @@ class Bundle:
             futures = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
 
         Args:
-            slots: how many requests run at a time; rounded up to a batch bucket of the bundle. While fewer
-                run, the engine uses the smallest bucket for them.
+            slots: how many requests run at a time, rounded up to a batch bucket of the bundle; None: its
+                largest. While fewer run, the engine uses the smallest bucket for them.
             queue: how many more may wait.
             memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
                 free on the device now. A prompt that would need more is refused when it is submitted.
@@ -389,14 +391,22 @@ class Bundle:
         Raises:
             UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
         """
-        from prejit.runtime.engine.engine import Engine  # one caller at a time does not need it
+        # One caller at a time does not need it.
+        from prejit.runtime.engine.engine import BundleParts, Engine
 
-        engine = Engine(
-            self,
+        parts = BundleParts(
+            self.name,
+            self.config.decoder is not None,
+            lambda: self.decoder,
             self._resolve,
             self._begin,
             partial(self._encoding, queue),
             partial(self._calling, queue),
+            self.report,
+            self.device_memory_bytes,
+        )
+        engine = Engine(
+            parts,
             slots=slots,
             queue=queue,
             memory=memory,

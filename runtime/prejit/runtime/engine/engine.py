@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
@@ -16,12 +17,13 @@ from prejit.runtime.engine.metrics import EngineMetrics, Recorder
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
 from prejit.runtime.errors import ClosedError, ContextError
 from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, Result
 from prejit.runtime.generation.options import Options, Prompt, Resolved
 from prejit.runtime.generation.rows import admit
+from prejit.runtime.programs.ready import ProgramReport
 
 if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
     from prejit.runtime.encoding.encoder import Encoded
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.engine.microbatch_calls import Calling
@@ -49,6 +51,32 @@ class Served(Options, Place, total=False):
     """The options of a generation, and how it is served beside others."""
 
 
+@dataclass(frozen=True, slots=True)
+class BundleParts:
+    """What an engine uses of its bundle.
+
+    Attributes:
+        name: of the bundle.
+        has_decoder: whether it can generate.
+        decoder: returns the decoder's programs; raises UsageError if there are none.
+        resolve: fills in options with the bundle's defaults.
+        begin: makes a generation from a prompt.
+        encoding, calling: make what lets callers share runs of the encoder and of the user's programs.
+        report: returns how each program was obtained.
+        device_memory_bytes: returns the peak memory in use on an accelerator; None on a CPU.
+    """
+
+    name: str
+    has_decoder: bool
+    decoder: Callable[[], DecoderPrograms]
+    resolve: Callable[[Options], Resolved]
+    begin: Callable[[Prompt | None, Resolved], Generation]
+    encoding: Callable[[], Encoding]
+    calling: Callable[[], Calling]
+    report: Callable[[], tuple[ProgramReport, ...]]
+    device_memory_bytes: Callable[[], int | None]
+
+
 @final
 class Engine:
     """Generates for all callers at once. Made by `Bundle.engine`. Safe to use from many threads and tasks.
@@ -60,31 +88,23 @@ class Engine:
 
     The tokens of a request are those of `Bundle.generate`, whatever runs beside it. Sentences and rows of
     several callers share runs of the encoder and of the user's programs.
-
-    Attributes:
-        bundle: whose programs run.
     """
 
     def __init__(
         self,
-        bundle: Bundle,
-        resolve: Callable[[Options], Resolved],
-        begin: Callable[[Prompt | None, Resolved], Generation],
-        encoding: Callable[[], Encoding],
-        calling: Callable[[], Calling],
+        parts: BundleParts,
         *,
-        slots: int,
+        slots: int | None,
         queue: int,
         memory: int | None,
         prefix_memory: int | None,
         prefill_tokens: int | None,
     ) -> None:
         """Plan the memory, and start nothing. Use `Bundle.engine`, which describes the arguments."""
-        self.bundle = bundle
-        self._resolve = resolve
-        self._begin = begin
-        self._make_encoding, self._make_calling = encoding, calling
+        self._parts = parts
         self._is_ending = False
+        if slots is None:
+            slots = parts.decoder().batches[-1] if parts.has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
         self._queue = arguments.integer("queue", queue, 1)
         self._memory = None if memory is None else arguments.integer("memory", memory, 1)
@@ -97,7 +117,7 @@ class Engine:
             else arguments.integer("prefill_tokens", prefill_tokens, 1)
         )
         self._recorder = Recorder(self._slots, self._queue)
-        if bundle.config.decoder is not None:
+        if parts.has_decoder:
             self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
 
     @once
@@ -107,13 +127,13 @@ class Engine:
         Raises:
             UsageError: the bundle has no decoder, or none of its contexts fits into the memory.
         """
-        decoder = self.bundle.decoder
+        decoder = self._parts.decoder()
         budget = free_bytes(decoder.device) if self._memory is None else self._memory
         return plan_caches(decoder, self._slots, budget, self._prefixes)
 
     @once
     def _loop(self) -> Loop:
-        decoder = self.bundle.decoder
+        decoder = self._parts.decoder()
         tokens = self._prefill_tokens
         if tokens is None:
             on_cpu = decoder.device.platform == "cpu"
@@ -175,14 +195,14 @@ class Engine:
         client = arguments.instance("client", given.pop("client", ""), str)
         if (timeout := given.pop("timeout", None)) is not None:
             timeout = arguments.number("timeout", timeout, "more than 0", lambda value: value > 0)
-        resolved = self._resolve(given)  # type: ignore[arg-type]  # what is left are Options
+        resolved = self._parts.resolve(given)  # type: ignore[arg-type]  # what is left are Options
         guard, mask = None, resolved.common.get("token_mask")
         if mask is not None:
-            guard = GuardedMask(mask, self.bundle.decoder.decoder.vocab_size)
+            guard = GuardedMask(mask, self._parts.decoder().decoder.vocab_size)
             resolved = resolved._replace(common={**resolved.common, "token_mask": guard})
-        generation = self._begin(prompt, resolved)
+        generation = self._parts.begin(prompt, resolved)
         length = len(generation.request.prompt)
-        admit(generation.request, self.bundle.decoder)
+        admit(generation.request, self._parts.decoder())
         if length > self.plan.context:
             raise ContextError(
                 f"prompt: expected at most {self.plan.context} tokens, for which the engine has memory, "
@@ -250,21 +270,21 @@ class Engine:
     @once
     def _encoding(self) -> Encoding:
         self._check_open()
-        encoding = self._make_encoding()
+        encoding = self._parts.encoding()
         weakref.finalize(self, encoding.close)
         return encoding
 
     @once
     def _calling(self) -> Calling:
         self._check_open()
-        calling = self._make_calling()
+        calling = self._parts.calling()
         weakref.finalize(self, calling.close)
         return calling
 
     def _check_open(self) -> None:
         if self._is_ending:
             raise ClosedError(
-                f"{self.bundle.name}: expected an open engine, found one that takes no more calls",
+                f"{self._parts.name}: expected an open engine, found one that takes no more calls",
                 hint="make a new one with `bundle.engine()`",
             )
 
@@ -277,7 +297,7 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """Return what the engine has done since it was made, and its state now."""
         state, plan = CacheState(), None
-        if self.bundle.config.decoder is not None:
+        if self._parts.has_decoder:
             state, plan = self._loop.state, self.plan
         capacity = 0 if plan is None else plan.batch * plan.context
         return self._recorder.snapshot(
@@ -286,9 +306,9 @@ class Engine:
             cache_budget_bytes=None if plan is None else plan.budget_bytes,
             prefix_bytes=state.prefix_bytes,
             prefix_budget_bytes=0 if plan is None else plan.prefix_bytes,
-            programs=self.bundle.report(),
+            programs=self._parts.report(),
             fallbacks=fallback_counts(),
-            device_memory_bytes=self.bundle.device_memory_bytes(),
+            device_memory_bytes=self._parts.device_memory_bytes(),
             micro=[each for shared in self._shared() for each in shared.metrics()],
         )
 
@@ -305,7 +325,7 @@ class Engine:
         deadline = None if seconds is None else time.monotonic() + seconds
         for shared in self._shared():
             shared.drain(0.0)  # all refuse new calls before one is waited for
-        is_drained = self.bundle.config.decoder is None or self._loop.drain(seconds)
+        is_drained = not self._parts.has_decoder or self._loop.drain(seconds)
         return all([is_drained, *(shared.drain(deadline) for shared in self._shared())])
 
     def close(self) -> None:
@@ -313,7 +333,7 @@ class Engine:
         self._is_ending = True
         for shared in self._shared():
             shared.close()
-        if self.bundle.config.decoder is not None:
+        if self._parts.has_decoder:
             self._loop.close()
 
 

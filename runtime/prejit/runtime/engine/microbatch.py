@@ -30,7 +30,7 @@ _WEIGHT_OF_LAST = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class Job(Generic[_P]):
+class SharedJob(Generic[_P]):
     """The rows of one call, which may take part in several runs.
 
     Attributes:
@@ -79,7 +79,7 @@ class Share(NamedTuple, Generic[_P]):
         start, end: which of its rows.
     """
 
-    job: Job[_P]
+    job: SharedJob[_P]
     start: int
     end: int
 
@@ -161,7 +161,7 @@ class Lane(Generic[_P]):
         self._run = run
         self._queue = queue
         self._delay = delay
-        self._waiting: deque[Job[_P]] = deque()
+        self._waiting: deque[SharedJob[_P]] = deque()
         self._thread: threading.Thread | None = None
         self._is_busy = False
         self._is_draining = self._is_closed = False
@@ -171,7 +171,7 @@ class Lane(Generic[_P]):
 
     # ------------------------------------------------------------------ callers
 
-    def submit(self, job: Job[_P]) -> None:
+    def submit(self, job: SharedJob[_P]) -> None:
         """Add a job to the queue.
 
         Raises:
@@ -198,7 +198,7 @@ class Lane(Generic[_P]):
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def result(self, job: Job[_P]) -> Any:
+    def result(self, job: SharedJob[_P]) -> Any:
         """Submit a job and wait for its result. It is cancelled if the caller is interrupted.
 
         Raises:
@@ -348,7 +348,7 @@ class Lane(Generic[_P]):
         """
         first, now = self._waiting[0], time.monotonic()
         shares: list[Share[_P]] = []
-        kept: deque[Job[_P]] = deque()
+        kept: deque[SharedJob[_P]] = deque()
         room = first.most or first.rows
         for job in self._waiting:
             if not room or (job is not first and (not first.most or job.key != first.key)):
@@ -387,7 +387,7 @@ class Lane(Generic[_P]):
         with self._changed:
             self._count(finished, rows, ran.padded_rows, ran.batches, ended - started)
 
-    def _finish(self, job: Job[_P], now: float) -> bool:
+    def _finish(self, job: SharedJob[_P], now: float) -> bool:
         """Give a job its result; return whether it was in time."""
         if job.is_over(now):
             return False
@@ -400,7 +400,7 @@ class Lane(Generic[_P]):
             job.future.set_result(result)
         return True
 
-    def _fail(self, job: Job[_P], error: Exception) -> None:
+    def _fail(self, job: SharedJob[_P], error: Exception) -> None:
         with self._changed:
             with contextlib.suppress(ValueError):  # its last rows were taken
                 self._waiting.remove(job)

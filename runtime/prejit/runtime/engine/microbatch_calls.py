@@ -19,7 +19,7 @@ import numpy as np
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_numpy
 from prejit.runtime.engine.metrics import MicroMetrics
-from prejit.runtime.engine.microbatch import Job, Lane, Ran, Share, deadline_after
+from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs.calls import Calls, ChosenBucket, Fitted
@@ -253,10 +253,10 @@ class Calling:
         timeout: float | None,
         *,
         copy: bool,
-    ) -> Job[_Call]:
+    ) -> SharedJob[_Call]:
         """Return a job of a call. Raises UsageError as `submit`."""
         deadline = deadline_after(timeout)
-        candidates = []
+        candidates: list[tuple[int, int, _Family, Fitted]] = []
         for family in self._families[name]:
             program = family.programs[-1]
             fitted = self._calls.fitted(program, args, kwargs)
@@ -267,7 +267,7 @@ class Calling:
             chosen = self._calls.choose_for(name, args, kwargs)
             if copy:
                 chosen = replace(chosen, values=list(map(_copied, chosen.values)))
-            return Job(chosen, 1, 0, object(), _only, deadline)
+            return SharedJob(chosen, 1, 0, object(), _only, deadline)
         _, _, family, fitted = min(candidates)
         if copy:
             fitted = fitted._replace(values=list(map(_copied, fitted.values)))
@@ -277,7 +277,7 @@ class Calling:
             return self._joined(call, returned)
 
         rows = fitted.sizes[BATCH]
-        return Job(call, rows, family.sizes[-1], _key(family, fitted), finish, deadline)
+        return SharedJob(call, rows, family.sizes[-1], _key(family, fitted), finish, deadline)
 
     # ------------------------------------------------------------------ a run
 

@@ -14,7 +14,7 @@ import numpy as np
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms, EncodeStats
 from prejit.runtime.encoding.sentences import OnTooLong, Tokenized, embed, tokenize
 from prejit.runtime.engine.metrics import MicroMetrics
-from prejit.runtime.engine.microbatch import Job, Lane, Ran, Share, deadline_after
+from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.options import Prompt
@@ -141,7 +141,7 @@ class Encoding:
         self._finish()
         return encoded
 
-    def _job(self, tokenized: Tokenized, timeout: float | None) -> Job[_Sentences]:
+    def _job(self, tokenized: Tokenized, timeout: float | None) -> SharedJob[_Sentences]:
         ids = tokenized.ids
         places = sorted(range(len(ids)), key=lambda place: -len(ids[place]))
         payload = _Sentences([ids[place] for place in places], places, tokenized)
@@ -160,7 +160,9 @@ class Encoding:
             return Encoded(embeddings, stats)
 
         deadline = deadline_after(timeout)
-        job: Job[_Sentences] = Job(payload, len(ids), self._most, None, finish, deadline)
+        job: SharedJob[_Sentences] = SharedJob(
+            payload, len(ids), self._most, None, finish, deadline
+        )
         return job
 
     def _run(self, shares: Sequence[Share[_Sentences]]) -> Ran:

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
@@ -134,6 +134,7 @@ class Programs:
             self._ready.clear()
             self._weights_on_device.clear()
             self._weights = self._executables = None
+            self._portable = replace(self._portable, content=b"")
             vars(self).pop("_compiler", None)
 
     def _check_open(self) -> None:
@@ -204,7 +205,9 @@ class Programs:
         Raises:
             RejectError: its bytes are not those in the program table.
             MismatchError: XLA cannot load it on this machine.
+            ClosedError: the bundle is closed.
         """
+        self._check_open()
         assert self._executables is not None
         program, path = self.table[name], self._executables.path
         serialized = self._executables.unpack(program.executable)

@@ -84,7 +84,7 @@ _KINDS: dict[type[PrejitError], _Kind] = {
 }
 """The first class in the order of inheritance decides. All other errors are status 500."""
 
-_AT = re.compile(r" - at `(?:key in )?(?P<path>.*)`$", re.DOTALL)
+_AT = re.compile(r" - at (?:`key` in )?`(?P<path>.*)`$", re.DOTALL)
 """How msgspec ends a message: with the path of the value, `$.messages[0].role`."""
 
 

@@ -7,7 +7,6 @@ of them: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from prejit.runtime.errors import UsageError
@@ -86,6 +85,8 @@ def _exporter(signal: str) -> str:
 
 
 def _resource() -> Resource:
+    from importlib import metadata
+
     from opentelemetry.sdk.resources import Resource
 
     found = Resource.create({"service.version": metadata.version("prejit")})

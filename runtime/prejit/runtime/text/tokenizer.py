@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from prejit.runtime.base.once import once
 from prejit.runtime.errors import ContextError, RejectError, UsageError
+from prejit.runtime.text.vocabulary import decoder_of, token_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.text.token_bytes import TokenBytes
@@ -114,6 +115,30 @@ class Tokenizer:
         from prejit.runtime.text.token_bytes import TokenBytes  # only log-probabilities need it
 
         return TokenBytes(self._tokenizer)
+
+    def vocabulary_bytes(self, vocab_size: int) -> list[bytes | None]:
+        """Return the bytes that each token adds to a text, in the order of token ids.
+
+        Args:
+            vocab_size: how many; the model may have more logits than the tokenizer has tokens, or fewer.
+
+        Returns:
+            None for special tokens, which add no text, and for ids that are no token.
+
+        Raises:
+            UsageError: the bytes of a token depend on its neighbours, as those of BERT's tokenizers do.
+        """
+        bytes_of = token_bytes(decoder_of(self._tokenizer), self._path)
+        table: list[bytes | None] = [None] * vocab_size
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token_id < vocab_size and token_id not in self._special:
+                table[token_id] = bytes_of(token)
+        return table
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so, or None if there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
 
     @property
     def largest_id(self) -> int:

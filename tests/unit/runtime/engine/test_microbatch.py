@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
-from prejit.runtime.engine.microbatch import Job, Lane, Ran, Share, deadline_after
+from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
 
 MOST = 8
 PATIENCE = 30.0
@@ -46,8 +46,8 @@ class Program:
         return holding
 
 
-def job(rows: Sequence[int], timeout: float | None = None, key: object = None) -> Job[Any]:
-    return Job(np.array(rows), len(rows), MOST, key, np.concatenate, deadline_after(timeout))
+def job(rows: Sequence[int], timeout: float | None = None, key: object = None) -> SharedJob[Any]:
+    return SharedJob(np.array(rows), len(rows), MOST, key, np.concatenate, deadline_after(timeout))
 
 
 def submit(lane: Lane[Any], rows: Sequence[int], **how: Any) -> Future[Any]:
@@ -104,7 +104,7 @@ def test_other_keys_do_not_share(lane: Lane[Any], program: Program) -> None:
 
 def test_jobs_that_run_alone_never_share(lane: Lane[Any], program: Program) -> None:
     program.hold(lane)
-    jobs = [Job(np.array([number]), 1, 0, object(), np.concatenate) for number in range(3)]
+    jobs = [SharedJob(np.array([number]), 1, 0, object(), np.concatenate) for number in range(3)]
     for each in jobs:
         lane.submit(each)
     program.go.set()

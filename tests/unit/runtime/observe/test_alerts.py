@@ -33,10 +33,10 @@ class Case:
     interval: str = "1m"
 
 
-def requests(interval: int, length: int, **each: int) -> dict[str, str]:
+def requests(points: int, **each: int) -> dict[str, str]:
     """Return counters of requests by reason, each of which grows by so many in an interval."""
     return {
-        f'prejit:requests_total{{{MODEL},reason="{reason}"}}': f"0+{step}x{length}"
+        f'prejit:requests_total{{{MODEL},reason="{reason}"}}': f"0+{step}x{points}"
         for reason, step in each.items()
     }
 
@@ -77,15 +77,15 @@ CASES = (
         "6m",
         {f'prejit:server_state{{{SERVER},state="loading"}}': "1x3 0x10"},
     ),
-    Case(FAST, True, "60m", requests(1, 60, error=2, stop=98)),
-    Case(FAST, True, "60m", requests(1, 60, refused=20, length=980)),
-    Case(FAST, True, "60m", requests(1, 60, nan=5, deadline=15, stop=980)),
-    Case(FAST, False, "60m", requests(1, 60, error=1, stop=199)),
-    Case(FAST, False, "60m", requests(1, 60, cancelled=50, stop=50)),  # clients may leave
-    Case(FAST, False, "60m", requests(1, 60, error=0, stop=0)),  # no traffic
-    Case(SLOWLY, True, "1500m", requests(5, 400, error=4, stop=996), "5m"),
-    Case(FAST, False, "1500m", requests(5, 400, error=4, stop=996), "5m"),
-    Case(SLOWLY, False, "1500m", requests(5, 400, error=1, stop=1999), "5m"),
+    Case(FAST, True, "60m", requests(60, error=2, stop=98)),
+    Case(FAST, True, "60m", requests(60, refused=20, length=980)),
+    Case(FAST, True, "60m", requests(60, nan=5, deadline=15, stop=980)),
+    Case(FAST, False, "60m", requests(60, error=1, stop=199)),
+    Case(FAST, False, "60m", requests(60, cancelled=50, stop=50)),  # clients may leave
+    Case(FAST, False, "60m", requests(60, error=0, stop=0)),  # no traffic
+    Case(SLOWLY, True, "1500m", requests(400, error=4, stop=996), "5m"),
+    Case(FAST, False, "1500m", requests(400, error=4, stop=996), "5m"),
+    Case(SLOWLY, False, "1500m", requests(400, error=1, stop=1999), "5m"),
     Case(LATE_FAST, True, "60m", first_tokens(80, 100, 60)),
     Case(LATE_FAST, False, "60m", first_tokens(95, 100, 60)),
     Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
@@ -270,16 +270,12 @@ def test_promtool_takes_the_rules(rules):
 
 
 @needs_promtool
-def test_alerts_fire_when_they_should_and_only_then(rules, tmp_path):
+@pytest.mark.parametrize("interval", ["1m", "5m"])
+def test_alerts_fire_when_they_should_and_only_then(rules, tmp_path, interval):
+    cases = [as_test(case) for case in CASES if case.interval == interval]
     tests = tmp_path / "tests.yml"
     tests.write_text(  # JSON is YAML
-        json.dumps(
-            {
-                "rule_files": [rules.name],
-                "evaluation_interval": "1m",
-                "tests": [as_test(case) for case in CASES],
-            }
-        )
+        json.dumps({"rule_files": [rules.name], "evaluation_interval": interval, "tests": cases})
     )
     done = promtool("test", "rules", str(tests))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -167,7 +167,7 @@ def test_two_bundles_do_not_share_a_series():
 
 
 def test_what_runs_can_be_read_from_the_info_metric():
-    info = families(models(served("a")))["prejit:build"].samples[0]
+    info = families(models(served("a")))["prejit:build_info"].samples[0]
     assert info.name == "prejit:build_info"
     assert info.value == 1
     assert info.labels["model_name"] == "a"
@@ -238,6 +238,9 @@ def test_openmetrics_is_given_to_who_asks_and_holds_the_same():
     text = scrape(of, OPENMETRICS)
     assert text.endswith("# EOF\n")
     new = {family.name: family for family in parse_openmetrics(text)}  # raises if it is malformed
+    assert {sample.name for family in new.values() for sample in family.samples} == {
+        sample.name for family in families(of).values() for sample in family.samples
+    }
     assert {name: new[name].type for name in VLLM} == VLLM
     counts = {
         sample.name: sample.value

@@ -20,11 +20,11 @@ _NULL, _AT = "Expected `null`, ", " - at `$."
 """How msgspec says that a field of the type None has a value, and where."""
 
 
-class Fields(msgspec.Struct, frozen=True):
+class RequestFields(msgspec.Struct, frozen=True):
     """Fields of a request. Unknown ones are ignored. Those of type None are not supported."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ResponseFields(msgspec.Struct, frozen=True):
     """A part of a response."""
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.generate import Piece, Result, Stats
-from prejit.runtime.server.openai.fields import PromptTokensDetails, Usage
+from prejit.runtime.server.openai.fields import PromptTokensDetails, TokenUsage
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
@@ -35,7 +35,7 @@ _REASONS: dict[str, Reason] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TextCall:
     """One prompt for the engine, and how many continuations of it are wanted.
 
     Attributes:
@@ -101,7 +101,7 @@ class Call:
         }
 
 
-async def pieces(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yield the pieces of all continuations as they come, each with its number: first call first.
 
     If the iterator is closed, the continuations end.
@@ -128,7 +128,7 @@ async def pieces(calls: Sequence[Call]) -> AsyncGenerator[tuple[int, Piece], Non
             await stream.aclose()
 
 
-async def results(request: Request, calls: Sequence[Call]) -> list[list[Result]]:
+async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Result]]:
     """Return the continuations of each call.
 
     Raises:
@@ -192,7 +192,7 @@ def openai_reason(reason: str) -> Reason:
     return _REASONS[reason]
 
 
-def usage(prompts: Sequence[Sequence[Stats]]) -> Usage:
+def usage(prompts: Sequence[Sequence[Stats]]) -> TokenUsage:
     """Return the usage of a request.
 
     Args:
@@ -201,7 +201,7 @@ def usage(prompts: Sequence[Sequence[Stats]]) -> Usage:
     prompt = sum(stats[0].prompt_tokens for stats in prompts)
     new = sum(each.new_tokens for stats in prompts for each in stats)
     cached = sum(stats[0].reused_tokens for stats in prompts)
-    return Usage(
+    return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=new,
         total_tokens=prompt + new,

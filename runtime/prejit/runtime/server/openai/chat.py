@@ -18,8 +18,8 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai import calls, prompts
 from prejit.runtime.server.openai.answers import Reader, Tools, chosen_tools, masks
 from prejit.runtime.server.openai.bodies import (
-    Answer,
-    Fields,
+    RequestFields,
+    ResponseFields,
     answered,
     encode,
     fingerprint,
@@ -27,7 +27,7 @@ from prejit.runtime.server.openai.bodies import (
     served_model,
     unsupported,
 )
-from prejit.runtime.server.openai.calls import Call
+from prejit.runtime.server.openai.calls import TextCall
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
@@ -35,14 +35,14 @@ from prejit.runtime.server.openai.fields import (
     Sampled,
     StreamOptions,
     Tokens,
-    Usage,
+    TokenUsage,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
     ChoiceLogprobs,
     TokenLogprob,
-    TokenNames,
     for_chat,
+    token_names,
 )
 from prejit.runtime.server.openai.messages import (
     ChosenTool,
@@ -61,7 +61,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 """Why an answer ended."""
 
 
-class JsonSchema(Fields, kw_only=True):
+class JsonSchema(RequestFields, frozen=True, kw_only=True):
     """A JSON Schema with a name.
 
     Attributes:
@@ -77,13 +77,15 @@ class JsonSchema(Fields, kw_only=True):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Fields, kw_only=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
+):
     """The answer is JSON that meets a schema."""
 
     json_schema: JsonSchema
 
 
-class ChatRequest(Sampled, kw_only=True):
+class ChatRequest(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions.
 
     Attributes:
@@ -131,14 +133,14 @@ class ChatRequest(Sampled, kw_only=True):
     web_search_options: None = None
 
 
-class AnswerFunction(Answer, kw_only=True):
+class AnswerFunction(ResponseFields, frozen=True, kw_only=True):
     """The function of a call by the model."""
 
     name: str
     arguments: str
 
 
-class AnswerToolCall(Answer, kw_only=True):
+class AnswerToolCall(ResponseFields, frozen=True, kw_only=True):
     """A call by the model."""
 
     id: str
@@ -146,7 +148,7 @@ class AnswerToolCall(Answer, kw_only=True):
     function: AnswerFunction
 
 
-class AnswerMessage(Answer, kw_only=True, omit_defaults=True):
+class AnswerMessage(ResponseFields, frozen=True, kw_only=True, omit_defaults=True):
     """The model's message."""
 
     role: Literal["assistant"]
@@ -155,7 +157,7 @@ class AnswerMessage(Answer, kw_only=True, omit_defaults=True):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(Answer, kw_only=True):
+class ChatChoice(ResponseFields, frozen=True, kw_only=True):
     """One answer."""
 
     index: int
@@ -164,7 +166,7 @@ class ChatChoice(Answer, kw_only=True):
     finish_reason: Reason
 
 
-class ChatCompletion(Answer, kw_only=True):
+class ChatCompletion(ResponseFields, frozen=True, kw_only=True):
     """The response of POST /v1/chat/completions."""
 
     id: str
@@ -173,10 +175,10 @@ class ChatCompletion(Answer, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
 
 
-class ChatChunk(Answer, kw_only=True, omit_defaults=True):
+class ChatChunk(ResponseFields, frozen=True, kw_only=True, omit_defaults=True):
     """An event of a stream, with its choices as they come."""
 
     id: str
@@ -185,7 +187,7 @@ class ChatChunk(Answer, kw_only=True, omit_defaults=True):
     model: str
     system_fingerprint: str
     choices: list[Any]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: TokenUsage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
@@ -209,7 +211,7 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     options["max_new_tokens"] = new_tokens(getattr(body, most), served, settings, name=most)
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = Call(
+    wanted = TextCall(
         engine=served.engine,
         prompt=await _prompt(body, served, tools),
         options=options,
@@ -279,10 +281,7 @@ class _Answer:
         self._tools = tools
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        bundle = served.bundle
-        self._names = TokenNames(None)
-        if body.logprobs and bundle.has_tokenizer:
-            self._names = TokenNames(bundle.tokenizer.token_bytes)
+        self._names = token_names(served, wanted=bool(body.logprobs))
 
     def completion(self, found: list[Result]) -> ChatCompletion:
         """Return the whole response."""
@@ -295,7 +294,7 @@ class _Answer:
             usage=calls.usage([[result.stats for result in found]]),
         )
 
-    async def events(self, wanted: Call) -> AsyncGenerator[bytes, None]:
+    async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -342,7 +341,7 @@ class _Answer:
     def _token(self, found: Any) -> TokenLogprob:
         return for_chat(found, self._names, self._body.top_logprobs or 0)
 
-    def _chunk(self, usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
+    def _chunk(self, usage: TokenUsage | msgspec.UnsetType | None) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             object="chat.completion.chunk",

@@ -17,27 +17,27 @@ from prejit.runtime.generation.generate import Piece, Result, Stats
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai import calls, prompts
 from prejit.runtime.server.openai.bodies import (
-    Answer,
+    ResponseFields,
     answered,
     encode,
     fingerprint,
     read,
     served_model,
 )
-from prejit.runtime.server.openai.calls import Call
+from prejit.runtime.server.openai.calls import TextCall
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
     Sampled,
     StreamOptions,
     Tokens,
-    Usage,
+    TokenUsage,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
     CompletionLogprobLists,
     CompletionLogprobs,
-    TokenNames,
+    token_names,
 )
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -50,7 +50,7 @@ PromptField = str | list[int | str | list[int]]
 """A text, a list of token ids, or a list of either."""
 
 
-class CompletionRequest(Sampled, kw_only=True):
+class CompletionRequest(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/completions.
 
     Attributes:
@@ -74,7 +74,7 @@ class CompletionRequest(Sampled, kw_only=True):
     suffix: Literal[""] | None = None
 
 
-class CompletionChoice(Answer, kw_only=True):
+class CompletionChoice(ResponseFields, frozen=True, kw_only=True):
     """One continuation."""
 
     index: int
@@ -83,7 +83,7 @@ class CompletionChoice(Answer, kw_only=True):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(Answer, kw_only=True):
+class Completion(ResponseFields, frozen=True, kw_only=True):
     """The response of POST /v1/completions, and each event of its stream."""
 
     id: str
@@ -92,7 +92,7 @@ class Completion(Answer, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None
+    usage: TokenUsage | None
 
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -117,7 +117,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
             param="prompt",
         )
     wanted = [
-        Call(
+        TextCall(
             engine=served.engine,
             prompt=await prompts.of_text(served, each) if isinstance(each, str) else each,
             options=options,
@@ -196,6 +196,7 @@ class _Answer:
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._choices = body.n or 1
+        self._names = token_names(served, wanted=body.logprobs is not None)
 
     def completion(self, found: list[list[Result]]) -> Completion:
         """Return the whole response."""
@@ -214,7 +215,7 @@ class _Answer:
         stats = [[result.stats for result in results] for results in found]
         return self._response(choices, calls.usage(stats))
 
-    async def events(self, wanted: list[Call]) -> AsyncGenerator[bytes, None]:
+    async def events(self, wanted: list[TextCall]) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -246,7 +247,7 @@ class _Answer:
             last = b"data: " + encode(self._response([], calls.usage(by_prompt))) + b"\n\n"
         yield last + DONE
 
-    def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+    def _response(self, choices: list[CompletionChoice], usage: TokenUsage | None) -> Completion:
         return Completion(
             id=self._id,
             created=self._created,
@@ -257,9 +258,7 @@ class _Answer:
         )
 
     def _lists(self) -> CompletionLogprobLists:
-        bundle = self._served.bundle
-        names = TokenNames(bundle.tokenizer.token_bytes if bundle.has_tokenizer else None)
-        return CompletionLogprobLists(names, self._body.logprobs or 0)
+        return CompletionLogprobLists(self._names, self._body.logprobs or 0)
 
 
 def _chunk(index: int, text: str, piece: Piece, lists: CompletionLogprobLists) -> bytes:

@@ -13,10 +13,9 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
-    from prejit.runtime.server.grammar import Grammars
-
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.generation.options import TokenMask
+    from prejit.runtime.grammar.grammars import Grammars
 
 _grammars: WeakKeyDictionary[Bundle, Grammars] = WeakKeyDictionary()
 
@@ -104,7 +103,7 @@ def _grammars_of(served: Served, field: str) -> Grammars:
     if found is not None:
         return found
     try:
-        from prejit.runtime.server.grammar import Grammars  # costs nothing without it
+        from prejit.runtime.grammar.grammars import Grammars  # costs nothing without it
     except ImportError as error:
         raise ApiError(
             400,

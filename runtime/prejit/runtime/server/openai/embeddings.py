@@ -15,7 +15,13 @@ from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.openai.bodies import Answer, Fields, answered, read, served_model
+from prejit.runtime.server.openai.bodies import (
+    RequestFields,
+    ResponseFields,
+    answered,
+    read,
+    served_model,
+)
 from prejit.runtime.server.openai.calls import unless_gone
 from prejit.runtime.server.openai.prompts import INLINE_CHARACTERS
 from prejit.runtime.server.served import Models, Served
@@ -25,7 +31,7 @@ _MAX_INPUTS = 2048
 """OpenAI's limit."""
 
 
-class EmbeddingRequest(Fields, kw_only=True):
+class EmbeddingRequest(RequestFields, frozen=True, kw_only=True):
     """The body of POST /v1/embeddings.
 
     Attributes:
@@ -41,7 +47,7 @@ class EmbeddingRequest(Fields, kw_only=True):
     dimensions: int | None = None
 
 
-class Embedding(Answer, kw_only=True):
+class EmbeddingVector(ResponseFields, frozen=True, kw_only=True):
     """The vector of one input."""
 
     object: Literal["embedding"] = "embedding"
@@ -49,18 +55,18 @@ class Embedding(Answer, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Answer, kw_only=True):
+class EmbeddingUsage(ResponseFields, frozen=True, kw_only=True):
     """How many tokens the inputs had."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(Answer, kw_only=True):
+class EmbeddingList(ResponseFields, frozen=True, kw_only=True):
     """The response of POST /v1/embeddings."""
 
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingVector]
     model: str
     usage: EmbeddingUsage
 
@@ -94,7 +100,7 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     return answered(
         EmbeddingList(
             data=[
-                Embedding(index=place, embedding=_written(vector, body.encoding_format))
+                EmbeddingVector(index=place, embedding=_written(vector, body.encoding_format))
                 for place, vector in enumerate(vectors)
             ],
             model=served.name,

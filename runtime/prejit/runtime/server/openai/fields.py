@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from prejit.runtime.generation.options import MAX_LOGPROBS
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.openai.bodies import Answer, Fields
+from prejit.runtime.server.openai.bodies import RequestFields, ResponseFields
 from prejit.runtime.server.served import Served
 from prejit.runtime.server.settings import Settings
 
@@ -22,7 +22,7 @@ _OPENAI_TEMPERATURE = 1.0
 """The temperature of OpenAI's API, where neither the request nor the bundle has one."""
 
 
-class StreamOptions(Fields, kw_only=True):
+class StreamOptions(RequestFields, frozen=True, kw_only=True):
     """Options of a stream.
 
     Attributes:
@@ -32,7 +32,7 @@ class StreamOptions(Fields, kw_only=True):
     include_usage: bool | None = None
 
 
-class Sampled(Fields, kw_only=True):
+class Sampled(RequestFields, frozen=True, kw_only=True):
     """What all endpoints take that generate text.
 
     Attributes:
@@ -135,7 +135,7 @@ def new_tokens(
     return min((each for each in (bundle or default, limit) if each is not None), default=None)
 
 
-class PromptTokensDetails(Answer, kw_only=True):
+class PromptTokensDetails(ResponseFields, frozen=True, kw_only=True):
     """Tokens of prompts by where they came from.
 
     Attributes:
@@ -145,7 +145,7 @@ class PromptTokensDetails(Answer, kw_only=True):
     cached_tokens: int
 
 
-class Usage(Answer, kw_only=True):
+class TokenUsage(ResponseFields, frozen=True, kw_only=True):
     """How many tokens a request had."""
 
     prompt_tokens: int

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import final
 
 from prejit.runtime.generation.sampling import Logprob
-from prejit.runtime.server.openai.bodies import Answer
+from prejit.runtime.server.openai.bodies import ResponseFields
+from prejit.runtime.server.served import Served
 from prejit.runtime.text.token_bytes import TokenBytes
 
 _LEAST = -9999.0
 """What OpenAI gives for a probability of 0, whose logarithm JSON cannot hold."""
 
 
-class TopLogprob(Answer, kw_only=True):
+class TopLogprob(ResponseFields, frozen=True, kw_only=True):
     """One of the most likely tokens at a place."""
 
     token: str
@@ -20,7 +21,7 @@ class TopLogprob(Answer, kw_only=True):
     bytes: list[int] | None
 
 
-class TokenLogprob(Answer, kw_only=True):
+class TokenLogprob(ResponseFields, frozen=True, kw_only=True):
     """A token and the most likely ones at its place."""
 
     token: str
@@ -29,13 +30,13 @@ class TokenLogprob(Answer, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(Answer, kw_only=True):
+class ChoiceLogprobs(ResponseFields, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of a chat's answer."""
 
     content: list[TokenLogprob] | None
 
 
-class CompletionLogprobs(Answer, kw_only=True):
+class CompletionLogprobs(ResponseFields, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of a completion, as parallel lists."""
 
     text_offset: list[int]
@@ -57,6 +58,12 @@ class TokenNames:
             return f"token_id:{token_id}", None
         content = self._tokens[token_id]
         return content.decode("utf-8", "replace"), list(content)
+
+
+def token_names(served: Served, *, wanted: bool) -> TokenNames:
+    """Return the texts of a model's tokens, which are only read if they are wanted."""
+    bundle = served.bundle
+    return TokenNames(bundle.tokenizer.token_bytes if wanted and bundle.has_tokenizer else None)
 
 
 def for_chat(found: Logprob, names: TokenNames, top: int) -> TokenLogprob:

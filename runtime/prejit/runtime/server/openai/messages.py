@@ -9,25 +9,25 @@ import msgspec
 from msgspec import Meta
 
 from prejit.runtime.server.errors import ApiError
-from prejit.runtime.server.openai.bodies import Fields
+from prejit.runtime.server.openai.bodies import RequestFields
 
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")]
 """The name of a tool."""
 
 
-class TextPart(Fields, kw_only=True, tag_field="type", tag="text"):
+class TextPart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
     """A part of a message that is text."""
 
     text: str
 
 
-class RefusalPart(Fields, kw_only=True, tag_field="type", tag="refusal"):
+class RefusalPart(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
     """A part of an earlier answer that is a refusal."""
 
     refusal: str
 
 
-class FunctionCall(Fields, kw_only=True):
+class FunctionCall(RequestFields, frozen=True, kw_only=True):
     """The function of an earlier call.
 
     Attributes:
@@ -39,7 +39,7 @@ class FunctionCall(Fields, kw_only=True):
     arguments: str
 
 
-class MessageToolCall(Fields, kw_only=True):
+class MessageToolCall(RequestFields, frozen=True, kw_only=True):
     """A call of a tool in an earlier answer."""
 
     function: FunctionCall
@@ -47,7 +47,7 @@ class MessageToolCall(Fields, kw_only=True):
     type: Literal["function"] = "function"
 
 
-class Message(Fields, kw_only=True):
+class Message(RequestFields, frozen=True, kw_only=True):
     """A message of a conversation.
 
     Attributes:
@@ -73,7 +73,7 @@ class Message(Fields, kw_only=True):
     function_call: None = None
 
 
-class Function(Fields, kw_only=True):
+class Function(RequestFields, frozen=True, kw_only=True):
     """A function that the model may call.
 
     Attributes:
@@ -89,31 +89,33 @@ class Function(Fields, kw_only=True):
     strict: bool | None = None
 
 
-class FunctionTool(Fields, kw_only=True):
+class FunctionTool(RequestFields, frozen=True, kw_only=True):
     """A tool that is a function."""
 
     function: Function
     type: Literal["function"]
 
 
-class ChosenFunction(Fields, kw_only=True):
+class ChosenFunction(RequestFields, frozen=True, kw_only=True):
     """The name of a function."""
 
     name: str
 
 
-class ChosenTool(Fields, kw_only=True):
+class ChosenTool(RequestFields, frozen=True, kw_only=True):
     """A tool that the model has to call."""
 
     function: ChosenFunction
     type: Literal["function"]
 
 
-class TextFormat(Fields, kw_only=True, tag_field="type", tag="text"):
+class TextFormat(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="text"):
     """The answer is any text."""
 
 
-class JsonObjectFormat(Fields, kw_only=True, tag_field="type", tag="json_object"):
+class JsonObjectFormat(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="json_object"
+):
     """The answer is a JSON object."""
 
 

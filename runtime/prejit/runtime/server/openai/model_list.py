@@ -7,13 +7,13 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prejit.runtime.server.openai.bodies import Answer, answered
+from prejit.runtime.server.openai.bodies import ResponseFields, answered
 from prejit.runtime.server.openai.tokens import longest
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
 
-class Model(Answer, kw_only=True):
+class ModelCard(ResponseFields, frozen=True, kw_only=True):
     """A served model.
 
     Attributes:
@@ -33,11 +33,11 @@ class Model(Answer, kw_only=True):
     max_model_len: int
 
 
-class ModelList(Answer, kw_only=True):
+class ModelList(ResponseFields, frozen=True, kw_only=True):
     """The response of GET /v1/models."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 async def list_models(models: Models, settings: Settings, request: Request) -> Response:
@@ -50,8 +50,8 @@ async def get_model(models: Models, settings: Settings, request: Request) -> Res
     return answered(_described(models.get(request.path_params["model"])))
 
 
-def _described(served: Served) -> Model:
-    return Model(
+def _described(served: Served) -> ModelCard:
+    return ModelCard(
         id=served.name,
         created=served.created,
         root=served.bundle.digest,

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.runtime.server.openai.bodies import Answer, encode
+from prejit.runtime.server.openai.bodies import ResponseFields, encode
 
 
-class ErrorFields(Answer, kw_only=True):
+class ErrorFields(ResponseFields, frozen=True, kw_only=True):
     """What went wrong.
 
     Attributes:
@@ -33,7 +33,7 @@ class ErrorFields(Answer, kw_only=True):
     code: str | None
 
 
-class ErrorBody(Answer, kw_only=True):
+class ErrorBody(ResponseFields, frozen=True, kw_only=True):
     """The body of every response that is an error."""
 
     error: ErrorFields

@@ -20,11 +20,11 @@ from prejit.runtime.server.errors import ApiError, as_api_error
 from prejit.runtime.server.openai import calls, prompts
 from prejit.runtime.server.openai.answers import Tools, chosen_tools, masks
 from prejit.runtime.server.openai.bodies import answered, encode, read, served_model, unsupported
-from prejit.runtime.server.openai.calls import Call
+from prejit.runtime.server.openai.calls import TextCall
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import EventStream
 from prejit.runtime.server.openai.fields import new_tokens
-from prejit.runtime.server.openai.logprobs import TokenLogprob, TokenNames, for_chat
+from prejit.runtime.server.openai.logprobs import TokenLogprob, for_chat, token_names
 from prejit.runtime.server.openai.messages import (
     Function,
     JsonObjectFormat,
@@ -75,7 +75,7 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     )
     if body.include:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = Call(
+    wanted = TextCall(
         engine=served.engine,
         prompt=await _prompt(body, served, tools),
         options=options,
@@ -186,9 +186,7 @@ class _Answer:
     def __init__(self, body: ResponseRequest, served: Served, tools: Tools) -> None:
         self._body = body
         self._reader = tools.reader()
-        self._names = TokenNames(None)
-        if body.include and served.bundle.has_tokenizer:
-            self._names = TokenNames(served.bundle.tokenizer.token_bytes)
+        self._names = token_names(served, wanted=bool(body.include))
         builtins = msgspec.to_builtins
         text = {"format": {"type": "text"}}
         if body.text is not None and body.text.format is not None:
@@ -222,7 +220,7 @@ class _Answer:
         self._output.finish(complete=_is_complete(result.finish_reason))
         return self._ended(result.finish_reason, result.stats)
 
-    async def events(self, wanted: Call) -> AsyncGenerator[bytes, None]:
+    async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         output = self._output
         events = [

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from prejit.runtime.server.openai.bodies import Answer, Fields
+from prejit.runtime.server.openai.bodies import RequestFields, ResponseFields
 from prejit.runtime.server.openai.fields import Logprobs, Sampled, Tokens
 from prejit.runtime.server.openai.logprobs import TokenLogprob
 from prejit.runtime.server.openai.messages import (
@@ -19,13 +19,13 @@ from prejit.runtime.server.openai.messages import (
 )
 
 
-class InputText(Fields, kw_only=True, tag_field="type", tag="input_text"):
+class InputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="input_text"):
     """A part of the input that is text."""
 
     text: str
 
 
-class OutputText(Fields, kw_only=True, tag_field="type", tag="output_text"):
+class OutputText(RequestFields, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     """A part of an earlier answer that is text."""
 
     text: str
@@ -35,7 +35,7 @@ Part = InputText | OutputText | TextPart | RefusalPart
 """A part of a message."""
 
 
-class InputItem(Fields, kw_only=True):
+class InputItem(RequestFields, frozen=True, kw_only=True):
     """A part of a conversation: a message, a call of an earlier answer, or the result of such a call.
 
     Attributes:
@@ -57,7 +57,7 @@ class InputItem(Fields, kw_only=True):
     output: str | list[Part] | None = None
 
 
-class ResponseFunctionTool(Fields, kw_only=True):
+class ResponseFunctionTool(RequestFields, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -67,14 +67,16 @@ class ResponseFunctionTool(Fields, kw_only=True):
     strict: bool | None = None
 
 
-class ChosenResponseTool(Fields, kw_only=True):
+class ChosenResponseTool(RequestFields, frozen=True, kw_only=True):
     """A function that the model has to call."""
 
     type: Literal["function"]
     name: str
 
 
-class ResponseSchemaFormat(Fields, kw_only=True, tag_field="type", tag="json_schema"):
+class ResponseSchemaFormat(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
+):
     """The answer is JSON that meets a schema."""
 
     name: str
@@ -83,19 +85,19 @@ class ResponseSchemaFormat(Fields, kw_only=True, tag_field="type", tag="json_sch
     strict: bool | None = None
 
 
-class ResponseText(Fields, kw_only=True):
+class ResponseText(RequestFields, frozen=True, kw_only=True):
     """What the answer must be."""
 
     format: TextFormat | JsonObjectFormat | ResponseSchemaFormat | None = None
 
 
-class ReasoningField(Fields, kw_only=True):
+class ReasoningField(RequestFields, frozen=True, kw_only=True):
     """Reasoning options. `effort` is a variable of the chat template."""
 
     effort: str | None = None
 
 
-class ResponseRequest(Sampled, kw_only=True):
+class ResponseRequest(Sampled, frozen=True, kw_only=True):
     """The body of POST /v1/responses.
 
     Attributes:
@@ -137,7 +139,7 @@ class ResponseRequest(Sampled, kw_only=True):
     prompt: None = None
 
 
-class OutputPart(Answer, kw_only=True):
+class OutputPart(ResponseFields, frozen=True, kw_only=True):
     """The text of an answer."""
 
     type: Literal["output_text"] = "output_text"
@@ -146,7 +148,7 @@ class OutputPart(Answer, kw_only=True):
     logprobs: list[TokenLogprob]
 
 
-class OutputMessage(Answer, kw_only=True):
+class OutputMessage(ResponseFields, frozen=True, kw_only=True):
     """A message of an answer."""
 
     id: str
@@ -156,7 +158,7 @@ class OutputMessage(Answer, kw_only=True):
     content: list[OutputPart]
 
 
-class OutputCall(Answer, kw_only=True):
+class OutputCall(ResponseFields, frozen=True, kw_only=True):
     """A call of a function."""
 
     id: str
@@ -167,33 +169,33 @@ class OutputCall(Answer, kw_only=True):
     arguments: str
 
 
-class IncompleteDetails(Answer, kw_only=True):
+class IncompleteDetails(ResponseFields, frozen=True, kw_only=True):
     """Why an answer is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
-class ResponseError(Answer, kw_only=True):
+class ResponseError(ResponseFields, frozen=True, kw_only=True):
     """Why an answer failed."""
 
     code: Literal["server_error"]
     message: str
 
 
-class InputTokensDetails(Answer, kw_only=True):
+class InputTokensDetails(ResponseFields, frozen=True, kw_only=True):
     """Tokens of the input by where they came from."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(Answer, kw_only=True):
+class OutputTokensDetails(ResponseFields, frozen=True, kw_only=True):
     """Tokens of the answer by kind."""
 
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(Answer, kw_only=True):
+class ResponseUsage(ResponseFields, frozen=True, kw_only=True):
     """How many tokens a request had."""
 
     input_tokens: int
@@ -203,7 +205,7 @@ class ResponseUsage(Answer, kw_only=True):
     total_tokens: int
 
 
-class ResponseObject(Answer, kw_only=True):
+class ResponseObject(ResponseFields, frozen=True, kw_only=True):
     """The response of POST /v1/responses."""
 
     id: str

@@ -12,14 +12,14 @@ from starlette.routing import Route
 from prejit.runtime.server.openai.chat import ChatCompletion, ChatRequest, chat
 from prejit.runtime.server.openai.completions import Completion, CompletionRequest, complete
 from prejit.runtime.server.openai.embeddings import EmbeddingList, EmbeddingRequest, embed
-from prejit.runtime.server.openai.model_list import Model, ModelList, get_model, list_models
+from prejit.runtime.server.openai.model_list import ModelCard, ModelList, get_model, list_models
 from prejit.runtime.server.openai.openapi import Operation
 from prejit.runtime.server.openai.responses import respond
 from prejit.runtime.server.openai.responses_schema import ResponseObject, ResponseRequest
 from prejit.runtime.server.openai.tokens import (
-    Detokenized,
+    DetokenizeAnswer,
     DetokenizeRequest,
-    Tokenized,
+    TokenizeAnswer,
     TokenizeRequest,
     detokenize,
     tokenize,
@@ -32,7 +32,7 @@ Handler = Callable[[Models, Settings, Request], Awaitable[Response]]
 
 _HANDLERS: dict[Operation, Handler] = {
     Operation("get", "/v1/models", "List the models", None, ModelList): list_models,
-    Operation("get", "/v1/models/{model}", "Describe a model", None, Model): get_model,
+    Operation("get", "/v1/models/{model}", "Describe a model", None, ModelCard): get_model,
     Operation(
         "post",
         "/v1/completions",
@@ -60,9 +60,9 @@ _HANDLERS: dict[Operation, Handler] = {
     Operation(
         "post", "/v1/embeddings", "Return vectors of texts", EmbeddingRequest, EmbeddingList
     ): embed,
-    Operation("post", "/tokenize", "Return token ids", TokenizeRequest, Tokenized): tokenize,
+    Operation("post", "/tokenize", "Return token ids", TokenizeRequest, TokenizeAnswer): tokenize,
     Operation(
-        "post", "/detokenize", "Return the text of token ids", DetokenizeRequest, Detokenized
+        "post", "/detokenize", "Return the text of token ids", DetokenizeRequest, DetokenizeAnswer
     ): detokenize,
 }
 

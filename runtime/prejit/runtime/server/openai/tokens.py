@@ -11,7 +11,13 @@ from starlette.responses import Response
 
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai import prompts
-from prejit.runtime.server.openai.bodies import Answer, Fields, answered, read, served_model
+from prejit.runtime.server.openai.bodies import (
+    RequestFields,
+    ResponseFields,
+    answered,
+    read,
+    served_model,
+)
 from prejit.runtime.server.openai.messages import (
     FunctionTool,
     Message,
@@ -22,7 +28,7 @@ from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
 
-class TokenizeRequest(Fields, kw_only=True):
+class TokenizeRequest(RequestFields, frozen=True, kw_only=True):
     """The body of POST /tokenize: a prompt or messages.
 
     Attributes:
@@ -48,7 +54,7 @@ class TokenizeRequest(Fields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Tokenized(Answer, kw_only=True):
+class TokenizeAnswer(ResponseFields, frozen=True, kw_only=True):
     """The response of POST /tokenize."""
 
     count: int
@@ -57,7 +63,7 @@ class Tokenized(Answer, kw_only=True):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(Fields, kw_only=True):
+class DetokenizeRequest(RequestFields, frozen=True, kw_only=True):
     """The body of POST /detokenize.
 
     Attributes:
@@ -69,7 +75,7 @@ class DetokenizeRequest(Fields, kw_only=True):
     model: str | None = None
 
 
-class Detokenized(Answer, kw_only=True):
+class DetokenizeAnswer(ResponseFields, frozen=True, kw_only=True):
     """The response of POST /detokenize."""
 
     prompt: str
@@ -105,7 +111,7 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
     if body.return_token_strs:
         texts = [tokenizer.token_bytes[each].decode("utf-8", "replace") for each in token_ids]
     return answered(
-        Tokenized(
+        TokenizeAnswer(
             count=len(token_ids),
             max_model_len=longest(served),
             tokens=token_ids,
@@ -120,7 +126,7 @@ async def detokenize(models: Models, settings: Settings, request: Request) -> Re
     served = served_model(models, body.model)
     tokenizer = served.bundle.tokenizer
     text = await prompts.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens))
-    return answered(Detokenized(prompt=text))
+    return answered(DetokenizeAnswer(prompt=text))
 
 
 def longest(served: Served) -> int:

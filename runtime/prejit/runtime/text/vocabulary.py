@@ -1,0 +1,113 @@
+"""The bytes that each token of a vocabulary adds to a text, as the tokenizer's own decoder makes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from prejit.runtime.errors import UsageError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""The character that SentencePiece models write for a space."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE (GPT-2, `bytes_to_unicode` of its encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+ALPHABET = _byte_level_alphabet()
+"""The byte that each character of a byte-level token stands for."""
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([ALPHABET[character] for character in token])
+    except (
+        KeyError
+    ):  # the decoder, too, leaves a token as it is if one character is not in the alphabet
+        return token.encode()
+
+
+def _plain(token: str) -> bytes:
+    return token.encode()
+
+
+def _bytes_or_text(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(match[1]) if match else token.encode()
+
+
+def decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the object `decoder` of a tokenizer.json; None: it has none."""
+    if tokenizer.decoder is None:
+        return None
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return state
+
+
+def token_bytes(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str], bytes]:
+    """Return the function that turns a token of the vocabulary into the bytes that it adds to a text.
+
+    It is for tokens in the middle of a text: decoders that strip a space do so at the beginning only.
+
+    Args:
+        decoder: the object `decoder` of a tokenizer.json.
+        path: of the tokenizer.json, for errors.
+
+    Raises:
+        UsageError: the bytes of a token depend on its neighbours (WordPiece), or the decoder is not known.
+    """
+    match decoder:
+        case {"type": "ByteLevel"}:
+            return _byte_level
+        case {"type": "Metaspace"}:
+            space = str(decoder.get("replacement", _SPACE))
+            return lambda token: token.replace(space, " ").encode()
+        case {"type": "Sequence", "decoders": list(parts)}:
+            return _sequence(parts, path)
+    raise _refusal(decoder, path)
+
+
+def _sequence(parts: list[Any], path: str) -> Callable[[str], bytes]:
+    """Return the function for a decoder that is a list of others, such as that of Llama 2."""
+    replaced: list[tuple[str, str]] = []
+    last: Callable[[str], bytes] = _plain
+    for part in parts:
+        match part:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                replaced.append((old, new))
+            case {"type": "ByteFallback"}:
+                last = _bytes_or_text
+            case {"type": "Fuse" | "Strip"}:
+                pass
+            case {"type": "ByteLevel"}:
+                last = _byte_level
+            case {"type": "Metaspace"}:
+                replaced.append((str(part.get("replacement", _SPACE)), " "))
+            case _:
+                raise _refusal(part, path)
+
+    def of(token: str) -> bytes:
+        for old, new in replaced:
+            token = token.replace(old, new)
+        return last(token)
+
+    return of
+
+
+def _refusal(decoder: object, path: str) -> UsageError:
+    found = json.dumps(decoder)
+    return UsageError(
+        f"{path}: decoder: expected ByteLevel, Metaspace or a Sequence of Replace, ByteFallback, Fuse and "
+        f"Strip, found {found if len(found) <= 120 else found[:120] + '...'}",
+        hint="a grammar needs a tokenizer whose tokens are bytes, such as byte-level BPE or SentencePiece",
+    )
