@@ -121,7 +121,7 @@ define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel]' --group test --group lint
 	@touch $(1)/.ready
 endef
 

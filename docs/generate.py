@@ -24,6 +24,8 @@ from click.testing import CliRunner
 from prejit.compiler import cli
 from prejit.runtime import errors
 from prejit.runtime.cli.parser import parser
+from prejit.runtime.server.collector import EngineCollector
+from prejit.runtime.server.served import Models
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -53,6 +55,15 @@ raises the class. All classes can be imported from `prejit.runtime.errors`, and 
 
 | code | exit | class | meaning |
 | --- | --- | --- | --- |"""
+_METRICS = """\
+# Metrics
+
+`/metrics` of a server has these, in the text format of Prometheus or as OpenMetrics, and those of the
+process, such as `process_open_fds`. A histogram has the series `_bucket`, `_sum` and `_count`.
+[Operations](../operations.md#watch-a-server) says what to watch.
+
+| name | type | labels | value |
+| --- | --- | --- | --- |"""
 _STATUSES = """\
 Two statuses have no class: 0 (success) and 8 (`prejit plan`: something will compile). A command that ends
 with ctrl-C has status 130, and one whose reader has gone has status 141.
@@ -67,6 +78,7 @@ def assemble(directory: Path) -> None:
     (reference / "manifest.md").write_text(manifest_page(manifest_schema()))
     (reference / "command-line.md").write_text(command_line_page())
     (reference / "errors.md").write_text(errors_page())
+    (reference / "metrics.md").write_text(metrics_page())
     overview = directory / "architecture" / "index.md"
     overview.write_text(overview.read_text().replace("<!-- rooms -->", rooms()))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
@@ -286,6 +298,19 @@ def errors_page() -> str:
             lines.append(f"| `{each.__name__}` | {_first_line(each)} |")
     lines += ["", _STATUSES]
     return "\n".join(lines)
+
+
+def metrics_page() -> str:
+    """Return the table of all metrics that a server gives to Prometheus."""
+    lines = [_METRICS]
+    for family in EngineCollector(Models()).collect():
+        ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        # prometheus_client has no public name for the labels of a family.
+        labels = ", ".join(f"`{label}`" for label in vars(family)["_labelnames"])
+        lines.append(
+            f"| `{family.name}{ending}` | {family.type} | {labels} | {family.documentation} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _first_line(value: type) -> str:

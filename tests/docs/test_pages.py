@@ -21,7 +21,7 @@ PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mani
 DECISIONS = sorted(DOCS.glob("decisions/0*.md"))
 NAMING = (*DOCS.glob("architecture/*.md"), DOCS / "tour.md", DOCS / "glossary.md")
 """Pages on which `package.module.name` in backquotes is a name of the code."""
-GENERATED = {"manifest.md", "command-line.md", "errors.md"}
+GENERATED = {"manifest.md", "command-line.md", "errors.md", "metrics.md"}
 
 
 def _name(page: Path) -> str:

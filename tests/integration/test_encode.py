@@ -17,7 +17,9 @@ from tokenizers.models import WordPiece
 
 from prejit.runtime import (
     Bundle,
+    ClosedError,
     ContextError,
+    DeadlineError,
     FallbackWarning,
     Fingerprint,
     TruncationWarning,
@@ -163,8 +165,9 @@ def test_nothing_and_token_ids_and_an_empty_text_are_taken(bundle: Bundle, modul
     assert bundle.encode([]).shape == (0, 12)
     found = bundle.encode(["", [CLS, 7, SEP]])
     assert np.abs(found - np.stack([module([CLS, SEP]), module([CLS, 7, SEP])])).max() <= 1e-5
-    with pytest.raises(UsageError, match="list of texts"):
-        bundle.encode("a sentence")
+    np.testing.assert_array_equal(bundle.encode("a sentence"), bundle.encode(["a sentence"]))
+    with pytest.raises(UsageError, match="sentences: expected a text or a list of texts, found 5"):
+        bundle.encode(5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="0 to 39"):
         bundle.encode([[40]])
 
@@ -182,6 +185,40 @@ def test_a_longer_sentence_than_every_shape_is_cut_off_with_one_warning_or_refus
     assert np.abs(encoded.embeddings[[0, 2]] - module(cut)).max() <= 1e-5
     with pytest.raises(ContextError, match="at most 512 tokens"):
         bundle.encode([text], on_too_long="error")
+
+
+def test_callers_of_an_engine_share_runs_and_get_their_own_embeddings(bundle: Bundle) -> None:
+    engine = bundle.engine()
+    calls = [["a b", "c " * 40], [], "d", ["e f g " * 30] * 70, [[CLS, 7, SEP]]]
+    lone = engine.encode(calls[0])
+    np.testing.assert_array_equal(lone.embeddings, bundle.encode(calls[0]))
+    with engine._encoding._lane.alone(0):  # the encoder is busy, so they collect
+        futures = [engine.submit_encode(call) for call in calls]
+        with pytest.raises(UsageError, match="0 to 39"):
+            engine.submit_encode([[40]])
+        with pytest.raises(ContextError):
+            engine.submit_encode(["a " * 600], on_too_long="error")
+        with pytest.raises(DeadlineError):
+            engine.encode("a", timeout=0.01)
+        with pytest.warns(TruncationWarning) as told:
+            cut = engine.submit_encode("a " * 600)
+        assert told[0].filename == __file__
+    for call, future in zip(calls, futures, strict=True):
+        found = future.result(60)
+        assert found.embeddings.shape == (len([call] if isinstance(call, str) else call), 12)
+        assert np.abs(found.embeddings - bundle.encode(call)).max(initial=0) <= 1e-5
+    assert futures[0].result().stats.tokens == 4 + 42
+    assert futures[3].result().stats.sentences == 70
+    assert cut.result(60).stats.truncated == 1
+    (found_metrics,) = engine.metrics().micro
+    assert (found_metrics.name, found_metrics.calls) == ("encode", 1 + 1 + len(calls))
+    assert found_metrics.rows == 2 + 2 + 1 + 70 + 1 + 1
+    bucket_rows = found_metrics.rows + found_metrics.padded_rows
+    assert bucket_rows <= 64 * found_metrics.batches
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.encode("a")
+    np.testing.assert_array_equal(bundle.encode(calls[0]), lone.embeddings)
 
 
 def test_costs_are_measured_and_a_rebuild_changes_nothing(

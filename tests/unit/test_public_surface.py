@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 RUNTIME = """
-Axis Batch Bundle ClosedError ContextError DeadlineError Defaults EncodeStats Encoded FallbackWarning
-Fingerprint JitStats Logprob MismatchError Options Piece Prefix PrejitError PrejitWarning QueueFullError
-RejectError Request Result Sampling Session StartReport Stats StoreError Token TruncationWarning UsageError Usage fallback_counts jit load
+Axis Batch Bundle ClosedError ContextError DeadlineError Defaults EncodeStats Encoded Engine EngineMetrics
+FallbackWarning Fingerprint JitStats Logprob MismatchError Options Piece Prefix PrejitError PrejitWarning
+QueueFullError RejectError Request Result Sampling Session StartReport Stats StoreError Stream Token
+TruncationWarning UsageError Usage fallback_counts jit load
 """
 COMPILER = """
 BuildError Built BundleTable CheckpointError Encode Generate GpuTable Library Manifest ManifestError Mesh

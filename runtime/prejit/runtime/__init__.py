@@ -12,6 +12,7 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
 
     jitted                                   `jit`: jax.jit that takes executables from a bundle
     bundle, loader, session, fallback        the public face
+    engine                                   one batch for all callers; shared runs
     start                                    where the time of a start went
     generation, encoding                     tokens from a decoder; vectors from an encoder
     text                                     tokenizer, chat templates, stop strings; no JAX
@@ -21,7 +22,8 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
     machine, store                           what this machine is; what it keeps between starts
     base, errors, verdict                    what every room needs
 
-`fleet`, `bench`, `pages` and `cli` are tools on top of these.
+`server` puts HTTP before an engine; `observe` writes dashboards and alerts for it. `fleet`, `bench`, `pages`
+and `cli` are tools on top of these.
 """
 
 from time import perf_counter
@@ -35,6 +37,9 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 if TYPE_CHECKING:
     from prejit.runtime.bundle import Bundle
     from prejit.runtime.encoding.encoder import Encoded, EncodeStats
+    from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.engine.metrics import EngineMetrics
+    from prejit.runtime.engine.stream import Stream
     from prejit.runtime.errors import (
         ClosedError,
         ContextError,
@@ -66,6 +71,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "bundle": ("Bundle",),
+    "engine.engine": ("Engine",),
+    "engine.metrics": ("EngineMetrics",),
+    "engine.stream": ("Stream",),
     "encoding.encoder": ("EncodeStats", "Encoded"),
     "errors": (
         *("ClosedError", "ContextError", "DeadlineError", "FallbackWarning", "MismatchError"),
@@ -98,6 +106,8 @@ __all__ = [
     "Defaults",
     "EncodeStats",
     "Encoded",
+    "Engine",
+    "EngineMetrics",
     "FallbackWarning",
     "Fingerprint",
     "JitStats",
@@ -117,6 +127,7 @@ __all__ = [
     "StartReport",
     "Stats",
     "StoreError",
+    "Stream",
     "Token",
     "TruncationWarning",
     "UsageError",

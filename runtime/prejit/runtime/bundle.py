@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
 from prejit.runtime.base.process import Span, importing, is_plain_start, span
-from prejit.runtime.device.device import Device
-from prejit.runtime.errors import UsageError
+from prejit.runtime.device.device import Device, free_dropped
+from prejit.runtime.errors import ClosedError, UsageError
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_weight_sets
 from prejit.runtime.format.names import (
@@ -20,6 +22,7 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
+from prejit.runtime.format.verification import Verification
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.defaults import Defaults, check_generation
@@ -49,7 +52,10 @@ if TYPE_CHECKING:
     from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
     from prejit.runtime.encoding.sentences import OnTooLong
     from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.engine.microbatch_calls import Calling
+    from prejit.runtime.engine.microbatch_encode import Encoding
     from prejit.runtime.format.trees import Path
+    from prejit.runtime.grammar.grammars import Grammars
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
     from prejit.runtime.programs.dispatched import DispatchedCalls
@@ -79,9 +85,27 @@ class LoadTimes(NamedTuple):
     verity_bytes: int
 
 
+class _Parts(NamedTuple):
+    """What an open bundle works with, and what `close` drops.
+
+    Attributes:
+        layers: verified layers by media type.
+        verification: of all files of the target.
+        text: the tokenizer and the chat templates.
+        device: where programs run.
+        programs: the programs of the target.
+    """
+
+    layers: Mapping[str, Layer]
+    verification: Verification
+    text: BundleText
+    device: Device
+    programs: Programs
+
+
 @final
 class Bundle:
-    """A loaded bundle. Safe to use from many threads.
+    """A loaded bundle. Safe to use from many threads. A context manager closes it at its end.
 
     Attributes:
         name: the name of the bundle.
@@ -108,6 +132,7 @@ class Bundle:
         no_libraries: str = "",
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,
+        generation_config: bool = True,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -116,12 +141,11 @@ class Bundle:
         self.matched = matched
         self.verdicts = verdicts
         self.config = config
-        self._layers = layers
         self._types = types
         self._compiles = compiles
-        self._verification = layers[PORTABLE_MEDIA_TYPE].verification
-        self._text = BundleText(config.bundle, layers)
-        self._device = Device(platform, config.mesh)
+        self._generation_config = generation_config
+        verification = layers[PORTABLE_MEDIA_TYPE].verification
+        device = Device(platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
             from prejit.runtime.device.kernels import register
 
@@ -131,27 +155,99 @@ class Bundle:
         portable = layers[PORTABLE_MEDIA_TYPE]
         shapes = {} if opened is None else {n: value.shape for n, value in opened.values.items()}
         check_weight_sets(config, shapes, (weights or portable).path)
-        self._programs = Programs(
+        programs = Programs(
             config,
-            self._device,
+            device,
             layers[EXECUTABLES_MEDIA_TYPE] if matched else None,
             portable,
             opened,
-            self._verification,
+            verification,
             serve_smaller=serve_smaller,
             calls={} if no_libraries else handler_names(*config.libraries or ()),
             no_calls=no_libraries,
         )
+        text = BundleText(config.bundle, layers)
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # `close` ends them
+        self._parts: _Parts | None = _Parts(layers, verification, text, device, programs)
         if config.decoder is not None and matched and not is_plain_start():
-            self._programs.expect(
+            programs.expect(
                 first_programs(digest),
                 lambda names: remember_first_programs(digest, names),
             )
         if config.encoder is not None and matched:
-            self.encoder.start_loading(lambda: self._text.tokenizer)
+            self.encoder.start_loading(lambda: text.tokenizer)
         self._times = times
         self._loaded = span("loading", times.started)
         self.load_seconds = self._loaded.end - times.started
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Free the bundle: its memory on the device, its mapped files and its threads.
+
+        It closes its engines first. Later calls raise ClosedError; closing again does nothing. Calls that
+        still run end with a result or with ClosedError. A program that is being compiled is waited for.
+        Sessions, batches, prefixes and bound programs hold their own arrays until they are dropped, and
+        native libraries stay in the process.
+        """
+        for engine in list(self._engines):
+            engine.close()
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        reason = self._closed()
+        own = vars(self)
+        encoder: EncoderPrograms | None = own.pop("encoder", None)
+        dispatched: DispatchedCalls | None = own.pop("_dispatched", None)
+        for name in ("decoder", "_calls", "on_jax"):
+            own.pop(name, None)
+        parts.verification.stop(reason)
+        if encoder is not None:
+            encoder.close()
+        parts.programs.close(reason)
+        if dispatched is not None:
+            dispatched.close()
+        del parts, encoder, dispatched
+        free_dropped()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> _Parts:
+        """The parts of an open bundle.
+
+        Raises:
+            ClosedError: the bundle is closed.
+        """
+        if (parts := self._parts) is None:
+            raise self._closed()
+        return parts
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(
+            f"{self.name}: expected an open bundle, found one that is closed",
+            hint="load it again with `prejit.runtime.load`",
+        )
+
+    @property
+    def _programs(self) -> Programs:
+        return self._open.programs
+
+    @property
+    def _device(self) -> Device:
+        return self._open.device
+
+    @property
+    def _text(self) -> BundleText:
+        return self._open.text
+
+    @property
+    def _verification(self) -> Verification:
+        return self._open.verification
 
     # ------------------------------------------------------------------ generation
 
@@ -184,18 +280,19 @@ class Bundle:
 
     def generate_batch(
         self,
-        prompts: Sequence[Prompt | None] | None = None,
+        prompts: str | Sequence[Prompt | None] | None = None,
         *,
-        sources: Sequence[Any] | None = None,
+        sources: str | Sequence[Any] | None = None,
         sampling: Sequence[Sampling] | None = None,
         **options: Unpack[Options],
     ) -> list[Result]:
         """Generate from several prompts at the same time. Prompts without a free slot wait for one.
 
         Args:
-            prompts: any number; a beginning that all of them share is computed once. None: one for each
-                source, which begins a text.
-            sources: what an encoder-decoder reads, one for each prompt; each as the option `source`.
+            prompts: any number; a beginning that all of them share is computed once. One text is as good as a
+                list of one. None: one for each source, which begins a text.
+            sources: what an encoder-decoder reads, one for each prompt; each as the option `source`. One text
+                is as good as a list of one.
             sampling: one for each prompt if they differ; they replace the bundle's defaults. None: the
                 options decide.
             **options: for all prompts, as `generate`.
@@ -269,7 +366,7 @@ class Bundle:
 
     def engine(
         self,
-        slots: int = 8,
+        slots: int | None = None,
         queue: int = 256,
         *,
         memory: int | None = None,
@@ -282,8 +379,8 @@ class Bundle:
             futures = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
 
         Args:
-            slots: how many requests run at a time; rounded up to a batch bucket of the bundle. While fewer
-                run, the engine uses the smallest bucket for them.
+            slots: how many requests run at a time, rounded up to a batch bucket of the bundle; None: its
+                largest. While fewer run, the engine uses the smallest bucket for them.
             queue: how many more may wait.
             memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
                 free on the device now. A prompt that would need more is refused when it is submitted.
@@ -295,18 +392,42 @@ class Bundle:
         Raises:
             UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.
         """
-        from prejit.runtime.engine.engine import Engine  # one caller at a time does not need it
+        # One caller at a time does not need it.
+        from prejit.runtime.engine.engine import BundleParts, Engine
 
-        return Engine(
-            self,
+        parts = BundleParts(
+            self.name,
+            self.config.decoder is not None,
+            lambda: self.decoder,
             self._resolve,
             self._begin,
+            partial(self._encoding, queue),
+            partial(self._calling, queue),
+            self.report,
+            self.device_memory_bytes,
+        )
+        engine = Engine(
+            parts,
             slots=slots,
             queue=queue,
             memory=memory,
             prefix_memory=prefix_memory,
             prefill_tokens=prefill_tokens,
         )
+        self._engines.add(engine)
+        return engine
+
+    def _encoding(self, queue: int) -> Encoding:
+        """Return what lets several callers share runs of the encoder."""
+        from prejit.runtime.engine.microbatch_encode import Encoding  # decoders do not need it
+
+        return Encoding(self.encoder, self._text, self._finish, queue=queue)
+
+    def _calling(self, queue: int) -> Calling:
+        """Return what lets several callers share runs of the user's programs."""
+        from prejit.runtime.engine.microbatch_calls import Calling  # decoders do not need it
+
+        return Calling(self._calls, self._dispatched, queue=queue)
 
     def request(self, prompt: Prompt | None = None, **options: Unpack[Options]) -> Request:
         """Return a request for `Batch.insert`. Arguments as `generate`, without `stop`.
@@ -326,11 +447,13 @@ class Bundle:
     def defaults(self) -> Defaults:
         """The options that the model's publisher recommends, for calls that do not give their own.
 
+        All are unset if the bundle was loaded with `generation_config=False`.
+
         Raises:
             RejectError: the model's generation config is damaged.
         """
-        layer = self._layers.get(GENERATION_MEDIA_TYPE)
-        if layer is None or self.config.decoder is None:
+        layer = self._open.layers.get(GENERATION_MEDIA_TYPE)
+        if layer is None or self.config.decoder is None or not self._generation_config:
             return Defaults()
         return check_generation(bytes(layer.wait()), self.config.format, layer.path)
 
@@ -363,19 +486,21 @@ class Bundle:
 
     def _each(
         self,
-        prompts: Sequence[Prompt | None] | None,
-        sources: Sequence[Any] | None,
+        prompts: str | Sequence[Prompt | None] | None,
+        sources: str | Sequence[Any] | None,
         resolved: Resolved,
     ) -> tuple[list[Prompt | None], list[Resolved]]:
         """Return the prompts of a batch, and the options of each."""
+        given = [prompts] if isinstance(prompts, str) else prompts
         if sources is None:
-            listed = arguments.items("prompts", prompts, "a list of prompts")
+            listed = arguments.items("prompts", given, "a prompt or a list of prompts")
             return list(listed), [resolved] * len(listed)
-        read = arguments.items("sources", sources, "a list of sources")
+        one = [sources] if isinstance(sources, str) else sources
+        read = arguments.items("sources", one, "a source or a list of sources")
         listed = (
             [None] * len(read)
-            if prompts is None
-            else arguments.items("prompts", prompts, "a list of prompts")
+            if given is None
+            else arguments.items("prompts", given, "a prompt or a list of prompts")
         )
         if len(listed) != len(read):
             raise UsageError(
@@ -430,13 +555,26 @@ class Bundle:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, for callers that count tokens or know their bytes.
+        """The tokenizer of the bundle, for callers that need token ids or texts of their own.
 
         Raises:
             UsageError: the bundle has none.
             RejectError: it is damaged.
         """
         return self._text.need_tokenizer()
+
+    @once
+    def grammars(self) -> Grammars:
+        """The grammars of this bundle: token masks from JSON schemas, expressions, Lark and tools.
+
+        Needs the extra `grammar`.
+
+        Raises:
+            UsageError: the bundle holds no decoder or no tokenizer.
+        """
+        from prejit.runtime.grammar.grammars import Grammars  # only structured output needs it
+
+        return Grammars(self.decoder.decoder, self.tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -514,12 +652,13 @@ class Bundle:
     # ------------------------------------------------------------------ embeddings
 
     def encode(
-        self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
+        self, sentences: str | Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return embeddings of sentences, float32 [N, D] in their order.
 
         Args:
-            sentences: texts or lists of token ids; any number, of any lengths.
+            sentences: texts or lists of token ids; any number, of any lengths. One text is as good as a list
+                of one.
             on_too_long: what to do with a sentence that has more tokens than the model or the longest shape
                 of the manifest takes. `truncate`: cut it before its last special tokens, with one
                 TruncationWarning per call. `error`: raise.
@@ -529,19 +668,30 @@ class Bundle:
             ContextError: a sentence is too long, and on_too_long is `error`.
             RejectError: a program is damaged.
         """
-        return self.encode_batch(sentences, on_too_long=on_too_long).embeddings
+        return self._encoded(sentences, on_too_long).embeddings
 
     def encode_batch(
-        self, sentences: Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
+        self, sentences: str | Sequence[Prompt], *, on_too_long: OnTooLong = "truncate"
     ) -> Encoded:
         """Return embeddings as `encode` does, with statistics: tokens, padding, buckets, times, programs."""
-        self._programs.ask()
-        from prejit.runtime.encoding.sentences import encode
+        return self._encoded(sentences, on_too_long)
 
-        encoded = encode(self.encoder, self._text, sentences, on_too_long)
+    def _encoded(self, sentences: str | Sequence[Prompt], on_too_long: OnTooLong) -> Encoded:
+        self._programs.ask()
+        from prejit.runtime.encoding.sentences import embed, tokenize
+
+        encoded = embed(self.encoder, tokenize(self.encoder, self._text, sentences, on_too_long))
+        self._finish()
+        return encoded
+
+    def _finish(self) -> None:
+        """Wait until all bytes of the target are verified, before a caller gets a result.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
         self._verification.finish()
         self._programs.answer()
-        return encoded
 
     @once
     def encoder(self) -> EncoderPrograms:
@@ -704,7 +854,7 @@ class Bundle:
             receipt_bytes=self._times.receipt_bytes,
             verity_bytes=self._times.verity_bytes,
         )
-        blob = self._layers[PORTABLE_MEDIA_TYPE].path
+        blob = self._open.layers[PORTABLE_MEDIA_TYPE].path
         return replace(report, hints=hints(report, blob, programs.report()))
 
     def device_memory_bytes(self) -> int | None:

@@ -68,6 +68,7 @@ def load(
     on_fallback: Callable[[Axis], object] | None = None,
     fingerprint: Fingerprint | None = None,
     types: Iterable[type[Any]] | Mapping[str, type[Any]] = (),
+    generation_config: bool = True,
 ) -> Bundle:
     """Load a bundle: check this machine, map the weights and begin to verify them.
 
@@ -87,6 +88,8 @@ def load(
             loaded only if this machine matches as well.
         types: classes of named tuples and dataclasses that programs of the user return. A mapping gives the
             name that each had at build time, `module:Name`. Results of other classes get a substitute.
+        generation_config: whether calls that give no sampling options use those of the model's
+            generation_config.json. If not, they take prejit's own: the most likely token, until a stop token.
 
     Returns:
         The bundle. Its programs become ready when they are first used.
@@ -110,6 +113,7 @@ def load(
     if fingerprint is not None:
         arguments.instance("fingerprint", fingerprint, Fingerprint)
     named = arguments.classes("types", types)
+    uses_defaults = arguments.flag("generation_config", generation_config)
     machine = Fingerprint.current()
     must_match = on_mismatch == "error"
     open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
@@ -147,6 +151,7 @@ def load(
         no_libraries=choice.no_libraries,
         types=named,
         compiles=not must_match,
+        generation_config=uses_defaults,
     )
 
 

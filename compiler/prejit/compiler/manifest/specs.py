@@ -81,10 +81,10 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
     """Yield a decoder's programs.
 
     A context has no prefill longer than itself, which no prompt could fill. Copies go from the smallest batch
-    to every other (a new row for a slot, a prefix for a new row), and from each context to the next (a
-    text that grows).
+    to every other (a new row for a slot, a prefix for a new row), from each context to the next (a text that
+    grows), and between neighbouring batches both ways (an engine with more or fewer requests than before).
     """
-    for batch in sizes.batch:
+    for number, batch in enumerate(sizes.batch):
         for place, context in enumerate(sizes.context):
             bucket = {"batch": batch, "context": context}
             yield ProgramSpec(f"decode/b{batch}-c{context}", "decode", bucket)
@@ -102,6 +102,10 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
             yield _copy_spec(sizes.batch[0], context, bucket)
             if place:
                 yield _copy_spec(batch, sizes.context[place - 1], bucket)
+            if number > 1:  # from the smallest batch there is one already
+                yield _copy_spec(sizes.batch[number - 1], context, bucket)
+            if batch != sizes.batch[-1]:
+                yield _copy_spec(sizes.batch[number + 1], context, bucket)
 
 
 def _encoder_specs(encode: Encode) -> Iterator[ProgramSpec]:

@@ -30,6 +30,9 @@ COMMANDS = {
     "call": "call",
     "bench": "bench",
     "run": "run",
+    "serve": "serve",
+    "replay": "replay",
+    "observe": "observe",
 }
 """The module of `prejit.runtime.cli` that holds the function of each command."""
 
@@ -49,6 +52,13 @@ _EXAMPLES = {
     "run": "prejit run artifacts/serve -- python serve.py\n"
     "  prejit run artifacts/serve --report -- python serve.py\n"
     "  prejit run artifacts/serve --require-aot -- gunicorn serve:app",
+    "serve": "prejit serve artifacts/demo\n"
+    "  prejit serve artifacts/assistant search=artifacts/encoder --keys keys.txt --log requests.jsonl\n"
+    "  prejit serve artifacts/demo --host 0.0.0.0 --port 8080 --on-mismatch error",
+    "replay": "prejit replay requests.jsonl\n"
+    "  prejit replay requests.jsonl --bundle demo=artifacts/demo-after",
+    "observe": "prejit observe init watch\n"
+    "  prejit observe init watch --runbooks https://wiki.example/runbooks --force",
     "tune": "prejit tune artifacts/demo -o h200.json",
     "bench": "prejit bench artifacts/demo --page demo.html\n"
     "  prejit bench artifacts/demo -o baseline.json\n"
@@ -258,7 +268,141 @@ def parser() -> argparse.ArgumentParser:
         help="where this machine matches no target: run without the bundle, or fail with exit status 3 "
         "(default jit)",
     )
+    command = add(
+        "serve",
+        "serve bundles over HTTP: OpenAI's API, the Open Inference Protocol, metrics, a page",
+        bundle=False,
+        json=False,
+    )
+    _add_serving(command)
+
+    command = add(
+        "replay",
+        "run the requests of a log of `prejit serve` again and compare (exit 1: one differs)",
+        bundle=False,
+    )
+    command.add_argument("log", metavar="LOG", help="file that `prejit serve --log` wrote")
+    command.add_argument(
+        "--bundle",
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="a bundle in place of the one with this name in the log; may be repeated",
+    )
+
+    command = add(
+        "observe",
+        "write dashboards of Grafana, alert rules of Prometheus and runbooks for servers",
+        bundle=False,
+        json=False,
+    )
+    command.add_argument("action", choices=("init",), help="init writes the files")
+    command.add_argument("directory", metavar="DIR", help="directory for the files")
+    command.add_argument(
+        "--runbooks",
+        default="runbooks",
+        metavar="URL",
+        help="where people on call find the runbooks; alerts link there (default: runbooks, in DIR)",
+    )
+    command.add_argument(
+        "--force", action="store_true", help="overwrite files that have other content"
+    )
     return top
+
+
+def _add_serving(command: argparse.ArgumentParser) -> None:
+    """Add the options of `prejit serve`."""
+    command.add_argument(
+        "bundles",
+        metavar="[NAME=]BUNDLE",
+        nargs="+",
+        help="directory of a bundle, and the name that clients give as their model (default: its own)",
+    )
+    command.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)"
+    )
+    command.add_argument(
+        "--port", type=_port, default=8000, metavar="N", help="0 takes any free one (default 8000)"
+    )
+    command.add_argument(
+        "--slots", type=_count, metavar="N", help="generations that run at once (default 8)"
+    )
+    command.add_argument(
+        "--queue",
+        type=_count,
+        metavar="N",
+        help="generations that may wait; more get status 429 (default 256)",
+    )
+    command.add_argument(
+        "--clients",
+        type=_count,
+        default=1024,
+        metavar="N",
+        help="requests at once; more get status 503 (default 1024)",
+    )
+    command.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=600.0,
+        metavar="S",
+        help="the longest time of a request, waiting included; then status 504 (default 600)",
+    )
+    command.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="after SIGTERM, how long running requests may go on (default 30)",
+    )
+    command.add_argument(
+        "--max-body",
+        type=_count,
+        default=16 << 20,
+        metavar="BYTES",
+        help=f"the largest body of a request; then status 413 (default {16 << 20})",
+    )
+    command.add_argument(
+        "--max-tokens",
+        type=_count,
+        metavar="N",
+        help="the most new tokens that a request may ask for (default: what the context has room for)",
+    )
+    command.add_argument(
+        "--keys",
+        metavar="FILE",
+        help="accept only requests with a key of FILE, one in a line: KEY or NAME: KEY",
+    )
+    command.add_argument(
+        "--log",
+        metavar="FILE",
+        help="append a JSON line for each request, with its body, for `prejit replay`; - is stdout",
+    )
+    command.add_argument(
+        "--on-mismatch",
+        choices=("jit", "error"),
+        default="jit",
+        help="where this machine matches no target: compile before the server is ready, or fail with exit "
+        "status 3 (default jit)",
+    )
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1e9:  # NaN is no number of seconds either
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, found {text}")
+    return number
+
+
+def _port(text: str) -> int:
+    if not 0 <= (number := int(text)) <= 65_535:
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, found {number}")
+    return number
 
 
 _METAVARS = {int: "N", float: "X", list: "TEXT", str: "TEXT"}

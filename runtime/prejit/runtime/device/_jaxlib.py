@@ -518,6 +518,11 @@ _STATE_KEYS = {
 }
 
 
+def collect_garbage() -> None:
+    """Drop what XLA's threads have given back: arrays of NumPy whose memory programs have read."""
+    import_jaxlib()[1].collect_garbage()
+
+
 # Reading arrays
 
 

@@ -6,6 +6,8 @@ One CPU device needs no module of jax; an accelerator or a mesh imports jax.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import threading
 from collections.abc import Sequence
@@ -243,6 +245,16 @@ class Device:
         avals = [(array.shape, dtype_of(array.dtype)) for array in results]
         shardings = [self.sharding(array.sharding) for array in results]
         return Executable(loaded, _jaxlib.mesh_assembler(avals, shardings))
+
+
+def free_dropped() -> None:
+    """Free the arrays, mapped files and clients of jaxlib to which nobody refers any more."""
+    _jaxlib.collect_garbage()
+    gc.collect()  # a client and its devices refer to each other; it has a dozen threads
+    _jaxlib.collect_garbage()
+    # glibc keeps what threads have freed, up to hundreds of MB; other C libraries have no such function.
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _client_of_jax(platform: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from prejit.runtime.device import _jaxlib
@@ -41,18 +42,14 @@ class Executable:
             assemble: makes arrays of its results; None: jaxlib makes them itself.
         """
         self.loaded = loaded
-        self._assemble = assemble
+        # Not a method: an object that refers to itself would stay until Python's collector finds it.
         self.run: Callable[[list[DeviceArray]], list[DeviceArray]] = (
-            loaded.execute if assemble is None else self._run_assembled
+            loaded.execute if assemble is None else partial(_run_assembled, loaded, assemble)
         )
         """Run the program: `run(list of DeviceArray) -> list of DeviceArray`, asynchronously.
 
         Donated arguments are deleted. The compiled program itself checks number and sizes.
         """
-
-    def _run_assembled(self, arguments: list[DeviceArray]) -> list[DeviceArray]:
-        assert self._assemble is not None
-        return self._assemble(self.loaded.execute_sharded(arguments))
 
     def serialize(self) -> bytes:
         """Return the executable's bytes, for `Device.load` on the same kind of machine."""
@@ -65,6 +62,12 @@ class Executable:
         """
         head = _jaxlib.hlo_head(self.loaded)
         return None if head is None else _parse_signature(head)
+
+
+def _run_assembled(
+    loaded: Any, assemble: Callable[[Any], list[DeviceArray]], arguments: list[DeviceArray]
+) -> list[DeviceArray]:
+    return assemble(loaded.execute_sharded(arguments))
 
 
 _TOKENS = re.compile(r"([a-z]\w*)\[([\d,]*)\]|[{}]|->")

@@ -99,6 +99,8 @@ class EncoderPrograms:
         self._warm: set[Bucket] = set()
         self._calls = 0
         self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def _bucket(self, batch: int, length: int) -> Bucket:
         bucket = Bucket(batch, length, 0)
@@ -122,6 +124,7 @@ class EncoderPrograms:
         thread = threading.Thread(target=self._load, args=(before, others), name="prejit-encoder")
         with contextlib.suppress(RuntimeError):  # no more threads, as at exit
             thread.start()
+            self._thread = thread
         with contextlib.suppress(Exception):
             self._warm_up(first, self.encoder.layers)  # all layers: puts all weights on the device
 
@@ -130,12 +133,23 @@ class EncoderPrograms:
             before()
         for bucket in buckets:
             with self._changed:
-                self._changed.wait_for(lambda: not self._calls, _PATIENCE_SECONDS)
-            if not threading.main_thread().is_alive():  # at exit it waits for this thread
+                self._changed.wait_for(
+                    lambda: self._is_closed or not self._calls, _PATIENCE_SECONDS
+                )
+            # At exit, the interpreter waits for this thread.
+            if self._is_closed or not threading.main_thread().is_alive():
                 return
             with contextlib.suppress(Exception):  # raised again for the call that needs the bucket
                 if bucket not in self._warm:
                     self._warm_up(bucket, self.encoder.layers[:1])
+
+    def close(self) -> None:
+        """Stop to load buckets, and wait for the thread that does it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
 
     def _warm_up(self, bucket: Bucket, layers: Sequence[str]) -> None:
         """Load the programs of a bucket; run them for some layers if a first run would be noticeably slow."""

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from prejit.runtime.base import arguments
 from prejit.runtime.encoding.encoder import Encoded, EncoderPrograms
@@ -19,17 +19,32 @@ if TYPE_CHECKING:
 OnTooLong = Literal["truncate", "error"]
 """What to do with a sentence that is too long."""
 
-_CALLER = 4
-"""Stack level of the user's code for a warning from `shorten`: behind `encode` and a method of `Bundle`."""
+_CALLER = 5
+"""Stack level of the user's code for a warning from `shorten`: behind `tokenize`, its caller, and a method of
+the public API."""
 
 
-def encode(
+class Tokenized(NamedTuple):
+    """Sentences as an encoder takes them.
+
+    Attributes:
+        ids: the token ids of each.
+        truncated: how many of them were too long.
+        seconds: time from texts to token ids.
+    """
+
+    ids: list[list[int]]
+    truncated: int
+    seconds: float
+
+
+def tokenize(
     encoder: EncoderPrograms,
     text: BundleText,
-    sentences: Sequence[str | Sequence[int]],
+    sentences: str | Sequence[str | Sequence[int]],
     on_too_long: OnTooLong,
-) -> Encoded:
-    """Return the embeddings of sentences and what they cost.
+) -> Tokenized:
+    """Return the token ids of sentences, checked and cut.
 
     Args:
         encoder: the programs.
@@ -40,7 +55,8 @@ def encode(
     Raises:
         UsageError, ContextError, RejectError: as `Bundle.encode`.
     """
-    listed = arguments.items("sentences", sentences, "a list of texts")
+    one = [sentences] if isinstance(sentences, str) else sentences
+    listed = arguments.items("sentences", one, "a text or a list of texts")
     arguments.choice("on_too_long", on_too_long, ("truncate", "error"))
     started = time.perf_counter()
     texts = [sentence for sentence in listed if isinstance(sentence, str)]
@@ -57,8 +73,20 @@ def encode(
     of_model = limit == encoder.encoder.max_tokens
     why = "the limit of the model" if of_model else "the longest shape of the manifest"
     truncated = shorten(ids, limit, lambda: text.tokenizer, on_too_long, why)
-    embeddings, stats = encoder.encode(ids)
-    return Encoded(embeddings, replace(stats, truncated=truncated, tokenize_seconds=seconds))
+    return Tokenized(ids, truncated, seconds)
+
+
+def embed(encoder: EncoderPrograms, tokenized: Tokenized) -> Encoded:
+    """Return the embeddings of sentences and what they cost.
+
+    Raises:
+        RejectError: a program is damaged.
+    """
+    embeddings, stats = encoder.encode(tokenized.ids)
+    return Encoded(
+        embeddings,
+        replace(stats, truncated=tokenized.truncated, tokenize_seconds=tokenized.seconds),
+    )
 
 
 def check_ids(sentences: Sequence[Sequence[int]], vocab_size: int) -> None:

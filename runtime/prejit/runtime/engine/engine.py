@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict, Unpack, final
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, final
 
 from prejit.runtime.base import arguments
 from prejit.runtime.base.once import once
@@ -13,14 +15,19 @@ from prejit.runtime.engine.loop import CacheState, GuardedMask, Loop, Ticket
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.runtime.engine.metrics import EngineMetrics, Recorder
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
-from prejit.runtime.errors import ContextError
+from prejit.runtime.errors import ClosedError, ContextError
 from prejit.runtime.fallback import fallback_counts
+from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, Result
 from prejit.runtime.generation.options import Options, Prompt, Resolved
 from prejit.runtime.generation.rows import admit
+from prejit.runtime.programs.ready import ProgramReport
 
 if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
+    from prejit.runtime.encoding.encoder import Encoded
+    from prejit.runtime.encoding.sentences import OnTooLong
+    from prejit.runtime.engine.microbatch_calls import Calling
+    from prejit.runtime.engine.microbatch_encode import Encoding
 
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 64, 512
 """How many positions of prompts a step computes beside decoding, on a CPU and on an accelerator."""
@@ -44,6 +51,32 @@ class Served(Options, Place, total=False):
     """The options of a generation, and how it is served beside others."""
 
 
+@dataclass(frozen=True, slots=True)
+class BundleParts:
+    """What an engine uses of its bundle.
+
+    Attributes:
+        name: of the bundle.
+        has_decoder: whether it can generate.
+        decoder: returns the decoder's programs; raises UsageError if there are none.
+        resolve: fills in options with the bundle's defaults.
+        begin: makes a generation from a prompt.
+        encoding, calling: make what lets callers share runs of the encoder and of the user's programs.
+        report: returns how each program was obtained.
+        device_memory_bytes: returns the peak memory in use on an accelerator; None on a CPU.
+    """
+
+    name: str
+    has_decoder: bool
+    decoder: Callable[[], DecoderPrograms]
+    resolve: Callable[[Options], Resolved]
+    begin: Callable[[Prompt | None, Resolved], Generation]
+    encoding: Callable[[], Encoding]
+    calling: Callable[[], Calling]
+    report: Callable[[], tuple[ProgramReport, ...]]
+    device_memory_bytes: Callable[[], int | None]
+
+
 @final
 class Engine:
     """Generates for all callers at once. Made by `Bundle.engine`. Safe to use from many threads and tasks.
@@ -53,28 +86,25 @@ class Engine:
     begin like an earlier one compute only the rest. The memory of all caches is bounded before the first
     request: what does not fit is refused when it is submitted.
 
-    The tokens of a request are those of `Bundle.generate`, whatever runs beside it.
-
-    Attributes:
-        bundle: whose programs run.
+    The tokens of a request are those of `Bundle.generate`, whatever runs beside it. Sentences and rows of
+    several callers share runs of the encoder and of the user's programs.
     """
 
     def __init__(
         self,
-        bundle: Bundle,
-        resolve: Callable[[Options], Resolved],
-        begin: Callable[[Prompt | None, Resolved], Generation],
+        parts: BundleParts,
         *,
-        slots: int,
+        slots: int | None,
         queue: int,
         memory: int | None,
         prefix_memory: int | None,
         prefill_tokens: int | None,
     ) -> None:
         """Plan the memory, and start nothing. Use `Bundle.engine`, which describes the arguments."""
-        self.bundle = bundle
-        self._resolve = resolve
-        self._begin = begin
+        self._parts = parts
+        self._is_ending = False
+        if slots is None:
+            slots = parts.decoder().batches[-1] if parts.has_decoder else 1
         self._slots = arguments.integer("slots", slots, 1)
         self._queue = arguments.integer("queue", queue, 1)
         self._memory = None if memory is None else arguments.integer("memory", memory, 1)
@@ -87,7 +117,7 @@ class Engine:
             else arguments.integer("prefill_tokens", prefill_tokens, 1)
         )
         self._recorder = Recorder(self._slots, self._queue)
-        if bundle.config.decoder is not None:
+        if parts.has_decoder:
             self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
 
     @once
@@ -97,13 +127,13 @@ class Engine:
         Raises:
             UsageError: the bundle has no decoder, or none of its contexts fits into the memory.
         """
-        decoder = self.bundle.decoder
+        decoder = self._parts.decoder()
         budget = free_bytes(decoder.device) if self._memory is None else self._memory
         return plan_caches(decoder, self._slots, budget, self._prefixes)
 
     @once
     def _loop(self) -> Loop:
-        decoder = self.bundle.decoder
+        decoder = self._parts.decoder()
         tokens = self._prefill_tokens
         if tokens is None:
             on_cpu = decoder.device.platform == "cpu"
@@ -165,14 +195,14 @@ class Engine:
         client = arguments.instance("client", given.pop("client", ""), str)
         if (timeout := given.pop("timeout", None)) is not None:
             timeout = arguments.number("timeout", timeout, "more than 0", lambda value: value > 0)
-        resolved = self._resolve(given)  # type: ignore[arg-type]  # what is left are Options
+        resolved = self._parts.resolve(given)  # type: ignore[arg-type]  # what is left are Options
         guard, mask = None, resolved.common.get("token_mask")
         if mask is not None:
-            guard = GuardedMask(mask, self.bundle.decoder.decoder.vocab_size)
+            guard = GuardedMask(mask, self._parts.decoder().decoder.vocab_size)
             resolved = resolved._replace(common={**resolved.common, "token_mask": guard})
-        generation = self._begin(prompt, resolved)
+        generation = self._parts.begin(prompt, resolved)
         length = len(generation.request.prompt)
-        admit(generation.request, self.bundle.decoder)
+        admit(generation.request, self._parts.decoder())
         if length > self.plan.context:
             raise ContextError(
                 f"prompt: expected at most {self.plan.context} tokens, for which the engine has memory, "
@@ -183,12 +213,91 @@ class Engine:
         deadline = None if timeout is None else now + timeout
         return Ticket(generation, receiver, client, priority, deadline, now, guard=guard)
 
+    # ------------------------------------------------------------------ shared runs
+
+    def encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Encoded:
+        """Return embeddings of sentences, which share runs of the encoder with those of other callers.
+
+        Args:
+            sentences: as of `Bundle.encode_batch`.
+            on_too_long: as of `Bundle.encode_batch`.
+            timeout: seconds until they must be there; None: any.
+
+        Raises:
+            UsageError, ContextError, RejectError: as `Bundle.encode_batch`.
+            DeadlineError: the timeout has passed.
+            QueueFullError: too many calls wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        return self._encoding.encode(sentences, on_too_long=on_too_long, timeout=timeout)
+
+    def submit_encode(
+        self,
+        sentences: str | Sequence[Prompt],
+        *,
+        on_too_long: OnTooLong = "truncate",
+        timeout: float | None = None,
+    ) -> Future[Encoded]:
+        """Begin to encode sentences as `encode` does, and return the future of the embeddings."""
+        return self._encoding.submit(sentences, on_too_long=on_too_long, timeout=timeout)
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.
+
+        A program declares that its rows may share a run by `batch` in the manifest's `pad`. Then a call may
+        also have more rows than the largest bucket. Calls of other programs run one after another.
+
+        Raises:
+            UsageError, RejectError: as `Bundle.call`.
+            QueueFullError: too many calls of the program wait; it says how long to wait.
+            ClosedError: the engine is draining or closed.
+        """
+        return self._calling.call(name, args, kwargs)
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Begin to run a program as `call` does, and return the future of its result.
+
+        The arguments are copied.
+        """
+        return self._calling.submit(name, args, kwargs)
+
+    @once
+    def _encoding(self) -> Encoding:
+        self._check_open()
+        encoding = self._parts.encoding()
+        weakref.finalize(self, encoding.close)
+        return encoding
+
+    @once
+    def _calling(self) -> Calling:
+        self._check_open()
+        calling = self._parts.calling()
+        weakref.finalize(self, calling.close)
+        return calling
+
+    def _check_open(self) -> None:
+        if self._is_ending:
+            raise ClosedError(
+                f"{self._parts.name}: expected an open engine, found one that takes no more calls",
+                hint="make a new one with `bundle.engine()`",
+            )
+
+    def _shared(self) -> list[Encoding | Calling]:
+        """Return what shares runs, if it was used."""
+        return [vars(self)[name] for name in ("_encoding", "_calling") if name in vars(self)]
+
     # ------------------------------------------------------------------ the engine as a whole
 
     def metrics(self) -> EngineMetrics:
         """Return what the engine has done since it was made, and its state now."""
         state, plan = CacheState(), None
-        if self.bundle.config.decoder is not None:
+        if self._parts.has_decoder:
             state, plan = self._loop.state, self.plan
         capacity = 0 if plan is None else plan.batch * plan.context
         return self._recorder.snapshot(
@@ -197,9 +306,10 @@ class Engine:
             cache_budget_bytes=None if plan is None else plan.budget_bytes,
             prefix_bytes=state.prefix_bytes,
             prefix_budget_bytes=0 if plan is None else plan.prefix_bytes,
-            programs=self.bundle.report(),
+            programs=self._parts.report(),
             fallbacks=fallback_counts(),
-            device_memory_bytes=self.bundle.device_memory_bytes(),
+            device_memory_bytes=self._parts.device_memory_bytes(),
+            micro=[each for shared in self._shared() for each in shared.metrics()],
         )
 
     def drain(self, seconds: float | None = None) -> bool:
@@ -211,13 +321,19 @@ class Engine:
         Returns:
             Whether none is left.
         """
-        if self.bundle.config.decoder is None:
-            return True
-        return self._loop.drain(seconds)
+        self._is_ending = True
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for shared in self._shared():
+            shared.drain(0.0)  # all refuse new calls before one is waited for
+        is_drained = not self._parts.has_decoder or self._loop.drain(seconds)
+        return all([is_drained, *(shared.drain(deadline) for shared in self._shared())])
 
     def close(self) -> None:
         """End all requests with ClosedError, and free the caches. Closing twice is fine."""
-        if self.bundle.config.decoder is not None:
+        self._is_ending = True
+        for shared in self._shared():
+            shared.close()
+        if self._parts.has_decoder:
             self._loop.close()
 
 

@@ -278,7 +278,9 @@ class Loop:
 
     def _resize(self, wanted: int) -> None:
         """Move to the smallest batch for this many requests, at once if it is larger, else after a while."""
-        batch = next(size for size in self._sizes if size >= max(1, wanted))
+        if not wanted:
+            return  # nobody is there: keep what the slots have cached
+        batch = next(size for size in self._sizes if size >= wanted)
         now = time.perf_counter()
         if batch >= self._batch.slots or not self._running:
             self._smaller_since = None
@@ -288,12 +290,20 @@ class Loop:
             return
         if self._smaller_since is not None and now - self._smaller_since < _SHRINK_SECONDS:
             return
-        if not self._running and not wanted:
-            return  # nobody waits: keep what the slots have cached
-        if self._batch.is_ready_for(batch):
+        if self._running:
+            batch = self._next_on_the_way(batch)
+        if batch != self._batch.slots and self._batch.is_ready_for(batch):
             moved = self._batch.resize(batch)
             self._running = {moved[slot]: ticket for slot, ticket in self._running.items()}
-            self._smaller_since = None
+
+    def _next_on_the_way(self, batch: int) -> int:
+        """Return the batch nearest to another one that the cache can be copied to, or that of now."""
+        context, now = self._decoder.contexts[0], self._batch.slots
+        for size in sorted(self._sizes, key=lambda size: abs(size - batch)):
+            between = min(now, batch) <= size <= max(now, batch)
+            if between and self._decoder.can_copy((now, context), (size, context)):
+                return size
+        return now
 
     # ------------------------------------------------------------------ what comes
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, final
 
+from prejit.runtime.base.process import text_of
+
 if TYPE_CHECKING:
     from prejit.runtime.generation.generate import Stats
     from prejit.runtime.programs.ready import ProgramReport
@@ -488,3 +490,17 @@ def host_memory_bytes() -> int:
     """Return the resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_limit_bytes(root: str = "/") -> int:
+    """Return how much memory this process may use: the limit of its container, or the machine's memory.
+
+    Args:
+        root: the directory that holds `sys`. A container sees its own limit there.
+    """
+    limit: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups 2 and 1
+        text = text_of(os.path.join(root, "sys/fs/cgroup", path)).strip()
+        if text.isdecimal():  # and not `max`
+            limit = min(limit, int(text))
+    return limit

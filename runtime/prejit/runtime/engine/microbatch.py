@@ -17,6 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
+from prejit.runtime.base import arguments
 from prejit.runtime.engine.metrics import MicroMetrics
 from prejit.runtime.errors import ClosedError, DeadlineError, QueueFullError
 
@@ -29,7 +30,7 @@ _WEIGHT_OF_LAST = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class Job(Generic[_P]):
+class SharedJob(Generic[_P]):
     """The rows of one call, which may take part in several runs.
 
     Attributes:
@@ -78,7 +79,7 @@ class Share(NamedTuple, Generic[_P]):
         start, end: which of its rows.
     """
 
-    job: Job[_P]
+    job: SharedJob[_P]
     start: int
     end: int
 
@@ -102,9 +103,28 @@ class Ran(NamedTuple):
     batches: int = 1
 
 
+@dataclass(slots=True)
+class Alone:
+    """What a run in a caller's own thread took.
+
+    Attributes:
+        padded_rows: rows that only filled the bucket.
+        batches: how many runs of the program it took.
+    """
+
+    padded_rows: int = 0
+    batches: int = 1
+
+
 def deadline_after(timeout: float | None) -> float | None:
-    """Return the time.monotonic at which a timeout in seconds ends; None: never."""
-    return None if timeout is None else time.monotonic() + timeout
+    """Return the time.monotonic at which a timeout in seconds ends; None: never.
+
+    Raises:
+        UsageError: it is no positive number.
+    """
+    if timeout is None:
+        return None
+    return time.monotonic() + arguments.number("timeout", timeout, "more than 0", lambda s: s > 0)
 
 
 def _overdue() -> DeadlineError:
@@ -141,7 +161,7 @@ class Lane(Generic[_P]):
         self._run = run
         self._queue = queue
         self._delay = delay
-        self._waiting: deque[Job[_P]] = deque()
+        self._waiting: deque[SharedJob[_P]] = deque()
         self._thread: threading.Thread | None = None
         self._is_busy = False
         self._is_draining = self._is_closed = False
@@ -151,7 +171,7 @@ class Lane(Generic[_P]):
 
     # ------------------------------------------------------------------ callers
 
-    def submit(self, job: Job[_P]) -> None:
+    def submit(self, job: SharedJob[_P]) -> None:
         """Add a job to the queue.
 
         Raises:
@@ -178,7 +198,7 @@ class Lane(Generic[_P]):
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def result(self, job: Job[_P]) -> Any:
+    def result(self, job: SharedJob[_P]) -> Any:
         """Submit a job and wait for its result. It is cancelled if the caller is interrupted.
 
         Raises:
@@ -199,8 +219,12 @@ class Lane(Generic[_P]):
             raise
 
     @contextlib.contextmanager
-    def alone(self, rows: int, padded_rows: int) -> Iterator[bool]:
-        """Yield whether the caller's own thread may run the program now: nothing runs and nothing waits.
+    def alone(self, rows: int) -> Iterator[Alone | None]:
+        """Let the caller's own thread run the program, if nothing runs and nothing waits.
+
+            with lane.alone(rows) as ran:
+                if ran is not None:
+                    return ...  # the program ran, and ran.padded_rows are counted
 
         Raises:
             ClosedError: the lane is closed or draining.
@@ -211,13 +235,14 @@ class Lane(Generic[_P]):
             if mine:
                 self._is_busy = True
         if not mine:
-            yield False
+            yield None
             return
-        started = time.monotonic()
+        ran, started = Alone(), time.monotonic()
         try:
-            yield True
+            yield ran
             with self._changed:
-                self._count(1, rows, padded_rows, 1, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self._count(1, rows, ran.padded_rows, ran.batches, seconds)
         finally:
             self._set_idle()
 
@@ -323,7 +348,7 @@ class Lane(Generic[_P]):
         """
         first, now = self._waiting[0], time.monotonic()
         shares: list[Share[_P]] = []
-        kept: deque[Job[_P]] = deque()
+        kept: deque[SharedJob[_P]] = deque()
         room = first.most or first.rows
         for job in self._waiting:
             if not room or (job is not first and (not first.most or job.key != first.key)):
@@ -362,7 +387,7 @@ class Lane(Generic[_P]):
         with self._changed:
             self._count(finished, rows, ran.padded_rows, ran.batches, ended - started)
 
-    def _finish(self, job: Job[_P], now: float) -> bool:
+    def _finish(self, job: SharedJob[_P], now: float) -> bool:
         """Give a job its result; return whether it was in time."""
         if job.is_over(now):
             return False
@@ -375,7 +400,7 @@ class Lane(Generic[_P]):
             job.future.set_result(result)
         return True
 
-    def _fail(self, job: Job[_P], error: Exception) -> None:
+    def _fail(self, job: SharedJob[_P], error: Exception) -> None:
         with self._changed:
             with contextlib.suppress(ValueError):  # its last rows were taken
                 self._waiting.remove(job)

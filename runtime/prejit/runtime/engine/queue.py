@@ -33,8 +33,9 @@ class FairQueue(Generic[_Item]):
     """Requests by priority, and by the tokens that their clients have been served. For one thread.
 
     The next request is one of the smallest priority that is waiting, and of those the first one of the client
-    that has been served the fewest tokens. A client that comes back begins where the least served one is, so
-    that nobody saves up by waiting (the virtual token counter of Sheng et al., OSDI 2024, arXiv 2401.00588).
+    that has been served the fewest tokens; if two are even, of the one with fewer running requests. A client
+    that comes back begins where the least served one is, so that nobody saves up by waiting (the virtual
+    token counter of Sheng et al., OSDI 2024, arXiv 2401.00588).
     """
 
     def __init__(self) -> None:
@@ -112,11 +113,11 @@ class FairQueue(Generic[_Item]):
         return (one for one in self._clients.values() if one.waiting or one.running)
 
     def _next_client(self) -> str | None:
-        best: tuple[int, float] | None = None
+        best: tuple[int, float, int] | None = None
         found = None
         for name, client in self._clients.items():
             if client.waiting:
-                rank = min(client.waiting), client.tokens
+                rank = min(client.waiting), client.tokens, client.running
                 if best is None or rank < best:
                     best, found = rank, name
         return found

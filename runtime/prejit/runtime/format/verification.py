@@ -72,10 +72,13 @@ class Verification:
         self.waits: list[Span] = []
         self._job_seconds = self._read_seconds = 0.0  # of all threads together
         self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
         for _ in range(min(threads, len(jobs))):
             # Not a daemon: the interpreter would stop it inside a hash function at exit.
+            thread = threading.Thread(target=self._work, name="prejit-verify")
             with contextlib.suppress(RuntimeError):  # no more threads: whoever waits runs the jobs
-                threading.Thread(target=self._work, name="prejit-verify").start()
+                thread.start()
+                self._threads.append(thread)
 
     @property
     def is_finished(self) -> bool:
@@ -125,6 +128,19 @@ class Verification:
         if not self.is_finished:
             self._help(range(len(self._jobs)))
         self.check()
+
+    def stop(self, reason: Exception) -> None:
+        """Run no more jobs and wait for the threads. Whoever waits for a job that is left gets the reason."""
+        with self._changed:
+            is_over = False
+            if self._left and self._failure is None:
+                self._failure = reason
+                is_over = self._running == 0
+            self._changed.notify_all()
+        if is_over:
+            self._end_after_failure()
+        for thread in self._threads:
+            thread.join()
 
     def _help(self, needed: Sequence[int]) -> None:
         if self.is_finished:
@@ -180,9 +196,7 @@ class Verification:
             self._is_finishing = is_last = self._left == 0
             self._changed.notify_all()
         if is_over:
-            if self._failed is not None:
-                self._failed()
-            self._forget()
+            self._end_after_failure()
         if is_last:
             if self._finished is not None:
                 self._finished()
@@ -190,6 +204,11 @@ class Verification:
                 self._is_finishing = False
                 self._changed.notify_all()
             self._forget()
+
+    def _end_after_failure(self) -> None:
+        if self._failed is not None:
+            self._failed()
+        self._forget()
 
     def _forget(self) -> None:
         """Drop the functions of the jobs, which keep the files that they read."""

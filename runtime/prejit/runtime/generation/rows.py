@@ -120,14 +120,14 @@ def checked_mask(mask: Any, vocab_size: int) -> np.ndarray[Any, Any] | None:
     if mask is None:
         return None
     try:
-        mask = np.asarray(mask)
+        allowed: np.ndarray[Any, Any] = np.asarray(mask)
     except Exception:  # a ragged list, a deleted buffer: NumPy raises whatever the object does
         arguments.refuse("token_mask", f"bool[{vocab_size}] or None", mask)
-    if mask.dtype != np.bool_ or mask.shape != (vocab_size,):
+    if allowed.dtype != np.bool_ or allowed.shape != (vocab_size,):
         raise UsageError(
-            f"token_mask: expected bool[{vocab_size}] or None, found {mask.dtype}{list(mask.shape)}"
+            f"token_mask: expected bool[{vocab_size}] or None, found {allowed.dtype}{list(allowed.shape)}"
         )
-    return mask
+    return allowed
 
 
 def check_source(source: np.ndarray[Any, Any] | None, programs: DecoderPrograms) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -72,6 +72,20 @@ class ChosenBucket:
         """The share of the bucket that is padding, from 0 to 1."""
         sizes = self.program.bucket
         return 1 - math.prod(given / sizes[name] for name, given in self.sizes.items())
+
+
+class Fitted(NamedTuple):
+    """Arguments as a bucket takes them, but for the sizes of variables that are padded.
+
+    Attributes:
+        values: the arguments in order.
+        sizes: the caller's size of each variable that is padded.
+        convert: makes a result of the kind that the caller uses: jax.Array or NumPy array.
+    """
+
+    values: list[Value]
+    sizes: Mapping[str, int]
+    convert: Callable[[DeviceArray], Any]
 
 
 @final
@@ -397,6 +411,32 @@ class Calls:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ChosenBucket:
         """Return the bucket of a program that takes nested arguments. Errors as `choose`."""
+        return self.choose(name, *self._given(name, args, kwargs))
+
+    def fitted(
+        self, program: ProgramEntry, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Fitted | None:
+        """Return nested arguments as a bucket takes them, not padded yet; None: it does not take them.
+
+        The sizes of variables in `pad` may be smaller or larger than those of the bucket.
+        """
+        static, flatten = self._given(program.name.partition("/")[0], args, kwargs)
+        given = self._leaves(program, flatten)
+        if isinstance(given, str) or self._static_misfit(program, static):
+            return None
+        arrays = self.programs.arguments(program.name)
+        leaves = list(trees.leaves(self.programs.arguments_tree(program.name)))
+        found = fit(arrays, leaves, given, program.pad or (), any_size=True)
+        if isinstance(found, str):
+            return None
+        values, sizes = found
+        padded_sizes = {name: program.bucket[name] for name in program.pad or ()}
+        return Fitted(values, padded_sizes | sizes, converter(given))
+
+    def _given(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Flatten]:
+        """Return the static arguments of a call, and what flattens the others."""
         mask = self.buckets(name)[0].mask
         static, others = _NO_STATIC, {**kwargs}
         if names := self._static[name]:
@@ -413,7 +453,7 @@ class Calls:
                 raise pytree.MisfitError(f"unexpected {pytree.spell((key,))}")
             return found
 
-        return self.choose(name, static, flatten)
+        return static, flatten
 
     def finish(self) -> None:
         """Wait until all bytes of the target are verified, before a caller gets a result.

@@ -84,6 +84,12 @@ class DispatchedCalls:
             return function(*args, **kwargs)
         return self._calls.call(name, args, kwargs)
 
+    def close(self) -> None:
+        """Forget what jaxlib dispatches, which holds executables and weights."""
+        self._functions.clear()
+        if self._on_jax is not None:
+            self._on_jax.functions.clear()
+
     def _function(self, name: str) -> Callable[..., Any] | None:
         """Return what jaxlib dispatches; None: the program cannot be dispatched."""
         calls, device = self._calls, self._calls.device

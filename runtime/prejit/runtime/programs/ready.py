@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
@@ -15,6 +15,7 @@ from prejit.runtime.base.process import Span, span
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray
+from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
@@ -113,8 +114,32 @@ class Programs:
         self._queue: list[tuple[bool, int, str]] = []
         self._queue_lock = threading.Lock()
         self._working = False
+        self._thread: threading.Thread | None = None
+        self._closed: ClosedError | None = None
         self._expected: tuple[str, ...] = ()
         self._remember: Callable[[tuple[str, ...]], object] | None = None
+
+    def close(self, reason: ClosedError) -> None:
+        """Drop all executables and weights, and wait for the thread that makes programs ready.
+
+        A request that still runs gets the reason when it needs the next program.
+        """
+        with self._queue_lock:
+            self._closed = reason
+            self._queue.clear()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        with self._lock:
+            self._ready.clear()
+            self._weights_on_device.clear()
+            self._weights = self._executables = None
+            self._portable = replace(self._portable, content=b"")
+            vars(self).pop("_compiler", None)
+
+    def _check_open(self) -> None:
+        if (reason := self._closed) is not None:
+            raise ClosedError(str(reason), hint=reason.hint)
 
     def ask(self) -> None:
         """Record that a request begins. Only the first one counts."""
@@ -133,23 +158,36 @@ class Programs:
             RejectError: its bytes are not those in the program table.
             BuildError: it had to be compiled here, and XLA failed, or this machine cannot load a library that
                 it calls.
+            ClosedError: the bundle is closed.
         """
         if (executable := self._ready.get(name)) is not None:
             return executable
         waiting = time.perf_counter()
         with self._locks[name]:
-            if name not in self._ready:
-                started = time.perf_counter()
-                self._underway.add(name)
-                try:
-                    executable, source = self._obtain(self.table[name])
-                    self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
-                    self._ready[name] = executable
-                finally:
-                    self._underway.discard(name)
-                self._failed.discard(name)
+            if (executable := self._ready.get(name)) is None:
+                executable = self._make_ready(name)
             self.waits.append(span("loading", waiting))
-            return self._ready[name]
+            return executable
+
+    def _make_ready(self, name: str) -> Executable:
+        """Obtain a program and keep it. Raises as `__getitem__`."""
+        self._check_open()
+        started = time.perf_counter()
+        self._underway.add(name)
+        try:
+            executable, source = self._obtain(self.table[name])
+        except Exception:
+            self._check_open()  # `close` may have taken what it needs
+            raise
+        finally:
+            self._underway.discard(name)
+        self._reports[name] = ProgramReport(name, source, time.perf_counter() - started)
+        self._ready[name] = executable
+        if self._closed is not None:  # `close` may have dropped the others before
+            self._ready.pop(name, None)
+            self._check_open()
+        self._failed.discard(name)
+        return executable
 
     def _obtain(self, program: ProgramEntry) -> tuple[Executable, str]:
         """Return the executable of a program and its source: loaded, compiled or kept."""
@@ -167,7 +205,9 @@ class Programs:
         Raises:
             RejectError: its bytes are not those in the program table.
             MismatchError: XLA cannot load it on this machine.
+            ClosedError: the bundle is closed.
         """
+        self._check_open()
         assert self._executables is not None
         program, path = self.table[name], self._executables.path
         serialized = self._executables.unpack(program.executable)
@@ -305,6 +345,8 @@ class Programs:
 
     def _enqueue(self, entries: list[tuple[bool, int, str]]) -> None:
         with self._queue_lock:
+            if self._closed is not None:
+                return
             for entry in entries:
                 name = entry[-1]
                 if not (name in self._ready or name in self._failed or entry in self._queue):
@@ -314,9 +356,10 @@ class Programs:
             if self._working or not self._queue:
                 return
             # Not a daemon: the interpreter would stop it inside XLA at exit, and that aborts the process.
+            thread = threading.Thread(target=self._work)
             with contextlib.suppress(RuntimeError):  # no more threads, as at exit
-                threading.Thread(target=self._work).start()
-                self._working = True
+                thread.start()
+                self._thread, self._working = thread, True
 
     def _work(self) -> None:
         while True:
@@ -337,6 +380,7 @@ class Programs:
         Raises:
             RejectError: the bundle is damaged.
             StoreError: the disk does not give its bytes.
+            ClosedError: the bundle is closed.
         """
         if name is None:
             return []
@@ -344,6 +388,7 @@ class Programs:
             return placed
         started = time.perf_counter()
         with self._lock:
+            self._check_open()
             if name not in self._weights_on_device:
                 if self._weights is not None:
                     self._weights.wait(self._config.weight_sets[name])

@@ -6,12 +6,15 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from typing import TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from tokenizers import Tokenizer as _Tokenizer
 
+from prejit.runtime.base.once import once
 from prejit.runtime.errors import ContextError, RejectError, UsageError
-from prejit.runtime.text.vocabulary import token_bytes
+
+if TYPE_CHECKING:
+    from prejit.runtime.text.token_bytes import TokenBytes
 
 T = TypeVar("T")
 
@@ -106,7 +109,14 @@ class Tokenizer:
         """Return a stream that turns the tokens after a prompt into text. Raises as `decode`, also later."""
         return TextStream(self._decode, self._token, self._special, prompt_ids)
 
-    def token_bytes(self, vocab_size: int) -> list[bytes | None]:
+    @once
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token by its id."""
+        from prejit.runtime.text.token_bytes import TokenBytes  # only log-probabilities need it
+
+        return TokenBytes(self._tokenizer)
+
+    def vocabulary(self, vocab_size: int) -> list[bytes | None]:
         """Return the bytes that each token adds to a text, in the order of token ids.
 
         Args:
@@ -118,9 +128,11 @@ class Tokenizer:
         Raises:
             UsageError: the bytes of a token depend on its neighbours, as those of BERT's tokenizers do.
         """
+        from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
+
         decoder = self._tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
-        bytes_of = token_bytes(state, self._path)
+        bytes_of = bytes_by_decoder(state, self._path)
         table: list[bytes | None] = [None] * vocab_size
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if token_id < vocab_size and token_id not in self._special:

@@ -27,16 +27,22 @@ def test_a_prompt_longer_than_a_context_is_left_out() -> None:
     assert names == ["decode/b1-c32", "prefill/b1-t16-c32"]
 
 
-def test_caches_can_be_copied_into_every_batch_and_grow_into_the_next_context() -> None:
-    specs = program_specs(manifest(Generate((2, 4), (16,), (32, 64, 128))))
+def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -> None:
+    specs = program_specs(manifest(Generate((2, 4, 8), (16,), (32, 64, 128))))
     copies = {
         (*(spec.bucket[name] for name in ("source_batch", "source_context", "batch", "context")),)
         for spec in specs
         if spec.kind == "copy"
     }
-    into_slots = {(2, context, batch, context) for batch in (2, 4) for context in (32, 64, 128)}
-    growth = {(batch, *pair, 0) for batch in (2, 4) for pair in ((32, 64), (64, 128))}
-    assert copies == into_slots | {(batch, short, batch, long) for batch, short, long, _ in growth}
+    into_slots = {(2, context, batch, context) for batch in (2, 4, 8) for context in (32, 64, 128)}
+    growth = {(batch, *pair, 0) for batch in (2, 4, 8) for pair in ((32, 64), (64, 128))}
+    grown = {(batch, short, batch, long) for batch, short, long, _ in growth}
+    neighbours = {
+        (source, context, batch, context)
+        for source, batch in ((4, 8), (8, 4), (4, 2))
+        for context in (32, 64, 128)
+    }
+    assert copies == into_slots | grown | neighbours
 
 
 def test_drafts_are_verified_in_every_bucket_where_they_are_asked_for() -> None:

@@ -343,9 +343,14 @@ def test_options_are_what_the_type_says() -> None:
     assert set(OPTIONS) == set(Options.__annotations__)
 
 
-def test_one_text_is_no_list_of_prompts(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match="prompts: expected a list of prompts, found 'abc'"):
-        bundle.generate_batch("abc")
+def test_one_text_is_a_list_of_one_and_not_of_its_characters(bundle: Bundle) -> None:
+    for prompts in ("abc", ["abc"]):
+        with pytest.raises(UsageError, match="has no tokenizer, so a prompt cannot be text"):
+            bundle.generate_batch(prompts)
+    with pytest.raises(
+        UsageError, match="prompts: expected a prompt or a list of prompts, found 5"
+    ):
+        bundle.generate_batch(5)  # type: ignore[arg-type]
 
 
 def test_options_of_sampling_beside_a_list_of_them_are_refused(bundle: Bundle) -> None:

@@ -22,7 +22,10 @@ from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.names import TITLE
 from prejit.runtime.machine.fingerprint import Fingerprint
 
-COMMANDS = ["inspect", "verify", "fingerprint", "explain", "generate", "encode", "call", "bench"]
+COMMANDS = [
+    *("inspect", "verify", "fingerprint", "explain", "generate", "encode", "call", "bench"),
+    *("serve", "replay"),
+]
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import threading
 import warnings
 import weakref
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from prejit.runtime import Bundle, Sampling, load
@@ -21,6 +24,7 @@ from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
+from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Token
 from prejit.runtime.generation.sampling import Logprob
 
@@ -811,3 +815,197 @@ def test_older_bundles_refuse_what_they_cannot_do(
     with pytest.raises(UsageError, match=error) as caught:
         older.generate([1], **asked)
     assert caught.value.hint
+
+
+# ---------------------------------------------------------------------- prompts in chunks, other sizes
+
+
+@pytest.fixture
+def short_chunks(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    """Steps of one token, and at most 3 positions of prompts in each."""
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
+    bundle.prepare()
+    return Batch(bundle.decoder, 3, prefill_tokens=3)
+
+
+def test_a_long_prompt_does_not_stop_the_others(bundle: Bundle, short_chunks: Batch) -> None:
+    batch = short_chunks
+    [first] = batch.insert(request([1, 2, 3], 30))
+    batch.step()
+    slot = batch.begin(request(TEXT[:60], 5))
+    assert batch.entering == 1
+    assert batch.free == 1
+    found: dict[int, list[Token]] = {first: [], slot: []}
+    before = 0
+    while batch.entering:
+        before += 1
+        for token in batch.step():
+            found[token.slot].append(token)
+    assert before > 10
+    assert len(found[first]) >= min(before, 29) - 2 or found[first][-1].finish_reason == "length"
+    for rest, tokens in finish(batch).items():
+        found[rest] += tokens
+    assert tuple(ids(found[slot])) == greedy(bundle, TEXT[:60], 5).token_ids
+    assert tuple(ids(found[first])) == greedy(bundle, [1, 2, 3], 30).token_ids[1:]
+
+
+def test_prompts_in_chunks_take_turns(bundle: Bundle, short_chunks: Batch) -> None:
+    batch = short_chunks
+    batch.insert(request([1, 2, 3], 60))
+    long, short = batch.begin(request(TEXT[:60], 3)), batch.begin(request(TEXT[:9], 3))
+    order = []
+    found: dict[int, list[Token]] = {}
+    while batch.entering:
+        for token in batch.step():
+            found.setdefault(token.slot, []).append(token)
+            order.append(token.slot)
+    assert order.index(short) < order.index(long)
+    for rest, tokens in finish(batch).items():
+        found[rest] += tokens
+    assert tuple(ids(found[short])) == greedy(bundle, TEXT[:9], 3).token_ids
+    assert tuple(ids(found[long])) == greedy(bundle, TEXT[:60], 3).token_ids
+
+
+def test_a_prompt_that_is_evicted_half_computed_leaves_nothing(
+    bundle: Bundle, short_chunks: Batch
+) -> None:
+    batch = short_chunks
+    batch.insert(request([1, 2, 3], 40))
+    batch.step()
+    slot = batch.begin(request(TEXT[:60], 5))
+    batch.step()
+    batch.step()
+    batch.evict(slot)
+    assert batch.entering == 0
+    again = batch.begin(request(TEXT[:50], 5))
+    found: list[Token] = []
+    while len(ids(found)) < 5:
+        found += [token for token in batch.step() if token.slot == again]
+    assert tuple(ids(found)) == greedy(bundle, TEXT[:50], 5).token_ids
+    batch.close()
+
+
+@pytest.mark.parametrize("context", [24, 72])
+def test_slots_move_to_another_batch_and_back(
+    bundle: Bundle, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request in the smallest batch; two more join in a larger one; the last one goes back alone."""
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
+    bundle.prepare()
+    batch = Batch(bundle.decoder, 1, largest=(3, context))
+    prompt = TEXT[: context // 4]
+    [slot] = batch.insert(request(prompt, 16, sampling=Sampling(repetition_penalty=1.5)))
+    found = batch.step()
+    assert batch.is_ready_for(3)
+    slot = batch.resize(3)[slot]
+    assert (batch.slots, batch.free) == (3, 2)
+    others = batch.insert(request([4, 5], 2), request([6], 3))
+    beside = []
+    while batch.free < 2:
+        for token in batch.step():
+            (found if token.slot == slot else beside).append(token)
+    assert {token.slot for token in beside} == set(others)
+    assert batch.is_ready_for(1)
+    assert batch.resize(1) == {slot: 0}
+    assert batch.slots == 1
+    found += finish(batch).get(0, [])
+    expected = bundle.generate(prompt, max_new_tokens=16, stop_token_ids=(), repetition_penalty=1.5)
+    assert tuple(ids(found)) == expected.token_ids[: len(ids(found))]
+    assert len(ids(found)) == min(16, context - len(prompt) + 1)
+
+
+def test_slots_do_not_move_while_more_are_live_or_prompts_are_computed(bundle: Bundle) -> None:
+    batch = bundle.batch(3)
+    batch.insert(request([1], 9), request([2], 9))
+    batch.step()
+    with pytest.raises(UsageError, match="found 2 live slots"):
+        batch.resize(1)
+    batch.begin(request([3], 9))
+    with pytest.raises(UsageError, match="no prompt on its way"):
+        batch.resize(3)
+    batch.close()
+    assert batch.resize(1) == {}
+
+
+_ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["insert", "begin"]), st.integers(0, 11)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("evict"), st.integers(0, 2)),
+        st.tuples(st.just("resize"), st.sampled_from([1, 3])),
+    ),
+    min_size=4,
+    max_size=25,
+)
+
+
+@settings(max_examples=int(os.environ.get("PREJIT_BATCH_EXAMPLES", "25")), deadline=None)
+@given(actions=_ACTIONS, prefixes=st.booleans())
+def test_texts_do_not_depend_on_what_happens_beside_them(
+    bundle: Bundle, expected: Callable[[int], list[int]], actions: list[Any], prefixes: bool
+) -> None:
+    """Requests come whole or in chunks, leave early, and move between batches, in any order."""
+    bundle.prepare()
+    kept = PrefixCache(bundle.decoder, 1 << 20) if prefixes else None
+    batch = Batch(bundle.decoder, 1, prefill_tokens=3, prefixes=kept)
+    running: dict[int, tuple[int, list[Token]]] = {}
+    ended: list[tuple[int, list[Token]]] = []
+
+    def step() -> None:
+        for token in batch.step():
+            running[token.slot][1].append(token)
+            if token.finish_reason is not None:
+                ended.append(running.pop(token.slot))
+
+    for name, number in [*actions, ("step", 40)]:
+        if name in ("insert", "begin") and batch.free:
+            asked = numbered(number)
+            slot = batch.begin(asked) if name == "begin" else batch.insert(asked)[0]
+            running[slot] = number, []
+        elif name == "evict":
+            batch.evict(number % batch.slots)
+            running.pop(number % batch.slots, None)
+        elif name == "resize":
+            step()  # no token waits any more
+            fits = batch.entering == 0 and len(running) <= number and batch.is_ready_for(number)
+            moved = batch.resize(number) if fits else {}
+            if moved:
+                running = {moved[slot]: one for slot, one in running.items()}
+        elif name == "step":
+            for _ in range(number):
+                step()
+    while running:
+        step()
+    assert batch.free == batch.slots
+    for number, tokens in ended:
+        assert ids(tokens) == expected(number)
+
+
+def numbered(number: int) -> Request:
+    """One of twelve requests; some begin alike, some sample, some have penalties or logprobs."""
+    prompt = [*TEXT[:20], number] if number % 3 == 0 else TEXT[number : number * 4 + 1]
+    return request(
+        prompt,
+        2 + number,
+        sampling=Sampling(
+            temperature=0.0 if number % 2 else 0.8,
+            seed=number,
+            frequency_penalty=0.7 if number % 4 == 1 else 0.0,
+        ),
+        logprobs=1 if number % 5 == 0 else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(bundle: Bundle) -> Callable[[int], list[int]]:
+    """The tokens of each numbered request in a batch of its own."""
+    known: dict[int, list[int]] = {}
+
+    def find(number: int) -> list[int]:
+        if number not in known:
+            batch = Batch(bundle.decoder, 1)
+            batch.insert(numbered(number))
+            known[number] = ids(finish(batch)[0])
+        return known[number]
+
+    return find

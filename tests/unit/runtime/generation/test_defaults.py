@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prejit.runtime import Bundle, Sampling, load
-from prejit.runtime.errors import RejectError
+from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.generation.defaults import Defaults, check_generation, parse
 
 PROMPT = [1, 2, 3]
@@ -80,6 +80,19 @@ def test_what_a_caller_gives_goes_before_the_bundles_defaults(
         sampling.generate_batch([PROMPT], sampling=complete)[0].token_ids
         == plain.generate(PROMPT, temperature=0.7, seed=3, max_new_tokens=9).token_ids
     )
+
+
+def test_a_bundle_that_is_loaded_without_its_generation_config_ignores_it(
+    sampling_dir: Path, plain: Bundle
+) -> None:
+    bare = load(sampling_dir, generation_config=False)
+    assert bare.defaults == Defaults()
+    given: dict[str, Any] = {"max_new_tokens": 9}
+    expected = plain.generate(PROMPT, **given).token_ids
+    assert bare.generate(PROMPT, **given).token_ids == expected
+    assert bare.session().generate(PROMPT, **given).token_ids == expected
+    with pytest.raises(UsageError, match="generation_config: expected True or False, found 'no'"):
+        load(sampling_dir, generation_config="no")  # type: ignore[arg-type]
 
 
 def test_none_is_an_option_that_is_not_given(sampling: Bundle) -> None:

@@ -1,0 +1,183 @@
+"""Measure what sharing runs gives to many callers: a tiny program, an MLP and an encoder, one row per call.
+
+    python -m benchmarks.studies.microbatch [--rounds 7] [--seconds 1.0] [--name NAME]
+
+Writes benchmarks/results/NAME.json and .md. In each round the ways take turns, each for some seconds: threads
+that call the bundle, and threads that call its engine. The programs have buckets of 1, 4 and 16 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.measure import Spread, progress
+from benchmarks.harness.report import Table
+from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, load
+
+THREADS = (1, 16)
+BUCKETS = (1, 4, 16)
+WIDTH, INNER = 512, 2048
+SENTENCE = "several words of one short sentence"
+
+Call = Callable[[], Any]
+
+
+def tiny(x: Any) -> Any:
+    """Return the hyperbolic tangent of 128 numbers of each row."""
+    return jnp.tanh(x)
+
+
+def mlp(weights: Any, x: Any) -> Any:
+    """Return one layer of 512 x 2048 x 512, whose weights are 8 MB."""
+    return jax.nn.gelu(x @ weights["up"]) @ weights["down"]
+
+
+def programs(bench: Bench) -> Bundle:
+    """Build the two programs and load them."""
+    random = np.random.default_rng(0)
+    weights = {
+        "up": random.standard_normal((WIDTH, INNER), np.float32) / WIDTH**0.5,
+        "down": random.standard_normal((INNER, WIDTH), np.float32) / INNER**0.5,
+    }
+    how: Any = {"buckets": {"batch": BUCKETS}, "pad": ["batch"]}
+    made = [
+        Program("tiny", fn=tiny, args=["float32[{batch}, 128]"], **how),
+        Program("mlp", fn=mlp, args=[f"float32[{{batch}}, {WIDTH}]"], params=weights, **how),
+    ]
+    cache = bench.directory / "build-cache"
+    built = build(made, bench.directory / "bundles", name="shared", cache=cache, quiet=True)
+    return load(built.path, on_mismatch="error")
+
+
+def encoder(bench: Bench) -> Bundle:
+    """Build the encoder of MiniLM's shape and load it."""
+    bench.model("minilm")
+    shapes = json.dumps([[batch, 16] for batch in BUCKETS])
+    manifest = (
+        '[bundle]\nname = "shared-encoder"\n\n[model]\nsource = "minilm"\n\n'
+        f'[encode]\nshapes = {shapes}\n\n[[target]]\nname = "cpu-host"\n'
+    )
+    return load(bench.built_manifest("shared-encoder", manifest), on_mismatch="error")
+
+
+def calls(bench: Bench) -> dict[str, dict[str, Call]]:
+    """Return the ways of each call."""
+    functions, sentences = programs(bench), encoder(bench)
+    sentences.prepare()
+    of_functions, of_sentences = functions.engine(), sentences.engine()
+    row, wide = np.ones((1, 128), np.float32), np.ones((1, WIDTH), np.float32)
+    return {
+        "tiny: tanh of 128 numbers": {
+            "bundle": lambda: functions.call("tiny", row),
+            "engine": lambda: of_functions.call("tiny", row),
+        },
+        "MLP 512 x 2048 x 512": {
+            "bundle": lambda: functions.call("mlp", wide),
+            "engine": lambda: of_functions.call("mlp", wide),
+        },
+        "encoder of MiniLM's shape, 16 tokens": {
+            "bundle": lambda: sentences.encode_batch(SENTENCE),
+            "engine": lambda: of_sentences.encode(SENTENCE),
+        },
+    }
+
+
+def rate(call: Call, threads: int, seconds: float) -> float:
+    """Return how many calls a second some threads make together."""
+    counts = [0] * threads
+    begun = threading.Barrier(threads + 1)
+    end = [0.0]
+
+    def work(number: int) -> None:
+        begun.wait()
+        while time.perf_counter() < end[0]:
+            call()
+            counts[number] += 1
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    end[0] = time.perf_counter() + seconds
+    started = time.perf_counter()
+    begun.wait()
+    for worker in workers:
+        worker.join()
+    return sum(counts) / (time.perf_counter() - started)
+
+
+def measure(
+    ways: dict[str, dict[str, Call]], rounds: int, seconds: float
+) -> dict[str, dict[str, list[float]]]:
+    """Return calls a second by call, threads and way: `{"tiny: ...": {"16 bundle": [...]}}`."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    for number in range(rounds + 1):
+        for name, both in ways.items():
+            for threads in THREADS:
+                order = list(both.items())
+                for way, call in order if number % 2 else order[::-1]:
+                    value = rate(call, threads, seconds if number else min(seconds, 0.3))
+                    if number:
+                        found[name].setdefault(f"{threads} {way}", []).append(value)
+        progress(f"round {number}/{rounds}" if number else "warm-up")
+    return found
+
+
+def table(found: dict[str, dict[str, list[float]]]) -> Table:
+    """Return medians, least and greatest, and the median of the ratios within each round."""
+    rows = []
+    for name, samples in found.items():
+        for threads in THREADS:
+            alone, shared = samples[f"{threads} bundle"], samples[f"{threads} engine"]
+            ratio = float(np.median([b / a for a, b in zip(alone, shared, strict=True)]))
+            rows.append((name, str(threads), _cell(alone), _cell(shared), f"{ratio:.2f}"))
+    return Table(
+        "One row a call: calls a second",
+        ("call", "threads", "`Bundle`", "`Engine`", "ratio"),
+        rows,
+        "Medians, with the least and the greatest of the rounds. The ratio is the median of those within "
+        "each round.",
+    )
+
+
+def _cell(values: list[float]) -> str:
+    spread = Spread.of(values)
+    return f"{spread.median:,.0f} [{spread.low:,.0f}..{spread.high:,.0f}]"
+
+
+def main() -> None:
+    """Parse the command line, measure, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each way in each round")
+    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-microbatch")
+    given = parser.parse_args()
+    use_two_cores()
+    bench = Bench(bench_directory(), given.rounds, False)
+    bench.directory.mkdir(parents=True, exist_ok=True)
+    facts = begin(given.rounds)
+    samples = measure(calls(bench), given.rounds, given.seconds)
+    facts |= {"samples": samples, "load_average_after": os.getloadavg()[0]}
+    on = facts["machine"]
+    head = (
+        f"# Shared runs\n\n{facts['date']}, {on['cpu']}, {on['cores']} cores. {given.rounds} rounds in "
+        f"turns, on a machine with a load of {on['load_average']:.1f} before and "
+        f"{facts['load_average_after']:.1f} after. `python -m benchmarks.studies.microbatch` repeats it.\n\n"
+    )
+    save(RESULTS, given.name, facts, head + table(samples).markdown())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Write dashboards, alert rules and runbooks into a directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.observe.alerts import as_rules
+from prejit.runtime.observe.dashboards import DASHBOARDS, as_grafana
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def files(runbooks: str) -> dict[str, str]:
+    """Return the text of every file by its path in the directory.
+
+    Args:
+        runbooks: where the runbooks will be: a URL, or a path that people who get alerts understand.
+    """
+    found = {
+        str(path.relative_to(_TEMPLATES)): path.read_text(encoding="utf-8")
+        for path in sorted(_TEMPLATES.rglob("*.*"))
+    }
+    found["prometheus/prejit.rules.yml"] = as_rules(runbooks.rstrip("/"))
+    for dashboard in DASHBOARDS:
+        text = json.dumps(as_grafana(dashboard), indent=2)
+        found[f"grafana/{dashboard.name}.json"] = f"{text}\n"
+    return found
+
+
+def write(directory: Path, *, runbooks: str, force: bool) -> list[str]:
+    """Write every file, and return their paths in the directory.
+
+    Args:
+        directory: where to; it is made if it is missing.
+        runbooks: as of `files`.
+        force: whether to overwrite files that have other content.
+
+    Raises:
+        UsageError: a file exists with other content, and `force` is not set. Nothing is written then.
+        StoreError: a file cannot be read or written.
+    """
+    wanted = files(runbooks)
+    try:
+        if not force:
+            _refuse_to_overwrite(directory, wanted)
+        for path, text in wanted.items():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{error.filename}: cannot write: {error.strerror}") from error
+    return sorted(wanted)
+
+
+def _refuse_to_overwrite(directory: Path, wanted: dict[str, str]) -> None:
+    changed = [
+        path
+        for path, text in wanted.items()
+        if (directory / path).exists() and (directory / path).read_bytes() != text.encode()
+    ]
+    if changed:
+        raise UsageError(
+            f"{directory}: expected no other version of the files to write, found {', '.join(changed)}",
+            hint="write into another directory and compare, or overwrite them with --force",
+        )

@@ -1,0 +1,38 @@
+"""The application of the server: its routes, its errors, and the gate that every request passes."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from prejit.runtime.server import errors, health, prometheus
+from prejit.runtime.server.gate import Gate
+from prejit.runtime.server.inference import routes as inference
+from prejit.runtime.server.openai import routes as openai
+from prejit.runtime.server.openai.openapi import openapi_route
+from prejit.runtime.server.page import routes as page
+from prejit.runtime.server.served import Models
+from prejit.runtime.server.settings import Settings
+
+
+def make_app(models: Models, settings: Settings) -> Starlette:
+    """Return the ASGI application of a server.
+
+    Args:
+        models: the served bundles; more may be added later.
+        settings: its limits.
+    """
+    return Starlette(
+        routes=[
+            *health.routes(models, settings),
+            *inference.routes(models, settings),
+            *openai.routes(models, settings),
+            openapi_route(openai.OPERATIONS),
+            *prometheus.routes(models),
+            *page.routes(models),
+        ],
+        middleware=[Middleware(Gate, models=models, settings=settings)],
+        # Starlette answers its own HTTPException in its own form; all other errors reach the gate.
+        exception_handlers={HTTPException: errors.handle},
+    )

@@ -1,0 +1,227 @@
+"""The programs of the served bundles as models of the Open Inference Protocol.
+
+A program is the model `BUNDLE.PROGRAM`, and `PROGRAM` too if no other served bundle has one of that name.
+Its arguments and results are tensors, named by their place: `x`, `batch.tokens`, `layers.0`. A single result
+that has no place is `result`. Static arguments are parameters of a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from prejit.runtime.base.once import once
+from prejit.runtime.errors import UsageError
+from prejit.runtime.format import trees
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
+from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.programs import pytree
+from prejit.runtime.server.inference.tensors import datatype_of
+from prejit.runtime.server.served import ModelNotFoundError, Models, Served
+
+WHOLE = "result"
+"""The name of a tensor that is all that a program returns, or takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An argument or a result.
+
+    Attributes:
+        name: its place, by dots.
+        datatype: the protocol's name of its dtype.
+        shape: its extents; -1 where buckets differ or a caller may give less.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the buckets of a program with the same tree take and give.
+
+    Attributes:
+        arguments: the tree of arguments.
+        inputs: the arguments of each bucket, in the order of the leaves.
+        results: the results of each bucket.
+        optional: names of arguments that a caller may leave out.
+    """
+
+    arguments: trees.Node
+    inputs: tuple[tuple[Array, ...], ...]
+    results: tuple[tuple[Array, ...], ...]
+    optional: frozenset[str]
+
+
+@final
+class Model:
+    """A program of a bundle, all buckets of it.
+
+    Attributes:
+        served: the bundle.
+        program: name of the program.
+        static: the values of each static argument, by its name.
+    """
+
+    def __init__(self, served: Served, program: str, buckets: Sequence[ProgramEntry]) -> None:
+        """Read the program table.
+
+        Raises:
+            RejectError: it is damaged.
+        """
+        self.served = served
+        self.program = program
+        self.static: dict[str, list[trees.Constant]] = {}
+        forms: dict[str, list[ProgramEntry]] = {}
+        for bucket in buckets:
+            forms.setdefault(bucket.arguments_tree or "", []).append(bucket)
+            for name, value in check_static(bucket, bucket.name).items():
+                known = self.static.setdefault(name, [])
+                if value not in known:
+                    known.append(value)
+        self._forms = [self._form(each) for each in forms.values()]
+
+    def _form(self, buckets: Sequence[ProgramEntry]) -> _Form:
+        config = self.served.bundle.config
+        inputs, results = [], []
+        for each in buckets:
+            where = f"{config.bundle}: program table of {config.target}: {each.name}"
+            inputs.append(check_arrays(each.arguments, each.kind, config.mesh, where))
+            results.append(check_arrays(each.results, each.kind, config.mesh, where))
+        tree = check_tree(buckets[0].arguments_tree, inputs[0], buckets[0].name)
+        assert isinstance(tree, trees.Node)  # arguments are a list or a dict
+        mask = buckets[0].mask
+        optional = frozenset() if mask is None else frozenset((mask,))
+        return _Form(tree, tuple(inputs), tuple(results), optional)
+
+    @once
+    def inputs(self) -> list[Tensor]:
+        """The tensors that the program takes.
+
+        Raises:
+            UsageError: the protocol has no name for a dtype.
+        """
+        return _tensors([each for form in self._forms for each in form.inputs])
+
+    @once
+    def outputs(self) -> list[Tensor]:
+        """The tensors that the program gives. Errors as `inputs`."""
+        return _tensors([each for form in self._forms for each in form.results])
+
+    def arguments(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments that hold these arrays.
+
+        Args:
+            given: arrays by the names of tensors.
+
+        Raises:
+            UsageError: a tensor is missing, or there is one that the program does not take.
+        """
+        for form in self._forms:
+            if _names(form.arguments) - form.optional <= given.keys() <= _names(form.arguments):
+                return _nested(form, given)
+        names = _names(self._forms[0].arguments)
+        missing = sorted(names - self._forms[0].optional - given.keys())
+        unknown = sorted(given.keys() - names)
+        found = f"{missing[0]!r} missing" if missing else f"{unknown[0]!r:.200}"
+        raise UsageError(
+            f"inputs: expected {', '.join(sorted(names)) or 'none'} for {self.program!r}, found {found}"
+        )
+
+
+@final
+class Programs:
+    """The models of a server by name."""
+
+    def __init__(self, models: Models) -> None:
+        """Find the programs of the served bundles."""
+        self._by_name: dict[str, Model] = {}
+        alone: dict[str, list[Model]] = {}
+        for served in models:
+            buckets: dict[str, list[ProgramEntry]] = {}
+            for entry in served.bundle.config.programs:
+                if entry.kind == "call":
+                    buckets.setdefault(entry.name.partition("/")[0], []).append(entry)
+            for name, entries in buckets.items():
+                model = Model(served, name, entries)
+                alone.setdefault(name, []).append(model)
+                self._by_name[f"{served.name}.{name}"] = model
+        for name, found in alone.items():
+            if len(found) == 1:
+                self._by_name.setdefault(name, found[0])
+
+    def get(self, name: str) -> Model:
+        """Return the model of that name.
+
+        Raises:
+            ModelNotFoundError: there is none.
+        """
+        if (found := self._by_name.get(name)) is None:
+            known = ", ".join(sorted(self._by_name)) or "none: the bundles hold no [[program]]"
+            raise ModelNotFoundError(f"expected one of the models ({known}), found {name!r:.200}")
+        return found
+
+
+def results(value: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of what a program returned, by the names of tensors."""
+    return {pytree.dotted(path) or WHOLE: array for path, array in _leaves(value, ())}
+
+
+def _leaves(value: Any, at: trees.Path) -> Iterator[tuple[trees.Path, np.ndarray[Any, Any]]]:
+    """Yield each array of a result with its path. What else it has are constants and None."""
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif hasattr(value, "_fields"):
+        parts = zip(value._fields, value, strict=True)
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif dataclasses.is_dataclass(value):
+        parts = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
+    elif hasattr(value, "dtype"):
+        yield at, np.asarray(value)
+    for key, part in parts:
+        yield from _leaves(part, (*at, key))
+
+
+def _names(tree: trees.Tree) -> frozenset[str]:
+    return frozenset(pytree.dotted(path) for path in trees.paths(tree))
+
+
+def _nested(form: _Form, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments as the function takes them."""
+    values: dict[trees.Key, Any] = {}
+    for key, child in zip(form.arguments.keys, form.arguments.children, strict=True):
+        names = [pytree.dotted((key, *path)) for path in trees.paths(child)]
+        if names and names[0] not in given:
+            continue  # the mask, which the engine makes
+        values[key] = pytree.unflatten(child, (given[name] for name in names))
+    if form.arguments.kind == "dict":
+        return (), {str(key): value for key, value in values.items()}
+    return tuple(values.values()), {}
+
+
+def _tensors(buckets: Sequence[tuple[Array, ...]]) -> list[Tensor]:
+    """Return the tensors of all buckets; an extent in which they differ is -1."""
+    found: dict[str, Tensor] = {}
+    for arrays in buckets:
+        for array in arrays:
+            name = pytree.dotted(array.path) or WHOLE
+            open_ = array.variables or ("",) * len(array.shape)
+            shape = tuple(
+                -1 if variable else extent
+                for variable, extent in zip(open_, array.shape, strict=True)
+            )
+            if (known := found.get(name)) is not None:
+                same = len(known.shape) == len(shape)
+                pairs = zip(known.shape, shape, strict=True) if same else ()
+                shape = tuple(a if a == b else -1 for a, b in pairs)
+            found[name] = Tensor(name, datatype_of(array.dtype, name), shape)
+    return list(found.values())

@@ -1,0 +1,292 @@
+"""/v2: the Open Inference Protocol, with the extension of binary tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from typing import Any, final
+
+import msgspec
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
+from prejit.runtime.server.inference import tensors
+from prejit.runtime.server.inference.models import Model, Programs, results
+from prejit.runtime.server.served import Models
+from prejit.runtime.server.settings import Settings
+
+VERSION = "1"
+"""The only version of each model."""
+
+_JSON_LENGTH = "Inference-Header-Content-Length"
+"""The header that says how long the JSON is, if bytes follow it."""
+_SMALL_BYTES = 1 << 14
+"""A larger body is read and written in a thread, so that other requests go on."""
+_PROTOCOL_PARAMETERS = frozenset(
+    ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+)
+"""Parameters of a request that belong to the protocol; the others are static arguments."""
+
+
+class Input(msgspec.Struct):
+    """A tensor of a request.
+
+    Attributes:
+        name, shape, datatype: as in the metadata of the model.
+        data: JSON numbers; None: the bytes follow the JSON.
+        parameters: `binary_data_size` is the number of those bytes.
+    """
+
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list[Any] | None = None
+    parameters: dict[str, Any] = {}
+
+
+class Wanted(msgspec.Struct):
+    """A result that a request names; `binary_data` in its parameters asks for bytes."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class InferRequest(msgspec.Struct):
+    """The JSON of an inference.
+
+    Attributes:
+        inputs: the tensors.
+        id: comes back in the response.
+        parameters: `binary_data_output`, and static arguments.
+        outputs: the results that the client wants; None: all.
+    """
+
+    inputs: list[Input] = []
+    id: str | None = None
+    parameters: dict[str, Any] = {}
+    outputs: list[Wanted] | None = None
+
+
+def routes(models: Models, settings: Settings) -> list[Route]:
+    """Return the routes of /v2."""
+    protocol = _Protocol(models)
+    model = "/v2/models/{name}"
+    versioned = model + "/versions/{version}"
+    found = [
+        Route("/v2", protocol.server),
+        Route("/v2/health/live", protocol.live),
+        Route("/v2/health/ready", protocol.ready),
+    ]
+    for path in (model, versioned):
+        found += [
+            Route(path, protocol.metadata),
+            Route(f"{path}/ready", protocol.model_ready),
+            Route(f"{path}/infer", protocol.infer, methods=["POST"]),
+        ]
+    return found
+
+
+@final
+class _Protocol:
+    """The handlers."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._known: tuple[int, Programs] | None = None
+
+    async def server(self, request: Request) -> Response:
+        """Answer what this server is."""
+        described = {
+            "name": "prejit",
+            "version": version("prejit"),
+            "extensions": ["binary_tensor_data"],
+        }
+        return _json(described)
+
+    async def live(self, request: Request) -> Response:
+        """Answer that the process runs."""
+        return _json({"live": True})
+
+    async def ready(self, request: Request) -> Response:
+        """Answer whether all bundles are loaded and nothing is left to compile."""
+        ready = self._models.state == "ready"
+        headers = {} if ready else {"Retry-After": str(RETRY_SECONDS)}
+        return _json({"ready": ready}, 200 if ready else 503, headers)
+
+    async def metadata(self, request: Request) -> Response:
+        """Answer what a model takes and gives."""
+        model = self._model(request)
+        return _json(
+            {
+                "name": request.path_params["name"],
+                "versions": [VERSION],
+                "platform": "prejit",
+                "inputs": model.inputs,
+                "outputs": model.outputs,
+            }
+        )
+
+    async def model_ready(self, request: Request) -> Response:
+        """Answer that a model is ready; the server refuses this path before it is."""
+        self._model(request)
+        return _json({"name": request.path_params["name"], "ready": True})
+
+    async def infer(self, request: Request) -> Response:
+        """Run a program."""
+        model = self._model(request)
+        body = await request.body()
+        length = request.headers.get(_JSON_LENGTH)
+        if len(body) > _SMALL_BYTES:
+            asked, given = await run_in_threadpool(_read, body, length, model)
+        else:
+            asked, given = _read(body, length, model)
+        args, kwargs = model.arguments(given)
+        kwargs |= _static(asked, model)
+        value = await asyncio.wrap_future(
+            model.served.engine.submit_call(model.program, *args, **kwargs)
+        )
+        name = request.path_params["name"]
+        arrays = results(value)
+        if sum(array.nbytes for array in arrays.values()) > _SMALL_BYTES:
+            return await run_in_threadpool(_answer, asked, name, arrays)
+        return _answer(asked, name, arrays)
+
+    def _model(self, request: Request) -> Model:
+        """Return the model of a path.
+
+        Raises:
+            ModelNotFoundError, ApiError: there is no such model or version.
+        """
+        if self._known is None or self._known[0] != len(self._models):
+            self._known = len(self._models), Programs(self._models)
+        model = self._known[1].get(request.path_params["name"])
+        if (found := request.path_params.get("version", VERSION)) != VERSION:
+            raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")
+        return model
+
+
+def _read(
+    body: bytes, length: str | None, model: Model
+) -> tuple[InferRequest, dict[str, np.ndarray[Any, Any]]]:
+    """Return the JSON of a request, and its tensors by name.
+
+    Raises:
+        UsageError, msgspec.DecodeError: they are not what the protocol says, or not what the model takes.
+    """
+    end = len(body)
+    if length is not None:
+        if not (length.isascii() and length.isdecimal() and int(length) <= len(body)):
+            raise UsageError(f"{_JSON_LENGTH}: expected 0 to {len(body)}, found {length!r:.80}")
+        end = int(length)
+    view = memoryview(body)
+    asked = msgspec.json.decode(view[:end], type=InferRequest)
+    expected = {tensor.name: tensor.datatype for tensor in model.inputs}
+    given: dict[str, np.ndarray[Any, Any]] = {}
+    at = end
+    for tensor in asked.inputs:
+        where = f"inputs: {tensor.name!r:.80}"
+        if tensor.name in given:
+            raise UsageError(f"{where}: expected each tensor once, found it twice")
+        dtype = tensors.dtype_of(tensor.datatype, where)
+        wanted = expected.get(tensor.name, tensor.datatype)
+        if tensor.datatype != wanted:
+            raise UsageError(f"{where}: datatype: expected {wanted}, found {tensor.datatype}")
+        size = tensor.parameters.get("binary_data_size")
+        if (name := _foreign(tensor.parameters)) is not None:
+            raise UsageError(f"{where}: expected data in the request, found the parameter {name!r}")
+        shape = tuple(tensor.shape)
+        if size is None:
+            given[tensor.name] = tensors.from_json(tensor.data, dtype, shape, where)
+            continue
+        if type(size) is not int or not 0 <= size <= len(body) - at or tensor.data is not None:
+            raise UsageError(
+                f"{where}: binary_data_size: expected at most the {len(body) - at} bytes that are left, "
+                f"and no data beside them, found {size!r:.80}"
+            )
+        given[tensor.name] = tensors.from_bytes(view[at : at + size], dtype, shape, where)
+        at += size
+    if at != len(body):
+        raise UsageError(f"body: expected {at} bytes in all, found {len(body)}")
+    return asked, given
+
+
+def _foreign(parameters: dict[str, Any]) -> str | None:
+    """Return the name of a parameter about shared memory, or of classes in place of numbers; None: none."""
+    return next(
+        (
+            name
+            for name in parameters
+            if name.startswith("shared_memory") or name == "classification"
+        ),
+        None,
+    )
+
+
+def _static(asked: InferRequest, model: Model) -> dict[str, Any]:
+    """Return the static arguments among the parameters of a request.
+
+    Raises:
+        UsageError: there is a parameter that the program does not have.
+    """
+    given = {k: v for k, v in asked.parameters.items() if k not in _PROTOCOL_PARAMETERS}
+    if unknown := given.keys() - model.static.keys():
+        known = ", ".join(sorted(model.static)) or "none"
+        raise UsageError(
+            f"parameters: expected static arguments of {model.program!r} ({known}), "
+            f"found {min(unknown)!r:.80}"
+        )
+    return given
+
+
+def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Response:
+    """Return the response with the results that a request wants.
+
+    Raises:
+        UsageError: there is no result of a name, or the protocol has no name for its dtype.
+    """
+    in_bytes = asked.parameters.get("binary_data_output") is True
+    wanted = [(each, in_bytes) for each in arrays]
+    if asked.outputs is not None:
+        wanted = [
+            (o.name, o.parameters.get("binary_data", in_bytes) is True) for o in asked.outputs
+        ]
+        for each in asked.outputs:
+            if each.name not in arrays:
+                raise UsageError(f"outputs: expected {', '.join(arrays)}, found {each.name!r:.80}")
+            if (foreign := _foreign(each.parameters)) is not None:
+                raise UsageError(
+                    f"outputs: {each.name!r}: expected the result itself, found the parameter {foreign!r}"
+                )
+    described: list[dict[str, Any]] = []
+    behind: list[bytes] = []
+    for each, binary in wanted:
+        array = arrays[each]
+        datatype = tensors.datatype_of(array.dtype.name, each)
+        one: dict[str, Any] = {"name": each, "datatype": datatype, "shape": list(array.shape)}
+        if binary:
+            behind.append(array.tobytes())
+            one["parameters"] = {"binary_data_size": len(behind[-1])}
+        else:
+            one["data"] = tensors.to_json(array)
+        described.append(one)
+    content: dict[str, Any] = {"model_name": name, "model_version": VERSION, "outputs": described}
+    if asked.id is not None:
+        content["id"] = asked.id
+    if not behind:
+        return _json(content)
+    head = msgspec.json.encode(content)
+    headers = {_JSON_LENGTH: str(len(head))}
+    return Response(
+        b"".join([head, *behind]), headers=headers, media_type="application/octet-stream"
+    )
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
+    )

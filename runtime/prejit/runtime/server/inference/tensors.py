@@ -1,0 +1,156 @@
+"""Arrays as the Open Inference Protocol writes them: JSON numbers, or bytes behind the JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from prejit.runtime.errors import UsageError
+
+_DATATYPES = {
+    "bool": "BOOL",
+    **{
+        f"{sign}int{bits}": f"{sign}int{bits}".upper()
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+    "bfloat16": "BF16",
+}
+"""The protocol's names of dtypes."""
+_NUMPY = {
+    datatype: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    for name, datatype in _DATATYPES.items()
+}
+_MAX_BYTES = 1 << 40
+"""A shape that asks for more is a mistake, whatever the body's size."""
+
+
+def datatype_of(dtype: str, where: str) -> str:
+    """Return the protocol's name of a dtype.
+
+    Args:
+        dtype: NumPy's or ml_dtypes's name.
+        where: the tensor, for errors.
+
+    Raises:
+        UsageError: the protocol has no name for it.
+    """
+    if (found := _DATATYPES.get(dtype)) is None:
+        raise UsageError(
+            f"{where}: expected a dtype of the Open Inference Protocol, found {dtype}",
+            hint=f"it has {', '.join(_DATATYPES)}: let the program take and return one of these",
+        )
+    return found
+
+
+def dtype_of(datatype: str, where: str) -> np.dtype[Any]:
+    """Return the dtype of a protocol's name.
+
+    Raises:
+        UsageError: there is no such name, or it is BYTES, which no program takes.
+    """
+    if (found := _NUMPY.get(datatype)) is None:
+        hint = None
+        if datatype == "BYTES":
+            hint = "programs take numbers: send a text as the token ids of its model"
+        known = ", ".join(_NUMPY)
+        raise UsageError(
+            f"{where}: datatype: expected one of {known}, found {datatype!r:.80}", hint=hint
+        )
+    return found
+
+
+def from_bytes(
+    content: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], where: str
+) -> np.ndarray[Any, Any]:
+    """Return the array of little-endian bytes in row-major order: a view of them, or a copy.
+
+    Raises:
+        UsageError: the number of bytes is not that of the shape.
+    """
+    expected = _elements(shape, dtype, where) * dtype.itemsize
+    if len(content) != expected:
+        raise UsageError(
+            f"{where}: expected {expected} bytes for {dtype}{list(shape)}, found {len(content)}"
+        )
+    flat = np.frombuffer(content, np.uint8) if content else np.empty(0, np.uint8)
+    if flat.ctypes.data % dtype.itemsize:  # behind JSON, bytes may begin anywhere
+        flat = flat.copy()
+    if dtype == np.bool_ and flat.size and flat.max() > 1:
+        raise UsageError(f"{where}: expected bytes of 0 and 1 for BOOL, found {flat.max()}")
+    return flat.view(dtype).reshape(shape)
+
+
+def from_json(
+    data: Any, dtype: np.dtype[Any], shape: tuple[int, ...], where: str
+) -> np.ndarray[Any, Any]:
+    """Return the array of JSON numbers, nested as the shape says or flat.
+
+    Raises:
+        UsageError: they have another number, another nesting, or another kind.
+    """
+    expected = _elements(shape, dtype, where)
+    if not isinstance(data, list):
+        raise UsageError(f"{where}: data: expected a list, found {type(data).__name__}")
+    try:
+        given = np.array(data)  # no dtype: the kind of what came decides
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"{where}: data: expected a list of numbers, or lists of one length"
+        ) from None
+    if given.size != expected or (given.ndim > 1 and given.shape != shape):
+        raise UsageError(
+            f"{where}: data: expected {expected} elements of shape {list(shape)}, found {list(given.shape)}"
+        )
+    if not given.size:
+        return np.empty(shape, dtype)
+    kinds = {"b": "b", "i": "iu", "u": "iu"}.get(dtype.kind, "iuf")
+    if given.dtype.kind not in kinds:
+        wanted = {"b": "true and false", "iu": "integers"}.get(kinds, "numbers")
+        raise UsageError(
+            f"{where}: data: expected {wanted} for {_name(dtype)}, found {_described(given)}"
+        )
+    if kinds == "iu":
+        limits = np.iinfo(dtype)
+        low, high = int(given.min()), int(given.max())
+        if low < limits.min or high > limits.max:
+            wrong = low if low < limits.min else high
+            raise UsageError(
+                f"{where}: data: expected {limits.min} to {limits.max} for {_name(dtype)}, found {wrong}"
+            )
+    with np.errstate(over="ignore"):  # beyond the largest FP16 is infinity, as elsewhere
+        return given.astype(dtype).reshape(shape)
+
+
+def to_json(array: np.ndarray[Any, Any]) -> list[Any]:
+    """Return the elements in row-major order. NaN and infinity, which JSON does not have, are null."""
+    flat = array.ravel()
+    if array.dtype.kind in "biu":
+        return list(flat.tolist())
+    # float32 values of FP16 and BF16: ml_dtypes's own tolist gives its scalars.
+    wide = flat.astype(np.float32) if array.dtype.itemsize < 4 else flat
+    if np.isfinite(wide).all():
+        return list(wide.tolist())
+    return [each if math.isfinite(each) else None for each in wide.tolist()]
+
+
+def _elements(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> int:
+    count = math.prod(shape)
+    if count * dtype.itemsize > _MAX_BYTES or any(extent < 0 for extent in shape):
+        raise UsageError(
+            f"{where}: shape: expected extents of 0 or more, found {list(shape)!r:.80}"
+        )
+    return count
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    return _DATATYPES[dtype.name]
+
+
+def _described(array: np.ndarray[Any, Any]) -> str:
+    kinds = {"b": "true or false", "f": "fractions", "U": "text", "O": "null or mixed values"}
+    return kinds.get(array.dtype.kind, str(array.dtype))

@@ -1,0 +1,92 @@
+"""Bodies of requests and responses: JSON to Structs and back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.served import Models, Served
+
+T = TypeVar("T")
+
+encode = msgspec.json.Encoder().encode
+"""Returns a value as compact JSON."""
+
+_NULL, _AT = "Expected `null`, ", " - at `$."
+"""How msgspec says that a field of the type None has a value, and where."""
+
+
+class RequestFields(msgspec.Struct, frozen=True):
+    """Fields of a request. Unknown ones are ignored. Those of type None are not supported."""
+
+
+class ResponseFields(msgspec.Struct, frozen=True):
+    """A part of a response."""
+
+
+async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: it asks for something that is not supported, or exceeds Python's limits.
+        msgspec.DecodeError, UnicodeDecodeError: it is no JSON, or a field has a wrong type.
+    """
+    body = await request.body()
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        if text.startswith(_NULL) and _AT in text:
+            name = text.rpartition(_AT)[2].removesuffix("`")
+            raise ApiError(
+                400,
+                f"{name}: this server does not support it; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            ) from error
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise
+    except (RecursionError, ValueError) as error:  # nested too deeply, an integer of 5,000 digits
+        raise ApiError(
+            400, f"body: expected JSON within Python's limits, found {error}", code="invalid_json"
+        ) from error
+
+
+def unsupported(name: str, found: object) -> ApiError:
+    """Return the error for a field with a value that is not supported."""
+    return ApiError(
+        400,
+        f"{name}: this server does not support {found!r:.80}; leave it out",
+        param=name,
+        code="unsupported_parameter",
+    )
+
+
+def answered(content: Any) -> Response:
+    """Return a response with this JSON."""
+    return Response(encode(content), media_type="application/json")
+
+
+def served_model(models: Models, name: str | None) -> Served:
+    """Return the model of a request. A server of one model needs no name.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ApiError: the name is missing, and there are several models.
+    """
+    if name is not None:
+        return models.get(name)
+    if len(models) == 1:
+        return next(iter(models))
+    names = ", ".join(repr(each.name) for each in models)
+    raise ApiError(400, f"model: expected one of {names}, found none", param="model")
+
+
+def fingerprint(served: Served) -> str:
+    """Return the name of a bundle's content, as `system_fingerprint`."""
+    return f"fp_{served.bundle.digest.removeprefix('sha256:')[:12]}"

@@ -1,0 +1,238 @@
+"""Requests to an engine on behalf of an HTTP request, which end when its client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from prejit.runtime.errors import NumbersError
+from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.server.openai.fields import PromptTokensDetails, TokenUsage
+
+if TYPE_CHECKING:
+    from prejit.runtime.engine.engine import Engine
+    from prejit.runtime.engine.stream import Stream
+    from prejit.runtime.generation.options import TokenMask
+
+T = TypeVar("T")
+
+Reason = Literal["stop", "length"]
+"""Why a text ended, as OpenAI's API has it."""
+_REASONS: dict[str, Reason] = {
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "mask": "stop",
+}
+"""OpenAI's finish_reason by the engine's. A mask that allows no more tokens is a grammar that is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextCall:
+    """One prompt for the engine, and how many continuations of it are wanted.
+
+    Attributes:
+        engine: the engine of the model.
+        prompt: token ids.
+        options: options of the engine, `seed` included. Each further continuation takes the next seed.
+        choices: how many continuations.
+        mask: returns a new token mask, one for each continuation; None: no tokens are masked.
+        priority: as `Engine.submit`.
+        client: as `Engine.submit`.
+        timeout: as `Engine.submit`.
+    """
+
+    engine: Engine
+    prompt: Sequence[int]
+    options: dict[str, Any]
+    choices: int
+    mask: Callable[[], TokenMask] | None
+    priority: int
+    client: str
+    timeout: float | None
+
+    def submit(self) -> list[Future[Result]]:
+        """Submit all continuations, or none: if one is refused, the others are cancelled.
+
+        Raises:
+            UsageError, ContextError, QueueFullError, ClosedError: as `Engine.submit`.
+        """
+        futures: list[Future[Result]] = []
+        try:
+            for choice in range(self.choices):
+                futures.append(self.engine.submit(self.prompt, **self._arguments(choice)))
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return futures
+
+    def streams(self) -> list[Stream]:
+        """Open a stream for each continuation, or none: if one is refused, the others are closed.
+
+        Raises:
+            UsageError, ContextError, QueueFullError, ClosedError: as `Engine.stream`.
+        """
+        streams: list[Stream] = []
+        try:
+            for choice in range(self.choices):
+                streams.append(self.engine.stream(self.prompt, **self._arguments(choice)))
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
+
+    def _arguments(self, choice: int) -> dict[str, Any]:
+        return {
+            **self.options,
+            "seed": (self.options["seed"] + choice) % 2**64,
+            "token_mask": None if self.mask is None else self.mask(),
+            "priority": self.priority,
+            "client": self.client,
+            "timeout": self.timeout,
+        }
+
+
+async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Yield the pieces of all continuations as they come, each with its number: first call first.
+
+    If the iterator is closed, the continuations end.
+
+    Raises:
+        UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.stream`.
+        NumbersError: the model returned no numbers.
+    """
+    streams: list[Stream] = []
+    try:
+        for call in calls:
+            streams += call.streams()
+        if len(streams) == 1:
+            async for piece in streams[0]:
+                check_numbers(piece.finish_reason)
+                yield 0, piece
+            return
+        async with aclosing(_merged(streams)) as merged:
+            async for place, piece in merged:
+                check_numbers(piece.finish_reason)
+                yield place, piece
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Result]]:
+    """Return the continuations of each call.
+
+    Raises:
+        ClientDisconnect: the client is gone. The calls are cancelled.
+        UsageError, ContextError, QueueFullError, ClosedError, DeadlineError: as `Engine.generate`.
+        NumbersError: the model returned no numbers.
+    """
+    submitted: list[list[Future[Result]]] = []
+    try:
+        for call in calls:
+            submitted.append(call.submit())
+        flat = [asyncio.wrap_future(future) for futures in submitted for future in futures]
+        finished = iter(await unless_gone(request.receive, asyncio.gather(*flat)))
+    finally:
+        for futures in submitted:
+            for future in futures:
+                future.cancel()  # has no effect on those that are finished
+    found = [[next(finished) for _ in futures] for futures in submitted]
+    for each in found:
+        for result in each:
+            check_numbers(result.finish_reason)
+    return found
+
+
+async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T:
+    """Wait for a value, and stop waiting when the client is gone.
+
+    Raises:
+        ClientDisconnect: the client is gone. What was waited for is cancelled.
+    """
+    work = asyncio.ensure_future(wanted)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client is gone. The body of the request has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def check_numbers(reason: str | None) -> None:
+    """Check that a generation did not end because its logits were not numbers.
+
+    Raises:
+        NumbersError: it did.
+    """
+    if reason == "nan":
+        raise NumbersError("the model returned logits that are not numbers")
+
+
+def openai_reason(reason: str) -> Reason:
+    """Return OpenAI's name of a finish reason."""
+    return _REASONS[reason]
+
+
+def usage(prompts: Sequence[Sequence[Stats]]) -> TokenUsage:
+    """Return the usage of a request.
+
+    Args:
+        prompts: for each prompt, the statistics of its continuations. A prompt counts once.
+    """
+    prompt = sum(stats[0].prompt_tokens for stats in prompts)
+    new = sum(each.new_tokens for stats in prompts for each in stats)
+    cached = sum(stats[0].reused_tokens for stats in prompts)
+    return TokenUsage(
+        prompt_tokens=prompt,
+        completion_tokens=new,
+        total_tokens=prompt + new,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+async def _merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Piece], None]:
+    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+
+    async def pump(place: int, stream: Stream) -> None:
+        try:
+            async for piece in stream:
+                queue.put_nowait((place, piece))
+        except Exception as error:  # whatever it is, the reader raises it
+            queue.put_nowait((place, error))
+        else:
+            queue.put_nowait((place, None))
+
+    tasks = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            place, piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if piece is None:
+                running -= 1
+            else:
+                yield place, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

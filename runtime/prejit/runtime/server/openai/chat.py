@@ -1,0 +1,428 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.openai import calls, prompts
+from prejit.runtime.server.openai.answers import Reader, Tools, chosen_tools, masks
+from prejit.runtime.server.openai.bodies import (
+    RequestFields,
+    ResponseFields,
+    answered,
+    encode,
+    fingerprint,
+    read,
+    served_model,
+    unsupported,
+)
+from prejit.runtime.server.openai.calls import TextCall
+from prejit.runtime.server.openai.constraints import Constraint
+from prejit.runtime.server.openai.events import DONE, EventStream
+from prejit.runtime.server.openai.fields import (
+    Logprobs,
+    Sampled,
+    StreamOptions,
+    Tokens,
+    TokenUsage,
+    new_tokens,
+)
+from prejit.runtime.server.openai.logprobs import (
+    ChoiceLogprobs,
+    TokenLogprob,
+    for_chat,
+    token_names,
+)
+from prejit.runtime.server.openai.messages import (
+    ChosenTool,
+    FunctionTool,
+    JsonObjectFormat,
+    Message,
+    TextFormat,
+    for_template,
+    plain_tools,
+)
+from prejit.runtime.server.openai.tool_calls import ToolCall
+from prejit.runtime.server.served import Models, Served
+from prejit.runtime.server.settings import Settings
+
+Reason = Literal["stop", "length", "tool_calls"]
+"""Why an answer ended."""
+
+
+class JsonSchema(RequestFields, frozen=True, kw_only=True):
+    """A JSON Schema with a name.
+
+    Attributes:
+        name: of the schema.
+        description: what it is for; the model does not see it.
+        schema: the schema; missing: any object.
+        strict: accepted; the answer always meets the schema.
+    """
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(
+    RequestFields, frozen=True, kw_only=True, tag_field="type", tag="json_schema"
+):
+    """The answer is JSON that meets a schema."""
+
+    json_schema: JsonSchema
+
+
+class ChatRequest(Sampled, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions.
+
+    Attributes:
+        messages: the conversation so far.
+        max_tokens: generate at most this many tokens; the older name.
+        max_completion_tokens: generate at most this many tokens.
+        n: how many answers.
+        logprobs: return log-probabilities of the tokens.
+        top_logprobs: return those of this many of the most likely tokens too.
+        response_format: what the answer must be.
+        tools: functions that the model may call.
+        tool_choice: whether it may, or must, and which one.
+        parallel_tool_calls: whether an answer may have several calls.
+        stream_options: options of a stream.
+        chat_template_kwargs: variables of the chat template. As vLLM has it.
+        add_generation_prompt: begin the model's answer. As vLLM has it.
+        continue_final_message: leave the last message open. As vLLM has it.
+        reasoning_effort: a variable of the chat template.
+        store: not supported.
+        modalities: text is the only one.
+        audio, functions, function_call, prediction, web_search_options: not supported.
+    """
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    store: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    web_search_options: None = None
+
+
+class AnswerFunction(ResponseFields, frozen=True, kw_only=True):
+    """The function of a call by the model."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(ResponseFields, frozen=True, kw_only=True):
+    """A call by the model."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
+class AnswerMessage(ResponseFields, frozen=True, kw_only=True, omit_defaults=True):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+class ChatChoice(ResponseFields, frozen=True, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Reason
+
+
+class ChatCompletion(ResponseFields, frozen=True, kw_only=True):
+    """The response of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatChunk(ResponseFields, frozen=True, kw_only=True, omit_defaults=True):
+    """An event of a stream, with its choices as they come."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Any]
+    usage: TokenUsage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+_DECODER = msgspec.json.Decoder(ChatRequest)
+
+
+async def chat(models: Models, settings: Settings, request: Request) -> Response:
+    """Answer POST /v1/chat/completions."""
+    body = await read(request, _DECODER)
+    _check(body)
+    served = served_model(models, body.model)
+    prompts.need_text_model(served)
+    named = body.tool_choice if isinstance(body.tool_choice, ChosenTool) else None
+    tools = chosen_tools(
+        [tool.function for tool in body.tools or ()],
+        None if named is not None else body.tool_choice,  # type: ignore[arg-type]
+        named.function.name if named is not None else None,
+        parallel=body.parallel_tool_calls,
+    )
+    options = body.options(served)
+    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    options["max_new_tokens"] = new_tokens(getattr(body, most), served, settings, name=most)
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    wanted = TextCall(
+        engine=served.engine,
+        prompt=await _prompt(body, served, tools),
+        options=options,
+        choices=body.n or 1,
+        mask=await masks(served, tools, _constraint(body)),
+        priority=body.priority or 0,
+        client=request.state.client,
+        timeout=settings.timeout_seconds,
+    )
+    answer = _Answer(body, served, tools)
+    if body.stream:
+        return EventStream(answer.events(wanted))
+    try:
+        [found] = await calls.results(request, [wanted])
+    except ClientDisconnect:
+        return Response(status_code=499)
+    return answered(answer.completion(found))
+
+
+def _check(body: ChatRequest) -> None:
+    if body.store:
+        raise unsupported("store", body.store)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs: expected logprobs beside it", param="top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "stream_options: expected them with stream only", param="stream_options"
+        )
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        raise ApiError(
+            400,
+            "max_tokens: expected it without max_completion_tokens, found both",
+            param="max_tokens",
+        )
+
+
+async def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return await prompts.of_messages(
+        served,
+        for_template(body.messages),
+        tools=plain_tools(tools.functions) if tools.functions else None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        variables=variables,
+    )
+
+
+def _constraint(body: ChatRequest) -> Constraint | None:
+    wanted = body.response_format
+    if isinstance(wanted, JsonObjectFormat):
+        return Constraint(None, "response_format")
+    if isinstance(wanted, JsonSchemaFormat):
+        return Constraint(wanted.json_schema.schema, "response_format")
+    return None
+
+
+class _Answer:
+    """The response to a request, whole or in events."""
+
+    def __init__(self, body: ChatRequest, served: Served, tools: Tools) -> None:
+        self._body = body
+        self._served = served
+        self._tools = tools
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._names = token_names(served, wanted=bool(body.logprobs))
+
+    def completion(self, found: list[Result]) -> ChatCompletion:
+        """Return the whole response."""
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._served.name,
+            system_fingerprint=fingerprint(self._served),
+            choices=[self._choice(index, result) for index, result in enumerate(found)],
+            usage=calls.usage([[result.stats for result in found]]),
+        )
+
+    async def events(self, wanted: TextCall) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        # Everything around the choices is the same in all events, so it is encoded once.
+        empty = encode(self._chunk(None if with_usage else msgspec.UNSET))
+        head, _, tail = empty.partition(b'"choices":[]')
+        around = (b"data: " + head + b'"choices":[{"index":', b"}]" + tail + b"\n\n")
+        choices = [
+            _ChoiceEvents(index, around, self._tools.reader(), self._token)
+            for index in range(wanted.choices)
+        ]
+        stats: list[Stats] = []
+        async with aclosing(calls.pieces([wanted])) as pieces:
+            async for index, piece in pieces:
+                if piece.stats is not None:
+                    stats.append(piece.stats)
+                if events := choices[index].take(piece):
+                    yield events
+        last = b""
+        if with_usage:
+            last = b"data: " + encode(self._chunk(calls.usage([stats]))) + b"\n\n"
+        yield last + DONE
+
+    def _choice(self, index: int, result: Result) -> ChatChoice:
+        reader = self._tools.reader()
+        parts = [*reader.push(result.text), *reader.finish()]
+        text = "".join(part for part in parts if isinstance(part, str))
+        made = [part for part in parts if isinstance(part, ToolCall)]
+        logprobs = None
+        if result.logprobs is not None:
+            logprobs = ChoiceLogprobs(content=[self._token(each) for each in result.logprobs])
+        return ChatChoice(
+            index=index,
+            message=AnswerMessage(
+                role="assistant",
+                content=(text.strip() or None) if made else text,
+                refusal=None,
+                tool_calls=[_described(call) for call in made] or None,
+            ),
+            logprobs=logprobs,
+            finish_reason=_reason(result.finish_reason, called=bool(made)),
+        )
+
+    def _token(self, found: Any) -> TokenLogprob:
+        return for_chat(found, self._names, self._body.top_logprobs or 0)
+
+    def _chunk(self, usage: TokenUsage | msgspec.UnsetType | None) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._served.name,
+            system_fingerprint=fingerprint(self._served),
+            choices=[],
+            usage=usage,
+        )
+
+
+class _ChoiceEvents:
+    """The events of one answer of a stream."""
+
+    def __init__(
+        self,
+        index: int,
+        around: tuple[bytes, bytes],
+        reader: Reader,
+        token: Callable[[Any], TokenLogprob],
+    ) -> None:
+        head, self._tail = around
+        self._head = b'%b%d,"delta":' % (head, index)
+        self._end = b',"logprobs":null,"finish_reason":null' + self._tail
+        self._reader = reader
+        self._token = token
+        self._logprobs: list[TokenLogprob] = []
+        self._calls = 0
+        self._is_first = True
+
+    def take(self, piece: Piece) -> bytes:
+        """Return the events for a piece; nothing if its text is held back."""
+        events = []
+        if self._is_first:
+            self._is_first = False
+            events.append(self._event(b'{"role":"assistant","content":"","refusal":null}'))
+        if piece.logprob is not None:
+            self._logprobs.append(self._token(piece.logprob))
+        parts = self._reader.push(piece.text)
+        if piece.finish_reason is not None:
+            parts = [*parts, *self._reader.finish()]
+        for part in parts:
+            if isinstance(part, str):
+                events.append(self._text(part))
+            else:
+                events.append(self._call(part))
+        if piece.finish_reason is not None:
+            if self._logprobs:
+                events.append(self._text(""))
+            reason = encode(_reason(piece.finish_reason, called=self._calls > 0))
+            events.append(
+                b'%b{},"logprobs":null,"finish_reason":%b%b' % (self._head, reason, self._tail)
+            )
+        return b"".join(events)
+
+    def _event(self, delta: bytes) -> bytes:
+        return self._head + delta + self._end
+
+    def _text(self, text: str) -> bytes:
+        if not self._logprobs:
+            return b'%b{"content":%b}%b' % (self._head, encode(text), self._end)
+        logprobs = encode(ChoiceLogprobs(content=self._logprobs))
+        self._logprobs = []
+        return b'%b{"content":%b},"logprobs":%b,"finish_reason":null%b' % (
+            self._head,
+            encode(text),
+            logprobs,
+            self._tail,
+        )
+
+    def _call(self, call: ToolCall) -> bytes:
+        described = {"index": self._calls, **msgspec.to_builtins(_described(call))}
+        self._calls += 1
+        return self._event(encode({"tool_calls": [described]}))
+
+
+def _described(call: ToolCall) -> AnswerToolCall:
+    return AnswerToolCall(
+        id=call.id, function=AnswerFunction(name=call.name, arguments=call.arguments)
+    )
+
+
+def _reason(reason: str, *, called: bool) -> Reason:
+    return "tool_calls" if called else calls.openai_reason(reason)

@@ -1,0 +1,88 @@
+"""Texts and conversations to token ids, away from the event loop where that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+
+from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.served import Served
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS = 10_000
+"""Texts up to this length are tokenized on the event loop: that takes less time than a thread's turn."""
+
+
+async def off_loop(characters: int, function: Callable[[], T]) -> T:
+    """Return the result of a function that works on so many characters."""
+    if characters > INLINE_CHARACTERS:
+        return await run_in_threadpool(function)
+    return function()
+
+
+def need_text_model(served: Served) -> None:
+    """Check that a model continues texts.
+
+    Raises:
+        UsageError: the bundle holds no decoder.
+        ApiError: it is an encoder-decoder, which reads a source.
+    """
+    if served.bundle.decoder.source is not None:
+        raise ApiError(
+            400,
+            f"model: expected one that continues a prompt, found {served.name!r}, which reads a source",
+            param="model",
+        )
+
+
+async def of_text(served: Served, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Raises:
+        UsageError: the bundle has no tokenizer.
+        ContextError: the text is longer than any context.
+    """
+    bundle = served.bundle
+    decoder = bundle.config.decoder
+    room = None if decoder is None else bundle.decoder.contexts[-1]
+    tokenizer = bundle.tokenizer
+    return await off_loop(
+        len(text),
+        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=room),
+    )
+
+
+async def of_messages(
+    served: Served,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any],
+) -> list[int]:
+    """Return the token ids of a conversation. Arguments and errors as `Bundle.apply_chat_template`."""
+    if reserved := _RESERVED & variables.keys():
+        name = f"chat_template_kwargs.{min(reserved)}"
+        raise ApiError(400, f"{name}: expected it as a field of the request", param=name)
+    characters = sum(len(each.get("content") or "") for each in messages)
+    return await off_loop(
+        characters,
+        lambda: served.bundle.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        ),
+    )
+
+
+_RESERVED = {
+    *("self", "messages", "template", "tools", "documents"),
+    *("add_generation_prompt", "continue_final_message"),
+}
+"""Variables of a template that have fields or arguments of their own."""

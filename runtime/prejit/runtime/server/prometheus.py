@@ -1,0 +1,33 @@
+"""`/metrics` for Prometheus."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+if TYPE_CHECKING:
+    from prejit.runtime.server.collector import Exposition
+    from prejit.runtime.server.served import Models
+
+
+def routes(models: Models) -> list[Route]:
+    """Return the route of `/metrics`. It answers while bundles load, too."""
+
+    @cache
+    def exposition() -> Exposition:
+        # The package takes 30 ms to import, and the first scrape is not in the way of a start.
+        from prejit.runtime.server.collector import Exposition
+
+        return Exposition(models)
+
+    def show(
+        request: Request,
+    ) -> Response:  # Starlette runs it in a thread: a scrape stops no stream
+        page, content_type = exposition().page(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
+
+    return [Route("/metrics", show)]

@@ -1,0 +1,123 @@
+"""The bundles that a server serves, by name, and what state the server is in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, final
+
+from prejit.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from prejit.runtime.bundle import Bundle
+    from prejit.runtime.engine.engine import Engine
+
+State = Literal["loading", "compiling", "ready", "draining"]
+"""What a server does: it loads, compiles what no target of a bundle holds, answers, or ends."""
+
+
+class ModelNotFoundError(UsageError):
+    """A request names a model that the server does not serve."""
+
+    code: ClassVar[str] = "model-not-found"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One bundle of a server.
+
+    Attributes:
+        name: the name that clients give as their model.
+        bundle: the bundle.
+        engine: its engine, which all requests share.
+        created: when the server loaded it, in seconds since 1970.
+    """
+
+    name: str
+    bundle: Bundle
+    engine: Engine
+    created: int
+
+
+@final
+class Models:
+    """The served bundles by name. It is empty until they are loaded: requests come before that.
+
+    Attributes:
+        state: what the server does. Only `ready` takes requests to models.
+    """
+
+    def __init__(self, *served: Served) -> None:
+        """Serve these bundles now; without any, the state is `loading`."""
+        self.state: State = "loading"
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Served] = {}
+        if served:
+            self.add(*served)
+            self.state = "ready"
+
+    def add(self, *served: Served) -> None:
+        """Add bundles.
+
+        Raises:
+            UsageError: two have the same name.
+        """
+        for one in served:
+            if one.name in self._by_name:
+                raise UsageError(
+                    f"serve: expected each name once, found two bundles named {one.name!r}",
+                    hint="give one of them another name: NAME=PATH",
+                )
+            self._by_name[one.name] = one
+
+    def get(self, name: str) -> Served:
+        """Return the bundle of that name.
+
+        Raises:
+            ModelNotFoundError: there is none.
+        """
+        if (found := self._by_name.get(name)) is None:
+            known = ", ".join(map(repr, self._by_name)) or "none yet"
+            raise ModelNotFoundError(
+                f"model: expected one of the served models ({known}), found {name!r:.200}"
+            )
+        return found
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(tuple(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def change(self, before: State, after: State) -> bool:
+        """Change the state, unless another thread has changed it since it was `before`; return whether."""
+        with self._lock:
+            if self.state != before:
+                return False
+            self.state = after
+            return True
+
+    def drain(self, seconds: float | None) -> bool:
+        """Refuse new requests and wait for those that run or wait.
+
+        Args:
+            seconds: the longest wait; None: until the last one is finished.
+
+        Returns:
+            Whether none is left.
+        """
+        with self._lock:
+            self.state = "draining"
+        until = None if seconds is None else time.monotonic() + seconds
+        idle = True
+        for one in self:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            idle = one.engine.drain(left) and idle
+        return idle
+
+    def close(self) -> None:
+        """Close every engine. What still runs fails with ClosedError."""
+        for one in self:
+            one.engine.close()

@@ -1,0 +1,34 @@
+"""The limits of a server. The options of `prejit serve` set them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prejit.runtime.server.keys import Keys
+    from prejit.runtime.server.requestlog import Log
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The limits of a server.
+
+    Attributes:
+        body_bytes: the largest body of a request. A larger one is refused with status 413.
+        max_tokens: the most new tokens that a request may ask for; None: what the context has room for.
+        timeout_seconds: the longest time of a request, from its head to its last token. Engines end it then,
+            with status 504 if nothing was sent yet.
+        clients: the most requests at once, waiting ones included. More are refused with status 503.
+        drain_seconds: how long running requests may go on after a signal to end.
+        keys: who may send requests; None: everybody.
+        log: where requests are recorded for `prejit replay`; None: nowhere.
+    """
+
+    body_bytes: int = 16 << 20
+    max_tokens: int | None = None
+    timeout_seconds: float = 600.0
+    clients: int = 1024
+    drain_seconds: float = 30.0
+    keys: Keys | None = None
+    log: Log | None = None

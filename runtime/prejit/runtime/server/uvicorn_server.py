@@ -1,0 +1,119 @@
+"""uvicorn as this project runs it: our connections, our signals, none of its logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, final
+
+import uvicorn
+
+from prejit.runtime.server.app import make_app
+from prejit.runtime.server.connections import HEAD_SECONDS, Connection
+from prejit.runtime.server.process import BACKLOG
+from prejit.runtime.server.served import Models
+from prejit.runtime.server.settings import Settings
+
+if TYPE_CHECKING:
+    from prejit.runtime.server.spans import Telemetry
+
+FLUSH_SECONDS = 5
+"""How long clients have to read what is buffered, after the last request is finished."""
+
+
+def run(
+    models: Models,
+    settings: Settings,
+    listening: socket.socket,
+    when_failed: Callable[[Callable[[], object]], None],
+    telemetry: Telemetry | None = None,
+) -> None:
+    """Answer requests until a signal comes or loading fails.
+
+    Args:
+        models: the served bundles.
+        settings: the limits.
+        listening: a socket that listens.
+        when_failed: takes a function to call, in any thread, when the bundles cannot be loaded.
+        telemetry: what traces requests; None: nothing does.
+    """
+    config = configure(models, settings)
+    if telemetry is not None:
+        config.app = telemetry.app(config.app)
+    server = _Server(config, models, settings)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        when_failed(lambda: loop.call_soon_threadsafe(server.stop))
+        await server.serve([listening])
+
+    asyncio.run(main())
+
+
+def configure(models: Models, settings: Settings) -> uvicorn.Config:
+    """Return how uvicorn answers requests.
+
+    Args:
+        models: the served bundles.
+        settings: the limits.
+    """
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # garbage of clients is no news
+    return uvicorn.Config(
+        make_app(models, settings),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=HEAD_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+
+
+@final
+class _Server(uvicorn.Server):
+    """uvicorn's server, which drains before it ends."""
+
+    def __init__(self, config: uvicorn.Config, models: Models, settings: Settings) -> None:
+        super().__init__(config)
+        self._models = models
+        self._settings = settings
+        self._ending: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals that end a server."""
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, self._on_signal, one)
+        yield
+
+    def stop(self) -> None:
+        """End soon, without waiting for requests."""
+        self.should_exit = True
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._ending is not None:
+            print(f"{number.name} came again: ending at once", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        self._ending = asyncio.get_running_loop().create_task(self._end(number))
+
+    async def _end(self, number: signal.Signals) -> None:
+        """Finish what runs, for a limited time, and end."""
+        seconds = self._settings.drain_seconds
+        print(
+            f"{number.name}: finishing what runs, for at most {seconds:g} seconds",
+            file=sys.stderr,
+            flush=True,
+        )
+        await asyncio.to_thread(self._models.drain, seconds)
+        self._models.close()  # what is left fails, so that its clients get an answer
+        self.stop()

@@ -1,0 +1,215 @@
+"""Metrics of real engines and real servers: what is counted is what callers got."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.integration.test_serve import Process
+
+from prejit.runtime import load
+from prejit.runtime.errors import QueueFullError
+from prejit.runtime.server.collector import Exposition
+from prejit.runtime.server.served import Models, Served
+
+PROMPTS = ([number % 48 for number in range(40)], [7, 8], [1, 2, 3, 4, 9, 10])
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def values(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return each sample of a page by its name and its labels, without those of the bundle."""
+    return {
+        (
+            sample.name,
+            frozenset(
+                (key, value)
+                for key, value in sample.labels.items()
+                if key not in ("model_name", "engine")
+            ),
+        ): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def test_metrics_are_the_sums_of_what_callers_got(decoder_dir: Path) -> None:
+    bundle = load(decoder_dir, on_mismatch="error")
+    engine = bundle.engine(slots=3, queue=8)
+    try:
+        options: dict[str, Any] = {"max_new_tokens": 6, "stop_token_ids": ()}
+        results = [future.result() for future in [engine.submit(p, **options) for p in PROMPTS]]
+        results.append(engine.generate(PROMPTS[0], **options))  # the prompt is cached now
+        *_, last = engine.stream(PROMPTS[1], **options)
+        assert last.stats is not None
+        stats = [*(result.stats for result in results), last.stats]
+        exposition = Exposition(Models(Served("demo", bundle, engine, 0)))
+        page, _ = exposition.page("")
+        found = values(page.decode())
+
+        def value(name: str, **labels: str) -> float:
+            return found[name, frozenset(labels.items())]
+
+        assert value("vllm:prompt_tokens_total") == sum(one.prompt_tokens for one in stats)
+        assert value("vllm:generation_tokens_total") == sum(one.new_tokens for one in stats) == 30
+        cached = sum(one.reused_tokens for one in stats)
+        assert value("vllm:prefix_cache_hits_total") == cached > 0
+        assert value("vllm:request_success_total", finished_reason="length") == 5
+        assert value("prejit:requests_total", reason="length") == 5
+        assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
+        assert value("vllm:time_to_first_token_seconds_count") == 5
+        # 30 tokens, and the first ones of 5 requests have none before them.
+        assert value("vllm:inter_token_latency_seconds_count") == 25
+        assert value("vllm:time_to_first_token_seconds_sum") == pytest.approx(
+            sum(one.first_token_seconds for one in stats), rel=0.5, abs=0.05
+        )
+        whole = value("vllm:e2e_request_latency_seconds_sum")
+        assert 0 < value("vllm:request_decode_time_seconds_sum") <= whole
+        assert 0 < value("vllm:request_prefill_time_seconds_sum") <= whole
+        assert (
+            0 < value("prejit:useful_positions_total") <= value("prejit:computed_positions_total")
+        )
+        assert 0 < value("prejit:batch_rows_total") <= value("prejit:batch_slots_total")
+        assert 0 < value("prejit:device_busy_seconds_total") <= whole
+        assert 0 < value("prejit:kv_cache_bytes") <= value("prejit:kv_cache_budget_bytes")
+        # A bundle for this machine: nothing was compiled, and nobody waited for it.
+        assert value("prejit:programs", source="loaded") > 0
+        assert value("prejit:programs", source="compiled") == 0
+        assert value("prejit:compile_seconds_total") == 0
+        assert value("prejit:requests_waited_for_compile_total") == 0
+        assert value("prejit:nan_requests_total") == 0
+        assert value("prejit:target_matched") == 1
+        assert value("prejit:start_seconds", part="loading") > 0
+        assert 'target="cpu-host"' in page.decode()
+        assert bundle.digest in page.decode()
+    finally:
+        engine.close()
+
+
+def test_requests_without_a_result_are_counted_by_why(decoder_dir: Path) -> None:
+    bundle = load(decoder_dir, on_mismatch="error")
+    engine = bundle.engine(slots=1, queue=1)
+    try:
+        options: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": ()}
+        streams = [engine.stream(PROMPTS[0], **options)]
+        next(streams[0])  # it has the slot
+        streams.append(engine.stream(PROMPTS[0], **options))  # it waits
+        with pytest.raises(QueueFullError):
+            engine.stream(PROMPTS[0], **options)
+        for stream in streams:
+            stream.close()
+        assert engine.drain(20)
+        found = engine.metrics().finished
+        assert found["refused"] == 1
+        assert found["cancelled"] + found["length"] == len(streams)
+        assert found["cancelled"] > 0
+    finally:
+        engine.close()
+
+
+class Collector(HTTPServer):
+    """A collector of OpenTelemetry, which keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.traces: list[Any] = []
+        self.metrics: list[Any] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def spans(self) -> dict[str, Any]:
+        return {
+            span.name: span
+            for trace in self.traces
+            for resource in trace.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        }
+
+    def names(self) -> set[str]:
+        return {
+            metric.name
+            for each in self.metrics
+            for resource in each.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/v1/traces":
+            self.server.traces.append(ExportTraceServiceRequest.FromString(body))
+        else:
+            self.server.metrics.append(ExportMetricsServiceRequest.FromString(body))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Collector) -> None:
+    server = Process(
+        decoder_dir,
+        "--slots",
+        "3",
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_SERVICE_NAME="web",
+    )
+    try:
+        server.wait_until_ready()
+        body = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 4}
+        parent = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+        whole = httpx.post(f"{server.url}/v1/completions", json=body, headers=parent, timeout=60)
+        assert whole.status_code == 200, whole.text
+        streamed = httpx.post(
+            f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60
+        )
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        page = httpx.get(f"{server.url}/metrics", timeout=60)
+        assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+        found = values(page.text)
+        assert found["vllm:time_to_first_token_seconds_count", frozenset()] == 2
+        assert found["prejit:server_state", frozenset({("state", "ready")})] == 1
+        assert server.end(signal.SIGTERM) == 0
+    finally:
+        server.kill()
+    spans = collector.spans()
+    assert {"text_completion decoder", "queue", "prefill", "decode"} <= spans.keys()
+    (root,) = [
+        span
+        for trace in collector.traces
+        for resource in trace.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+        if span.name == "text_completion decoder" and span.trace_id.hex() == TRACE
+    ]
+    assert root.parent_span_id.hex() == "b7ad6b7169203331"
+    assert "gen_ai.server.time_to_first_token" in collector.names()

@@ -1,0 +1,152 @@
+"""Stand-ins for served bundles, whose metrics a test sets: a real engine reaches few of the states."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from prejit.runtime.engine.metrics import EngineMetrics, MicroMetrics, Recorder
+from prejit.runtime.generation.generate import Piece, Result, Stats
+from prejit.runtime.programs.ready import ProgramReport
+from prejit.runtime.server.served import Models, Served
+from prejit.runtime.start.report import StartReport
+from prejit.runtime.verdict import Axis, Verdict
+
+DIGEST = "sha256:" + "5e" * 32
+
+
+def stats(**changed: Any) -> Stats:
+    """Return what a generation cost."""
+    values: dict[str, Any] = {
+        "prompt_tokens": 5,
+        "new_tokens": 3,
+        "reused_tokens": 2,
+        "queue_seconds": 0.1,
+        "prefill_seconds": 0.02,
+        "decode_seconds": 0.04,
+        "first_token_seconds": 0.12,
+        "tokens_per_second": 50.0,
+        "passes": 2,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "padding": 0.25,
+        "programs": ("prefill_8x16", "decode_8x128"),
+        "obtained": (),
+    }
+    return Stats(**{**values, **changed})
+
+
+class StandIn:
+    """An engine that answers at once, and whose recorder a test writes."""
+
+    def __init__(self, slots: int = 8, queue: int = 256) -> None:
+        self.recorder = Recorder(slots, queue)
+        self.state: dict[str, Any] = {
+            "kv_cache_usage": 0.25,
+            "cache_bytes": 1000,
+            "cache_budget_bytes": 4000,
+            "prefix_bytes": 10,
+            "prefix_budget_bytes": 100,
+            "programs": (ProgramReport("decode_8x128", "loaded", 0.5),),
+            "fallbacks": {},
+            "device_memory_bytes": None,
+            "micro": (MicroMetrics("encode", calls=4, rows=7, padded_rows=9, batches=2),),
+        }
+
+    def metrics(self) -> EngineMetrics:
+        return self.recorder.snapshot(**self.state)
+
+    def request(self, reason: str = "stop", **changed: Any) -> None:
+        """Record a request from its beginning to its end."""
+        recorder, cost = self.recorder, stats(**changed)
+        recorder.submitted()
+        recorder.admitted(cost.queue_seconds)
+        recorder.step(0, 0, cost.prefill_seconds)
+        recorder.read_prompt(cost.prompt_tokens, cost.reused_tokens)
+        recorder.first_token(cost.first_token_seconds)
+        recorder.step(1, 8, cost.decode_seconds)
+        recorder.tokens(cost.new_tokens - 1, cost.decode_seconds)
+        recorder.finished(reason, 0.16, cost)
+
+    def submit(self, prompt: Any = None, **options: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        if "error" in options:
+            future.set_exception(options["error"])
+        else:
+            future.set_result(Result("abc", (1, 2, 3), "length", stats()))
+        return future
+
+    def stream(self, prompt: Any = None, **options: Any) -> Any:
+        return StandInStream()
+
+    def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(SimpleNamespace(embeddings=[[1.0]], stats=SimpleNamespace(tokens=7)))
+        return future
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(name)
+        return future
+
+
+class StandInStream:
+    """A stream of three tokens, for loops of both kinds."""
+
+    def __init__(self) -> None:
+        self.pieces = [Piece(1, "a"), Piece(2, "b"), Piece(3, "c", "length", None, stats())]
+        self.closed = False
+
+    def __iter__(self) -> StandInStream:
+        return self
+
+    def __next__(self) -> Piece:
+        if not self.pieces:
+            raise StopIteration
+        return self.pieces.pop(0)
+
+    def __aiter__(self) -> StandInStream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self.pieces:
+            raise StopAsyncIteration
+        return self.pieces.pop(0)
+
+    def __enter__(self) -> StandInStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> StandInStream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def served(name: str = "demo", engine: Any = None, **changed: Any) -> Served:
+    """Return a served bundle without any files."""
+    verdict = Verdict("h100", (Axis("cuda", "at least", "13.0", "13.1", True),))
+    bundle = SimpleNamespace(
+        name="gpt2",
+        digest=DIGEST,
+        target="h100",
+        matched=True,
+        verdicts=(verdict,),
+        start_report=lambda: StartReport(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 99.0, 101.1, 1, 2, 3),
+    )
+    vars(bundle).update(changed)
+    stand_in: Any = engine if engine is not None else StandIn()
+    bundle_like: Any = bundle
+    return Served(name, bundle_like, stand_in, 0)
+
+
+def models(*each: Served) -> Models:
+    """Return served bundles, ready."""
+    return Models(*each)

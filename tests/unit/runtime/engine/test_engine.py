@@ -1,0 +1,450 @@
+"""One engine for many callers: each gets the tokens that it would get alone, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.decoders import VOCABULARY
+
+from prejit.compiler import Program, build
+from prejit.runtime import Bundle, load
+from prejit.runtime.engine.engine import Engine
+from prejit.runtime.engine.loop import Loop
+from prejit.runtime.engine.memory import plan_caches
+from prejit.runtime.errors import (
+    ClosedError,
+    ContextError,
+    DeadlineError,
+    QueueFullError,
+    RejectError,
+    UsageError,
+)
+from prejit.runtime.generation.batch import Batch
+
+LONG = [number % VOCABULARY for number in range(3, 40)]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def path(make_decoder: Callable[..., Path]) -> Path:
+    return make_decoder(
+        "gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), draft_tokens=3, quick=True
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle(path: Path) -> Bundle:
+    return load(path, on_mismatch="error")
+
+
+@pytest.fixture
+def engine(bundle: Bundle) -> Iterator[Engine]:
+    engine = bundle.engine(slots=4, queue=64)
+    yield engine
+    engine.close()
+
+
+def options_of(number: int) -> dict[str, Any]:
+    """Different requests: greedy and not, short and long, with logprobs, penalties, drafts and masks."""
+    found: dict[str, Any] = {"max_new_tokens": 3 + number * 5 % 29, "stop_token_ids": ()}
+    if number % 2:
+        found |= {"temperature": 0.9, "seed": number, "top_k": 20}
+    if number % 3 == 0:
+        found |= {"logprobs": 2}
+    if number % 4 == 1:
+        found |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    if number % 5 == 2:
+        allowed = np.arange(VOCABULARY) % 3 != 0
+        found |= {"token_mask": lambda _: allowed}
+    if number % 7 == 3:
+        found |= {"prompt_lookup": True}
+    return found
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(number * 7 + place) % VOCABULARY for place in range(1 + number * 5 % 31)]
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Bundle) -> list[Any]:
+    return [bundle.generate(prompt_of(n), **options_of(n)) for n in range(24)]
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.token_ids == expected.token_ids
+    assert found.finish_reason == expected.finish_reason
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+        assert mine.token_id == theirs.token_id
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+# ---------------------------------------------------------------------- the same tokens as alone
+
+
+def test_threads_get_what_each_would_get_alone(engine: Engine, alone: list[Any]) -> None:
+    with ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(lambda n: engine.generate(prompt_of(n), **options_of(n)), range(24)))
+    for mine, expected in zip(found, alone, strict=True):
+        same(mine, expected)
+    metrics = engine.metrics()
+    assert metrics.finished["length"] == sum(one.finish_reason == "length" for one in alone)
+    assert metrics.generation_tokens == sum(len(one.token_ids) for one in alone)
+    assert metrics.prompt_tokens == sum(len(prompt_of(n)) for n in range(24))
+    assert (metrics.running, metrics.waiting) == (0, 0)
+    assert metrics.steps < metrics.generation_tokens  # they shared steps
+
+
+def test_tasks_read_streams_side_by_side(engine: Engine, alone: list[Any]) -> None:
+    async def read(number: int) -> list[Any]:
+        return [piece async for piece in engine.stream(prompt_of(number), **options_of(number))]
+
+    async def all_of_them() -> list[list[Any]]:
+        return await asyncio.gather(*(read(number) for number in range(24)))
+
+    for pieces, expected in zip(asyncio.run(all_of_them()), alone, strict=True):
+        ids = tuple(piece.token_id for piece in pieces if piece.token_id is not None)
+        assert ids == expected.token_ids
+        assert pieces[-1].finish_reason == expected.finish_reason
+        assert pieces[-1].stats.new_tokens == len(ids)
+        assert all(piece.finish_reason is None for piece in pieces[:-1])
+
+
+def test_a_stream_in_a_thread(engine: Engine, alone: list[Any]) -> None:
+    pieces = list(engine.stream(prompt_of(5), **options_of(5)))
+    assert tuple(piece.token_id for piece in pieces) == alone[5].token_ids
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_futures_of_asyncio(engine: Engine, alone: list[Any]) -> None:
+    async def ask() -> Any:
+        return await asyncio.wrap_future(engine.submit(prompt_of(4), **options_of(4)))
+
+    same(asyncio.run(ask()), alone[4])
+
+
+def test_requests_that_come_and_go_move_between_batches(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request, then more than fit into two slots, then one again: 1, 4 and 1 rows."""
+    monkeypatch.setattr("prejit.runtime.engine.loop._SHRINK_SECONDS", 0.0)
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    sizes: list[int] = []
+    original = Batch.resize
+    monkeypatch.setattr(
+        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
+    )
+    engine = bundle.engine(slots=4)
+    bundle.prepare()
+    first = engine.stream([5], max_new_tokens=72, stop_token_ids=())
+    pieces = [next(first) for _ in range(3)]
+    few = [{"max_new_tokens": 4, "stop_token_ids": (), "seed": n} for n in range(3)]
+    others = [engine.submit(prompt_of(n), **few[n]) for n in range(3)]
+    for number, future in enumerate(others):
+        same(future.result(60), bundle.generate(prompt_of(number), **few[number]))
+    pieces += list(first)
+    expected = bundle.generate([5], max_new_tokens=72, stop_token_ids=())
+    assert tuple(piece.token_id for piece in pieces) == expected.token_ids
+    assert 4 in sizes
+    assert sizes[-1] < 4
+    engine.close()
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bundle) -> None:
+    engine = bundle.engine(slots=4, prefix_memory=4 * MIB)
+    common = LONG[:30]
+    busy = [engine.stream([number], max_new_tokens=60, stop_token_ids=()) for number in range(2)]
+    for stream in busy:
+        next(stream)
+    first = engine.generate([*common, 1], max_new_tokens=4, stop_token_ids=())
+    assert first.stats.reused_tokens == 0
+    again = [engine.submit([*common, n], max_new_tokens=4, stop_token_ids=()) for n in (2, 3)]
+    for number, future in zip((2, 3), again, strict=True):
+        found = future.result(60)
+        assert found.stats.reused_tokens == 30
+        expected = bundle.generate([*common, number], max_new_tokens=4, stop_token_ids=())
+        assert found.token_ids == expected.token_ids
+    metrics = engine.metrics()
+    assert metrics.cached_prompt_tokens == 60
+    assert 0 < metrics.prefix_bytes <= 4 * MIB
+    engine.close()
+
+
+# ---------------------------------------------------------------------- who is served, and when
+
+
+@pytest.fixture
+def one_slot(bundle: Bundle) -> Iterator[Engine]:
+    engine = bundle.engine(slots=1, queue=3)
+    yield engine
+    engine.close()
+
+
+def occupy(engine: Engine, **options: Any) -> Any:
+    """A stream that holds a slot for long, and has begun."""
+    stream = engine.stream([1], max_new_tokens=70, stop_token_ids=(), **options)
+    next(stream)
+    return stream
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
+    original = Batch.step
+
+    def step(self: Batch) -> Any:
+        time.sleep(0.02)
+        return original(self)
+
+    monkeypatch.setattr(Batch, "step", step)
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_full_queue_says_when_to_come_back(one_slot: Engine) -> None:
+    with occupy(one_slot):
+        waiting = [one_slot.submit([2], max_new_tokens=1) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="expected fewer than 3 requests") as error:
+            one_slot.submit([2], max_new_tokens=1)
+        assert 0 < error.value.retry_after < 60
+        assert one_slot.metrics().waiting == 3
+    wait(waiting, 60)
+    assert one_slot.metrics().finished["refused"] == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_priorities_and_clients_decide_who_is_next(one_slot: Engine) -> None:
+    finished: list[str] = []
+    with occupy(one_slot, client="a"):
+        futures = []
+        for name, client, priority in (("a", "a", 0), ("b", "b", 0), ("urgent", "a", -1)):
+            future = one_slot.submit([2], max_new_tokens=2, client=client, priority=priority)
+            future.add_done_callback(lambda _, name=name: finished.append(name))
+            futures.append(future)
+    wait(futures, 60)
+    assert finished == ["urgent", "b", "a"]
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot: Engine) -> None:
+    running = occupy(one_slot, timeout=0.3)
+    waiting = one_slot.submit([2], max_new_tokens=1, timeout=0.05)
+    with pytest.raises(DeadlineError, match="got no slot"):
+        waiting.result(60)
+    with pytest.raises(TimeoutError, match=r"this request had \d+ tokens"):
+        list(running)
+    assert one_slot.generate([2], max_new_tokens=2, stop_token_ids=()).finish_reason == "length"
+    assert one_slot.metrics().finished["deadline"] == 2
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("how", ["close", "drop", "with", "task"])
+def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> None:
+    stream = one_slot.stream([1], max_new_tokens=70, stop_token_ids=())
+    if how == "task":
+
+        async def read(pieces: Any) -> None:
+            async for _ in pieces:
+                pass
+
+        async def stop(pieces: Any) -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(pieces), 0.1)
+
+        asyncio.run(stop(stream))
+    else:
+        next(stream)
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+    elif how == "with":
+        with stream:
+            next(stream)
+    del stream
+    gc.collect()
+    assert one_slot.generate([2], max_new_tokens=1, timeout=5).finish_reason is not None
+    assert one_slot.metrics().finished["cancelled"] == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_futures_are_cancelled_while_they_wait_and_while_they_run(one_slot: Engine) -> None:
+    running = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
+    waiting = one_slot.submit([1], max_new_tokens=70, stop_token_ids=())
+    while not one_slot.metrics().running:
+        time.sleep(0.01)
+    assert waiting.cancel()
+    assert running.cancel()
+    with pytest.raises(CancelledError):
+        running.result(1)
+    done = one_slot.submit([1], max_new_tokens=1)
+    done.result(5)
+    assert not done.cancel()
+    assert one_slot.metrics().finished["cancelled"] == 2
+
+
+# ---------------------------------------------------------------------- nothing hurts the others
+
+
+def test_a_mask_that_fails_ends_its_own_request(engine: Engine, alone: list[Any]) -> None:
+    def broken(ids: Any) -> Any:
+        if len(ids) > 2:
+            raise ZeroDivisionError("a caller's mistake")
+        return None
+
+    shapes = engine.submit([1], max_new_tokens=9, token_mask=lambda _: np.ones(3, bool))
+    failing = engine.submit([1], max_new_tokens=9, stop_token_ids=(), token_mask=broken)
+    others = [engine.submit(prompt_of(n), **options_of(n)) for n in range(6)]
+    with pytest.raises(ZeroDivisionError, match="a caller's mistake"):
+        failing.result(60)
+    with pytest.raises(
+        UsageError, match=r"token_mask: expected bool\[48\] or None, found bool\[3\]"
+    ):
+        shapes.result(60)
+    for future, expected in zip(others, alone, strict=False):
+        same(future.result(60), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "prompt: expected at least one token"),
+        ({"prompt": [VOCABULARY]}, "prompt"),
+        ({"prompt": [1], "temperature": -1}, "temperature"),
+        ({"prompt": [1], "priority": "high"}, "priority"),
+        ({"prompt": [1], "client": 3}, "client"),
+        ({"prompt": [1], "timeout": 0}, "timeout: expected more than 0"),
+        ({"prompt": [1], "colour": "red"}, "colour"),
+        ({"prompt": "text"}, "tokenizer"),
+    ],
+)
+def test_mistakes_are_refused_before_they_wait(
+    engine: Engine, options: dict[str, Any], message: str
+) -> None:
+    for ask in (engine.submit, engine.stream):
+        with pytest.raises(UsageError, match=message):
+            ask(**options)
+    assert engine.metrics().waiting == 0
+
+
+def test_a_damaged_bundle_ends_what_runs_and_the_engine_goes_on(
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Batch.step
+
+    def fail(self: Batch) -> Any:
+        monkeypatch.setattr(Batch, "step", original)
+        raise RejectError("a file", "it was cut")
+
+    monkeypatch.setattr(Batch, "step", fail)
+    with pytest.raises(RejectError, match="it was cut"):
+        engine.generate([1], max_new_tokens=3)
+    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
+    assert engine.metrics().finished["error"] == 1
+
+
+def test_no_memory_for_a_slot_ends_that_request(
+    engine: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Batch.begin
+
+    def fail(self: Batch, request: Any) -> Any:
+        monkeypatch.setattr(Batch, "begin", original)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Batch, "begin", fail)
+    with pytest.raises(MemoryError):
+        engine.generate([1], max_new_tokens=3)
+    same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
+    decoder = bundle.decoder
+    whole = plan_caches(decoder, 4, 1 << 40, 0)
+    assert (whole.batch, whole.context) == (4, 72)
+    less = plan_caches(decoder, 4, whole.peak_bytes - 1, 0)
+    assert less.context == 24
+    with pytest.raises(UsageError, match="memory: expected at least"):
+        plan_caches(decoder, 4, less.peak_bytes - 1, 0)
+    with pytest.raises(UsageError, match="prefixes"):
+        plan_caches(decoder, 4, less.peak_bytes, 1)
+    with pytest.raises(UsageError, match="rows at once"):
+        bundle.engine(slots=5)
+    with pytest.raises(UsageError, match="memory: expected at least"):
+        bundle.engine(slots=4, memory=100)
+
+
+def test_a_small_memory_has_a_shorter_context(bundle: Bundle) -> None:
+    peak = plan_caches(bundle.decoder, 4, 1 << 40, 0).peak_bytes
+    engine = bundle.engine(slots=4, memory=peak - 1, prefix_memory=0)
+    with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
+        engine.submit(LONG)
+    found = engine.generate([1, 2, 3], stop_token_ids=())
+    assert found.finish_reason == "context"
+    assert len(found.token_ids) == 24 - 3 + 1
+    assert engine.metrics().cache_budget_bytes == peak - 1
+    engine.close()
+
+
+# ---------------------------------------------------------------------- the end
+
+
+@pytest.mark.usefixtures("slow")
+def test_closing_ends_what_waits_and_runs(bundle: Bundle) -> None:
+    engine = bundle.engine(slots=1)
+    running, waiting = occupy(engine), engine.submit([1], max_new_tokens=1)
+    engine.close()
+    engine.close()
+    with pytest.raises(ClosedError, match="closed before the request was finished"):
+        list(running)
+    with pytest.raises(ClosedError):
+        waiting.result(1)
+    with pytest.raises(ClosedError, match="this engine is closed"):
+        engine.submit([1])
+
+
+@pytest.mark.usefixtures("slow")
+def test_draining_finishes_what_is_there_and_takes_no_more(bundle: Bundle) -> None:
+    engine = bundle.engine(slots=1)
+    running = engine.submit([1], max_new_tokens=20, stop_token_ids=())
+    waiting = engine.submit([1], max_new_tokens=2, stop_token_ids=())
+    assert not engine.drain(0.01)
+    with pytest.raises(ClosedError, match="draining"):
+        engine.submit([1])
+    assert engine.drain(60)
+    assert len(running.result(0).token_ids) == 20
+    assert len(waiting.result(0).token_ids) == 2
+    engine.close()
+
+
+def test_an_engine_that_nobody_has_ends_its_thread(bundle: Bundle) -> None:
+    engine = bundle.engine(slots=1)
+    engine.generate([1], max_new_tokens=1)
+    loop: Loop = engine._loop
+    thread = loop._thread
+    assert isinstance(thread, threading.Thread)
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_bundle_without_a_decoder_has_no_tokens(tmp_path: Path, build_cache: Path) -> None:
+    double = Program("double", fn=lambda x: x * 2, args=["float32[2]"])
+    path = build([double], tmp_path, name="d", cache=build_cache, quiet=True).path
+    engine = load(path, on_mismatch="error").engine()
+    with pytest.raises(UsageError, match="this bundle holds no decoder"):
+        engine.submit([1])
+    assert engine.drain(1)
+    engine.close()

@@ -1,0 +1,296 @@
+"""Every alert fires when it should, and only then, by Prometheus' own `promtool test rules`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from prejit.runtime.engine.metrics import FIRST_TOKEN_BOUNDS
+from prejit.runtime.observe.alerts import ALERTS, SLOW_SECONDS, as_rules
+
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="needs promtool (Debian: apt-get install prometheus)"
+)
+
+MODEL = 'job="prejit",instance="a",model_name="demo"'
+SERVER = 'job="prejit",instance="a"'
+
+
+@dataclass(frozen=True)
+class Case:
+    """Series, by their names, with values in promtool's notation; and whether an alert fires at a time."""
+
+    alert: str
+    fires: bool
+    at: str
+    series: dict[str, str]
+    interval: str = "1m"
+
+
+def requests(points: int, **each: int) -> dict[str, str]:
+    """Return counters of requests by reason, each of which grows by so many in an interval."""
+    return {
+        f'prejit:requests_total{{{MODEL},reason="{reason}"}}': f"0+{step}x{points}"
+        for reason, step in each.items()
+    }
+
+
+def first_tokens(quick: int, total: int, length: int) -> dict[str, str]:
+    name = "vllm:time_to_first_token_seconds"
+    return {
+        f'{name}_bucket{{{MODEL},le="2.5"}}': f"0+{quick}x{length}",
+        f"{name}_count{{{MODEL}}}": f"0+{total}x{length}",
+    }
+
+
+def memory(values: str, started: int) -> dict[str, str]:
+    return {
+        f"prejit:host_memory_bytes{{{SERVER}}}": values,
+        f"process_start_time_seconds{{{SERVER}}}": f"{started}x300",
+    }
+
+
+FAST, SLOWLY = "PrejitErrorBudgetBurnsFast", "PrejitErrorBudgetBurnsSlowly"
+LATE_FAST, LATE_SLOWLY = "PrejitFirstTokenBudgetBurnsFast", "PrejitFirstTokenBudgetBurnsSlowly"
+CASES = (
+    Case("PrejitDown", True, "5m", {f"up{{{SERVER}}}": "0x10"}),
+    Case("PrejitDown", False, "5m", {f"up{{{SERVER}}}": "1 0 1x10"}),  # one scrape was lost
+    Case("PrejitDown", False, "5m", {'up{job="node",instance="a"}': "0x10"}),
+    Case(
+        "PrejitNotReady", True, "6m", {f'prejit:server_state{{{SERVER},state="loading"}}': "1x10"}
+    ),
+    Case(
+        "PrejitNotReady", True, "6m", {f'prejit:server_state{{{SERVER},state="compiling"}}': "1x9"}
+    ),
+    Case(
+        "PrejitNotReady", False, "6m", {f'prejit:server_state{{{SERVER},state="draining"}}': "1x9"}
+    ),
+    Case(
+        "PrejitNotReady",
+        False,
+        "6m",
+        {f'prejit:server_state{{{SERVER},state="loading"}}': "1x3 0x10"},
+    ),
+    Case(FAST, True, "60m", requests(60, error=2, stop=98)),
+    Case(FAST, True, "60m", requests(60, refused=20, length=980)),
+    Case(FAST, True, "60m", requests(60, nan=5, deadline=15, stop=980)),
+    Case(FAST, False, "60m", requests(60, error=1, stop=199)),
+    Case(FAST, False, "60m", requests(60, cancelled=50, stop=50)),  # clients may leave
+    Case(FAST, False, "60m", requests(60, error=0, stop=0)),  # no traffic
+    Case(SLOWLY, True, "1500m", requests(400, error=4, stop=996), "5m"),
+    Case(FAST, False, "1500m", requests(400, error=4, stop=996), "5m"),
+    Case(SLOWLY, False, "1500m", requests(400, error=1, stop=1999), "5m"),
+    Case(LATE_FAST, True, "60m", first_tokens(80, 100, 60)),
+    Case(LATE_FAST, False, "60m", first_tokens(95, 100, 60)),
+    Case(LATE_FAST, False, "60m", first_tokens(0, 0, 60)),
+    Case(LATE_SLOWLY, True, "1500m", first_tokens(96, 100, 400), "5m"),
+    Case(LATE_SLOWLY, False, "1500m", first_tokens(995, 1000, 400), "5m"),
+    Case(
+        "PrejitTokensStopped",
+        True,
+        "15m",
+        {
+            f"vllm:num_requests_running{{{MODEL}}}": "1x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
+        },
+    ),
+    Case(
+        "PrejitTokensStopped",
+        False,
+        "15m",
+        {
+            f"vllm:num_requests_running{{{MODEL}}}": "1x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "100+1x20",
+        },
+    ),
+    Case(
+        "PrejitTokensStopped",
+        False,
+        "15m",
+        {
+            f"vllm:num_requests_running{{{MODEL}}}": "0x20",
+            f"vllm:generation_tokens_total{{{MODEL}}}": "100x20",
+        },
+    ),
+    *(
+        Case(
+            "PrejitQueueFull",
+            fires,
+            "6m",
+            {
+                f"vllm:num_requests_waiting{{{MODEL}}}": f"{waiting}x10",
+                f"prejit:queue_size{{{MODEL}}}": "256x10",
+            },
+        )
+        for waiting, fires in ((250, True), (100, False))
+    ),
+    *(
+        Case(
+            "PrejitSaturated",
+            fires,
+            "55m",
+            {
+                f"prejit:device_busy_seconds_total{{{MODEL}}}": f"0+{busy}x60",
+                f"vllm:num_requests_waiting{{{MODEL}}}": f"{waiting}x60",
+            },
+        )
+        for busy, waiting, fires in ((59, 3, True), (59, 0, False), (30, 3, False))
+    ),
+    *(
+        Case(
+            "PrejitRequestsCompile",
+            fires,
+            "10m",
+            {
+                f"prejit:requests_waited_for_compile_total{{{MODEL}}}": waited,
+                f'prejit:requests_total{{{MODEL},reason="stop"}}': "0+10x20",
+            },
+        )
+        for waited, fires in (("0x5 1x15", True), ("0x20", False), ("3x20", False))
+    ),
+    *(
+        Case(
+            "PrejitCompileTime",
+            fires,
+            "10m",
+            {f"prejit:compile_seconds_total{{{MODEL}}}": f"0x5 {seconds}x30"},
+        )
+        for seconds, fires in ((90, True), (20, False))
+    ),
+    Case(
+        "PrejitFallback", True, "1m", {f'prejit:fallbacks_total{{{SERVER},axis="jaxlib"}}': "1x5"}
+    ),
+    Case(
+        "PrejitFallback", False, "1m", {f'prejit:fallbacks_total{{{SERVER},axis="jaxlib"}}': "0x5"}
+    ),
+    Case("PrejitNaN", True, "8m", {f"prejit:nan_requests_total{{{MODEL}}}": "0x5 1x10"}),
+    Case("PrejitNaN", False, "8m", {f"prejit:nan_requests_total{{{MODEL}}}": "0x15"}),
+    Case(
+        "PrejitNaN", False, "40m", {f"prejit:nan_requests_total{{{MODEL}}}": "0 1x50"}
+    ),  # long ago
+    *(
+        Case(
+            "PrejitPrefixCacheMisses",
+            fires,
+            "1560m",
+            {
+                f"vllm:prefix_cache_hits_total{{{MODEL}}}": hits,
+                f"vllm:prefix_cache_queries_total{{{MODEL}}}": "0+1000x320",
+            },
+            "5m",
+        )
+        for hits, fires in (
+            ("0+600x288 172800x24", True),
+            ("0+600x320", False),
+            ("0+50x288 14400x24", False),  # there never were many
+        )
+    ),
+    *(
+        Case(
+            "PrejitCacheMemoryFull",
+            fires,
+            "20m",
+            {
+                f"prejit:kv_cache_bytes{{{MODEL}}}": f"{used}x30",
+                f"prejit:kv_cache_budget_bytes{{{MODEL}}}": "100x30",
+                f"vllm:num_requests_waiting{{{MODEL}}}": f"{waiting}x30",
+            },
+        )
+        for used, waiting, fires in ((99, 2, True), (99, 0, False), (50, 2, False))
+    ),
+    Case("PrejitHostMemoryGrows", True, "240m", memory("1000+2x300", 0)),
+    Case("PrejitHostMemoryGrows", False, "240m", memory("1000x300", 0)),
+    Case("PrejitHostMemoryGrows", False, "240m", memory("1000+2x300", 7200)),  # a young process
+    *(
+        Case(
+            "PrejitHostMemoryHigh",
+            fires,
+            "15m",
+            {
+                f"prejit:host_memory_bytes{{{SERVER}}}": f"{used}x20",
+                f"prejit:host_memory_limit_bytes{{{SERVER}}}": "100x20",
+            },
+        )
+        for used, fires in ((95, True), (80, False))
+    ),
+)
+
+
+def as_test(case: Case) -> dict[str, Any]:
+    """Return a case as promtool reads it. Prometheus has a series ALERTS for each alert that fires."""
+    query = f'count by (alertname) (ALERTS{{alertname="{case.alert}",alertstate="firing"}})'
+    labels = f'{{alertname="{case.alert}"}}'
+    return {
+        "name": f"{case.alert} {'fires' if case.fires else 'is quiet'}",
+        "interval": case.interval,
+        "input_series": [{"series": name, "values": v} for name, v in case.series.items()],
+        "promql_expr_test": [
+            {
+                "expr": query,
+                "eval_time": case.at,
+                "exp_samples": [{"labels": labels, "value": 1}] if case.fires else [],
+            }
+        ],
+    }
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "prejit.rules.yml"
+    path.write_text(as_rules("runbooks"))
+    return path
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    assert PROMTOOL is not None
+    return subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True)
+
+
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not():
+    names = {alert.name for alert in ALERTS}
+    assert {case.alert for case in CASES if case.fires} == names
+    assert {case.alert for case in CASES if not case.fires} == names
+
+
+def test_the_time_of_a_slow_first_token_is_a_bound_of_the_histogram():
+    assert float(SLOW_SECONDS) in FIRST_TOKEN_BOUNDS
+
+
+@needs_promtool
+def test_promtool_takes_the_rules(rules):
+    done = promtool("check", "rules", str(rules))
+    assert done.returncode == 0, done.stderr
+    assert f"{len(ALERTS) + 14} rules found" in done.stdout
+
+
+@needs_promtool
+@pytest.mark.parametrize("interval", ["1m", "5m"])
+def test_alerts_fire_when_they_should_and_only_then(rules, tmp_path, interval):
+    cases = [as_test(case) for case in CASES if case.interval == interval]
+    tests = tmp_path / "tests.yml"
+    tests.write_text(  # JSON is YAML
+        json.dumps({"rule_files": [rules.name], "evaluation_interval": interval, "tests": cases})
+    )
+    done = promtool("test", "rules", str(tests))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_a_case_that_expects_the_wrong_thing_fails(rules, tmp_path):
+    wrong = [
+        as_test(Case(case.alert, not case.fires, case.at, case.series, case.interval))
+        for case in CASES[:2]
+    ]
+    tests = tmp_path / "tests.yml"
+    tests.write_text(
+        json.dumps({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": wrong})
+    )
+    done = promtool("test", "rules", str(tests))
+    assert done.returncode != 0
+    assert done.stdout.count("FAILED") + done.stderr.count("FAILED") == 1

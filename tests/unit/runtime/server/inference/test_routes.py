@@ -1,0 +1,243 @@
+"""Clients of the protocol must get what `Bundle.call` gives, and errors that say what was wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tests.unit.runtime.server.running import Running, running, served
+from tritonclient.utils import InferenceServerException
+
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.server.served import Models
+from prejit.runtime.server.settings import Settings
+
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
+
+
+@pytest.fixture(scope="module")
+def bundle(settled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return load(settled_dir)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Bundle) -> Iterator[Running]:
+    models = Models(served(bundle))
+    with running(models, Settings()) as found:
+        yield found
+    models.close()
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as found:
+        yield found
+
+
+def tensor(name: str, value: np.ndarray[Any, Any], datatype: str, *, binary: bool) -> Any:
+    found = triton.InferInput(name, list(value.shape), datatype)
+    return found.set_data_from_numpy(value, binary_data=binary)
+
+
+def test_the_server_and_its_models_are_found(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
+    for name in ("score", "example.score"):
+        assert client.is_model_ready(name)
+        assert client.is_model_ready(name, "1")
+        found = client.get_model_metadata(name)
+        assert found["name"] == name
+        assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 16]}]
+        assert found["outputs"] == [{"name": "result", "datatype": "FP32", "shape": [-1, 4]}]
+    nest = client.get_model_metadata("nest")
+    assert {each["name"]: each["datatype"] for each in nest["inputs"]} == {
+        "tree.half": "BF16",
+        "tree.pair.0": "INT32",
+        "tree.pair.1": "BOOL",
+    }
+    assert not client.is_model_ready("nothing")
+    assert not client.is_model_ready("score", "2")
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("binary_out", [False, True, None])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_an_inference_is_what_a_call_gives(
+    client: triton.InferenceServerClient,
+    bundle: Bundle,
+    binary: bool,
+    binary_out: bool | None,
+    rows: int,
+) -> None:
+    x = np.random.default_rng(rows).standard_normal((rows, 16), np.float32)
+    outputs = (
+        None
+        if binary_out is None
+        else [triton.InferRequestedOutput("result", binary_data=binary_out)]
+    )
+    found = client.infer(
+        "score", [tensor("x", x, "FP32", binary=binary)], outputs=outputs, request_id="7"
+    )
+    np.testing.assert_array_equal(found.as_numpy("result"), bundle.call("score", x=x))
+    assert found.get_response()["id"] == "7"
+    assert found.get_response()["model_name"] == "score"
+
+
+def test_nested_trees_are_tensors_by_path(
+    client: triton.InferenceServerClient, bundle: Bundle
+) -> None:
+    half = np.array([1, 2, 3], ml_dtypes.bfloat16)
+    count = np.array([[1, 2], [3, 4]], np.int32)
+    inputs = [
+        tensor("tree.pair.1", np.array(True), "BOOL", binary=False),
+        tensor("tree.half", half, "BF16", binary=True),
+        tensor("tree.pair.0", count, "INT32", binary=False),
+    ]
+    found = client.infer("nest", inputs)
+    np.testing.assert_array_equal(found.as_numpy("sums.0").astype(np.float32), [2, 4, 6])
+    np.testing.assert_array_equal(found.as_numpy("sums.1"), [[2, 3], [4, 5]])
+    assert found.as_numpy("scalar") == 2.5
+    assert found.as_numpy("scalar").shape == ()
+
+
+def test_only_the_results_that_are_named_come_back(client: triton.InferenceServerClient) -> None:
+    half = np.array([1, 2, 3], ml_dtypes.bfloat16)
+    inputs = [
+        tensor("tree.half", half, "BF16", binary=True),
+        tensor("tree.pair.0", np.zeros((2, 2), np.int32), "INT32", binary=True),
+        tensor("tree.pair.1", np.array(False), "BOOL", binary=True),
+    ]
+    wanted = [triton.InferRequestedOutput("sums.1"), triton.InferRequestedOutput("scalar", False)]
+    found = client.infer("nest", inputs, outputs=wanted)
+    assert [each["name"] for each in found.get_response()["outputs"]] == ["sums.1", "scalar"]
+    assert found.as_numpy("sums.1").tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_program_without_arguments_takes_no_inputs(client: triton.InferenceServerClient) -> None:
+    assert client.infer("tick", []).as_numpy("result") == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("score", [], "'x' missing"),
+        ("score", [("y", X, "FP32")], "'x' missing"),
+        ("score", [("x", X, "FP32"), ("y", X, "FP32")], "found 'y'"),
+        ("score", [("x", X[0], "FP32")], "expected float32"),
+        ("score", [("x", X[:, :3], "FP32")], "expected float32"),
+        ("score", [("x", X.astype(np.float64), "FP64")], "expected FP32, found FP64"),
+        ("score", [("x", np.array([b"a"], np.object_), "BYTES")], "found 'BYTES'"),
+        ("nothing", [("x", X, "FP32")], "expected one of the models"),
+    ],
+)
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_wrong_inference_is_an_error_that_names_it(
+    client: triton.InferenceServerClient,
+    name: str,
+    inputs: list[Any],
+    message: str,
+    binary: bool,
+) -> None:
+    given = [tensor(*each, binary=binary) for each in inputs]
+    with pytest.raises(InferenceServerException) as caught:
+        client.infer(name, given)
+    assert message in str(caught.value.message())
+    assert caught.value.status() in ("400", "404")
+
+
+def infer(server: Running, content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return httpx.post(f"{server.url}/v2/models/score/infer", content=body, headers=headers)
+
+
+def of(**changed: Any) -> dict[str, Any]:
+    return {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.tolist()} | changed
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"inputs":{}}', b'{"inputs":[1]}'),
+        of(shape=[-2, -16]),
+        of(shape=[2.0, 16]),
+        of(shape=["2", 16]),
+        of(shape=[2**70]),
+        of(name=1),
+        of(data={}),
+        of(data=[[1] * 16, [1] * 15]),
+        of(datatype=None),
+        of(parameters=[]),
+        of(parameters={"binary_data_size": 128}),
+        of(parameters={"binary_data_size": -1}, data=None),
+        of(parameters={"binary_data_size": "128"}, data=None),
+        of(parameters={"shared_memory_region": "a"}, data=None),
+        {"inputs": of()["inputs"] * 2},
+        {**of(), "outputs": [{"name": "other"}]},
+        {**of(), "outputs": [{"name": "result", "parameters": {"classification": 2}}]},
+        {**of(), "outputs": 1},
+        {**of(), "parameters": {"mode": "tanh"}},
+        {**of(), "id": 7},
+    ],
+)
+def test_a_wrong_body_is_400_and_says_so_in_the_form_of_the_protocol(
+    content: Any, server: Running
+) -> None:
+    found = infer(server, content)
+    assert found.status_code == 400
+    assert found.json().keys() == {"error"}
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "99999999", "", "٣", "0"])
+def test_a_wrong_length_of_the_json_is_400(length: str, server: Running) -> None:
+    headers = {"Inference-Header-Content-Length": length.encode()}
+    found = httpx.post(
+        f"{server.url}/v2/models/score/infer",
+        content=b"{}",
+        headers=headers,  # type: ignore[arg-type]
+    )
+    assert found.status_code == 400
+
+
+def test_bytes_that_no_tensor_has_are_400(server: Running) -> None:
+    head = json.dumps(of(data=None, parameters={"binary_data_size": X.nbytes})).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    assert infer(server, head + X.tobytes(), headers).status_code == 200
+    for wrong in (X.tobytes() + b"0", X.tobytes()[:-1], b""):
+        assert infer(server, head + wrong, headers).status_code == 400
+
+
+def test_unknown_fields_are_ignored_as_the_protocol_asks(server: Running) -> None:
+    assert infer(server, {**of(), "extra": {"a": 1}}).status_code == 200
+
+
+def test_two_bundles_with_one_program_are_told_apart_by_their_names(
+    bundle: Bundle, make_recipe: Any, tmp_path: Path
+) -> None:
+    other = load(make_recipe(score_scale=2.0, name="other").write(tmp_path / "other"))
+    models = Models(served(bundle), served(other))
+    with running(models, Settings()) as server:
+        assert infer(server, of()).status_code == 404  # which one is not clear
+        for each in (bundle, other):
+            url = f"{server.url}/v2/models/{each.name}.score/infer"
+            found = httpx.post(url, json=of()).json()["outputs"][0]
+            expected = each.call("score", x=X)
+            np.testing.assert_array_equal(
+                np.array(found["data"], np.float32).reshape(found["shape"]), expected
+            )
+    models.close()
+    assert not np.array_equal(bundle.call("score", x=X), other.call("score", x=X))

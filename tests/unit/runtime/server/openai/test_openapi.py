@@ -1,0 +1,34 @@
+"""The OpenAPI document describes the routes that there are, and nothing in it is dangling."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+
+from prejit.runtime.server.openai.openapi import document
+from prejit.runtime.server.openai.routes import OPERATIONS, routes
+from prejit.runtime.server.served import Models
+from prejit.runtime.server.settings import Settings
+
+
+def test_each_route_is_described_and_each_reference_leads_somewhere() -> None:
+    made = document(OPERATIONS)
+    text = json.dumps(made)
+    for name in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert name in made["components"]["schemas"]
+    for route in routes(Models(), Settings()):
+        path = route.path.replace("{model:path}", "{model}")
+        assert route.methods is not None
+        assert made["paths"][path].keys() <= {method.lower() for method in route.methods}
+
+
+def test_each_schema_is_a_schema_whose_properties_are_described() -> None:
+    made = document(OPERATIONS)["components"]["schemas"]
+    for schema in made.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert "\n" not in schema.get("description", "")
+    for name in ("ChatRequest", "CompletionRequest", "ResponseRequest", "EmbeddingRequest"):
+        for field, described in made[name]["properties"].items():
+            assert described.get("description"), f"{name}.{field}"
