@@ -49,8 +49,8 @@ def bytes_by_decoder(decoder: Mapping[str, Any] | None, path: str) -> Callable[[
     match decoder:
         case {"type": "ByteLevel"}:
             return _byte_level
-        case {"type": "Metaspace"}:
-            space = str(decoder.get("replacement", _SPACE))
+        case {"type": "Metaspace", **rest}:
+            space = str(rest.get("replacement", _SPACE))
             return lambda token: token.replace(space, " ").encode()
         case {"type": "Sequence", "decoders": list(parts)}:
             return _sequence(parts, path)
