@@ -116,7 +116,7 @@ def _tokenizer(size: int, directory: Path) -> Path:
 def _vocabulary(size: int, directory: Path) -> Path:
     """Write what a child reads: the bytes of all tokens, and schemas with the tokens of a text."""
     tokenizer = BundleTokenizer(_tokenizer(size, directory).read_bytes(), "tokenizer.json")
-    table = tokenizer.vocabulary_bytes(size)
+    table = tokenizer.vocabulary(size)
     # The special token is the last for xgrammar, which wants a stop token; llguidance adds its own.
     tokens = [(token or b"").hex() for token in (*table[1:], None)]
     schemas = {

@@ -492,7 +492,6 @@ def no_white_space(bundle: Bundle) -> dict[str, float]:
 def test_a_grammar_forces_calls(
     client: openai.OpenAI, stories_bundle: Bundle, choice: Any, stream: bool
 ) -> None:
-    pytest.importorskip("llguidance")
     options: Any = {"messages": USER, "tools": [ADD], "max_tokens": 250, "seed": 1}
     options |= {"tool_choice": choice, "parallel_tool_calls": False}
     options["logit_bias"] = no_white_space(stories_bundle)
@@ -516,7 +515,6 @@ SCHEMA: dict[str, Any] = {
 
 
 def test_json_of_a_schema_is_what_comes(client: openai.OpenAI, stories_bundle: Bundle) -> None:
-    pytest.importorskip("llguidance")
     bias: Any = no_white_space(stories_bundle)
     schema: Any = {"type": "json_schema", "json_schema": {"name": "ball", "schema": SCHEMA}}
     for n in (1, 2):
@@ -538,7 +536,6 @@ def test_json_of_a_schema_is_what_comes(client: openai.OpenAI, stories_bundle: B
 
 
 def test_a_json_object_begins_as_one(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
     found = client.chat.completions.create(
         model="stories", messages=USER, response_format={"type": "json_object"}, max_tokens=30
     )
@@ -548,7 +545,6 @@ def test_a_json_object_begins_as_one(client: openai.OpenAI) -> None:
 def test_a_strict_schema_that_no_grammar_enforces_is_refused(
     post: Callable[[str, Any], httpx.Response],
 ) -> None:
-    pytest.importorskip("llguidance")
     for strict in (True, False):
         schema = {"type": "array", "uniqueItems": True, "maxItems": 0}
         wanted = {"name": "s", "schema": schema, "strict": strict}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from starlette.concurrency import run_in_threadpool
 
@@ -13,11 +12,7 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
     from prejit.runtime.generation.options import TokenMask
-    from prejit.runtime.grammar.grammars import Grammars
-
-_grammars: WeakKeyDictionary[Bundle, Grammars] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ async def mask_of(
     """
 
     def make() -> TokenMask:
-        return _grammars_of(served.bundle).json_schema(
+        return served.bundle.grammars.json_schema(
             constraint.schema, lenient=not constraint.strict, stop_token_ids=stop_token_ids
         )
 
@@ -106,13 +101,3 @@ class Tool:
     name: str
     parameters: dict[str, Any]
     strict: bool = False
-
-
-def _grammars_of(bundle: Bundle) -> Grammars:
-    """Return the grammars of a bundle, which keep what they have compiled."""
-    found = _grammars.get(bundle)
-    if found is None:
-        from prejit.runtime.grammar.grammars import Grammars  # costs nothing without it
-
-        found = _grammars.setdefault(bundle, Grammars(bundle))
-    return found
