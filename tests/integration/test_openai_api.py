@@ -852,11 +852,8 @@ def test_a_request_that_takes_too_long_is_a_504_or_an_event(
         with pytest.raises(openai.APIStatusError) as raised:
             create(**options)
         assert raised.value.status_code == 504
-        ended = None
-        with contextlib.suppress(openai.APIError):  # also an event that the client raises
-            for ended in create(stream=True, **options):
-                pass
-            assert ended.type == "response.failed"
+        with contextlib.suppress(openai.APIError):  # a 504, or an event that the client raises
+            assert [*create(stream=True, **options)][-1].type == "response.failed"
     models.close()
 
 
@@ -924,6 +921,8 @@ def test_the_published_document_holds(server: Running) -> None:
     )
     for operation in schema.get_all_operations():
         api = operation.ok()
+        if api.path == "/drain":  # nothing would be answered after it
+            continue
 
         @hypothesis.settings(
             max_examples=25,
