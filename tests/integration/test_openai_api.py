@@ -682,6 +682,9 @@ def test_long_texts_are_tokenized_off_the_event_loop_and_give_the_same(
     text = "word " * 4000
     found = post("/tokenize", {"model": "stories", "prompt": text}).json()
     assert found["tokens"] == stories_bundle.tokenizer.encode(text)
+    messages = [{"role": "user", "content": "word"}] * 400
+    found = post("/tokenize", {"model": "stories", "messages": messages}).json()
+    assert found["tokens"] == stories_bundle.tokenizer.encode("word" * 400)
 
 
 def test_models_are_listed_and_described(client: openai.OpenAI, stories_bundle: Bundle) -> None:
@@ -711,6 +714,17 @@ def test_models_are_listed_and_described(client: openai.OpenAI, stories_bundle: 
         ("/v1/completions", {"prompt": ONCE, "temperature": "hot"}, "temperature"),
         ("/v1/completions", {"prompt": ONCE, "logit_bias": {"x": 1}}, "logit_bias"),
         ("/v1/completions", {}, None),
+        ("/v1/completions", {"prompt": [5] * 1000}, None),
+        ("/v1/completions", {"prompt": ONCE, "stop": ["."] * 33}, "stop"),
+        ("/v1/completions", {"prompt": ONCE, "stop": "." * 513}, "stop"),
+        ("/v1/completions", {"prompt": ONCE, "stop": ""}, "stop"),
+        ("/v1/completions", {"prompt": ONCE, "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        (
+            "/v1/completions",
+            {"prompt": ONCE, "logit_bias": dict.fromkeys(range(5000), 1)},
+            "logit_bias",
+        ),
+        ("/v1/chat/completions", {"messages": USER, "tools": [ADD] * 129}, "tools"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": USER, "functions": []}, "functions"),
         ("/v1/chat/completions", {"messages": USER, "audio": {"voice": "x"}}, "audio"),

@@ -46,7 +46,7 @@ from prejit.runtime.server.openai.logprobs import (
 )
 from prejit.runtime.server.openai.messages import (
     ChosenTool,
-    FunctionTool,
+    FunctionTools,
     JsonObjectFormat,
     Message,
     TextFormat,
@@ -116,7 +116,7 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    tools: list[FunctionTool] | None = None
+    tools: FunctionTools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
@@ -213,7 +213,9 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         options["logprobs"] = body.top_logprobs or 0
     wanted = TextCall(
         engine=served.engine,
-        prompt=await _prompt(body, served, tools),
+        prompt=await prompts.off_loop(
+            len(await request.body()), lambda: _prompt(body, served, tools)
+        ),
         options=options,
         choices=body.n or 1,
         mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
@@ -249,11 +251,11 @@ def _check(body: ChatRequest) -> None:
         )
 
 
-async def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
+def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return await prompts.of_messages(
+    return prompts.of_messages(
         served,
         for_template(body.messages),
         tools=plain_tools(tools.functions) if tools.functions else None,

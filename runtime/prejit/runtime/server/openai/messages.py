@@ -97,6 +97,10 @@ class FunctionTool(RequestFields, frozen=True, kw_only=True):
     type: Literal["function"]
 
 
+FunctionTools = Annotated[list[FunctionTool], Meta(max_length=128)]
+"""The tools of a request."""
+
+
 class ChosenFunction(RequestFields, frozen=True, kw_only=True):
     """The name of a function."""
 

@@ -77,7 +77,9 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
         options["logprobs"] = body.top_logprobs or 0
     wanted = TextCall(
         engine=served.engine,
-        prompt=await _prompt(body, served, tools),
+        prompt=await prompts.off_loop(
+            len(await request.body()), lambda: _prompt(body, served, tools)
+        ),
         options=options,
         choices=1,
         mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
@@ -120,11 +122,11 @@ def _constraint(body: ResponseRequest) -> Constraint | None:
     return None
 
 
-async def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
+def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning.effort)
-    return await prompts.of_messages(
+    return prompts.of_messages(
         served,
         messages_of(body),
         tools=plain_tools(tools.functions) if tools.functions else None,
