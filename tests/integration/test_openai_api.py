@@ -40,7 +40,8 @@ from prejit.runtime.server.settings import Settings
 from .conftest import Run, write_manifest
 
 TEMPLATE = """\
-{{ bos_token }}{% if tools %}{{ tools[0].function.name }} {% endif %}{% for message in messages %}
+{{ bos_token }}{{ reasoning_effort or '' }}
+{% if tools %}{{ tools[0].function.name }} {% endif %}{% for message in messages %}
 {{ message.content or '' }}{% for call in message.tool_calls or [] %}
 {{ call.function.arguments.a }}{% endfor %}
 {% endfor %}"""
@@ -714,6 +715,18 @@ def test_models_are_listed_and_described(client: openai.OpenAI, stories_bundle: 
         ("/v1/completions", {"prompt": ONCE, "temperature": "hot"}, "temperature"),
         ("/v1/completions", {"prompt": ONCE, "logit_bias": {"x": 1}}, "logit_bias"),
         ("/v1/completions", {}, None),
+        ("/v1/completions", {"model": None, "prompt": ONCE}, "model"),
+        (
+            "/v1/chat/completions",
+            {"messages": USER, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_tokens",
+        ),
+        ("/v1/responses", {"input": ONCE, "top_logprobs": 2}, "top_logprobs"),
+        (
+            "/v1/responses",
+            {"input": ONCE, "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice",
+        ),
         ("/v1/completions", {"prompt": [5] * 1000}, None),
         ("/v1/completions", {"prompt": ONCE, "stop": ["."] * 33}, "stop"),
         ("/v1/completions", {"prompt": ONCE, "stop": "." * 513}, "stop"),
@@ -768,6 +781,19 @@ def test_what_is_not_supported_is_a_400_that_names_the_field(
 def test_unknown_fields_are_ignored(post: Callable[[str, Any], httpx.Response]) -> None:
     body = {"model": "stories", "prompt": ONCE, "max_tokens": 1, "user": "u", "no_such": [1]}
     assert post("/v1/completions", body).status_code == 200
+
+
+def test_effort_is_a_variable_of_the_template(
+    post: Callable[[str, Any], httpx.Response], stories_bundle: Bundle
+) -> None:
+    expected = len(stories_bundle.tokenizer.encode(f"high{ONCE}"))
+    chat = {"model": "stories", "messages": USER, "max_tokens": 1, "reasoning_effort": "high"}
+    found = post("/v1/chat/completions", chat).json()
+    assert found["usage"]["prompt_tokens"] == expected
+    respond = {"model": "stories", "input": ONCE, "max_output_tokens": 1}
+    found = post("/v1/responses", {**respond, "reasoning": {"effort": "high"}}).json()
+    assert found["usage"]["input_tokens"] == expected
+    assert found["reasoning"]["effort"] == "high"
 
 
 def test_errors_have_their_status(
