@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, cast, final
 
 from prejit.runtime.base.process import seconds_since_exec
@@ -82,6 +84,8 @@ def serve(
         StoreError: the address cannot be bound, or a bundle cannot be read.
         MismatchError, RejectError, UsageError: as `load`.
     """
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end_early)
     gc.disable()  # imports and loads make many objects and no garbage
     _allow_many_connections()
     with _bind(*address) as listening:
@@ -89,14 +93,14 @@ def serve(
         url = _url(listening, address[0])
         telemetry = start_telemetry()
         wrap = _wrapper(log, telemetry)
-        loading = _Loading(sources, engines, models, url, wrap)
+        loading = Loading(sources, engines, models, url, wrap)
         if log is not None:
             loading.when_loaded = partial(log.start, models, max_tokens=settings.max_tokens)
         loading.start()
         # The stack is imported while the bundles are loaded: neither waits for the other.
         from prejit.runtime.server.uvicorn_server import run
 
-        run(models, replace(settings, log=log), listening, loading.when_failed, telemetry)
+        run(models, replace(settings, log=log), listening, loading, telemetry)
     if loading.error is not None:
         raise loading.error
     models.close()
@@ -109,8 +113,14 @@ def serve(
         os._exit(0)
 
 
+def _end_early(number: int, frame: FrameType | None) -> None:
+    """End before the server answers, when nothing runs yet. The server replaces this handler."""
+    sys.stderr.flush()
+    os._exit(0)
+
+
 @final
-class _Loading(threading.Thread):
+class Loading(threading.Thread):
     """Loads the bundles and makes the server ready.
 
     Attributes:
@@ -137,6 +147,11 @@ class _Loading(threading.Thread):
         self._on_failure: Callable[[], object] | None = None
         self.when_loaded: Callable[[dict[str, str]], object] | None = None
         self.error: BaseException | None = None
+        self._is_answering = threading.Event()
+
+    def answers(self) -> None:
+        """Note that the server accepts connections; it is not ready before that."""
+        self._is_answering.set()
 
     def when_failed(self, call: Callable[[], object]) -> None:
         """Call this, in any thread, when a bundle cannot be loaded; at once if that has happened."""
@@ -160,6 +175,7 @@ class _Loading(threading.Thread):
                 self.when_loaded(
                     {name: path for (_, name), path in zip(bundles, self._paths, strict=True)}
                 )
+            self._is_answering.wait()
             gc.freeze()
             gc.enable()
             if self._models.change(before, "ready"):
