@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime.text.vocabulary import ALPHABET
+from prejit.runtime.text.token_bytes import byte_alphabet
 
 from .parity.cases import Case
 
@@ -29,10 +29,10 @@ TEMPLATE = (
 
 def tokenizer_json() -> dict[str, Any]:
     """A byte-level BPE: the bytes, WORDS, halves of characters, and SPECIAL tokens at the end."""
-    spelled = {byte: character for character, byte in ALPHABET.items()}
+    spelled = {byte: character for character, byte in byte_alphabet().items()}
     words = [word.encode() for word in WORDS] + [b"\xc3", b"a\xc3", b"\xa9"]
     texts = ["".join(spelled[byte] for byte in word) for word in words]
-    tokens = list(dict.fromkeys([*sorted(ALPHABET), *texts]))
+    tokens = list(dict.fromkeys([*sorted(byte_alphabet()), *texts]))
     added = [
         {
             **{"id": len(tokens) + place, "content": content, "special": True},

@@ -116,7 +116,7 @@ def _tokenizer(size: int, directory: Path) -> Path:
 def _vocabulary(size: int, directory: Path) -> Path:
     """Write what a child reads: the bytes of all tokens, and schemas with the tokens of a text."""
     tokenizer = BundleTokenizer(_tokenizer(size, directory).read_bytes(), "tokenizer.json")
-    table = tokenizer.token_bytes(size)
+    table = tokenizer.vocabulary(size)
     # The special token is the last for xgrammar, which wants a stop token; llguidance adds its own.
     tokens = [(token or b"").hex() for token in (*table[1:], None)]
     schemas = {
@@ -203,13 +203,13 @@ def main() -> None:
         progress(f"round {number} of {given.rounds}")
         for size, path in paths.items():
             for library, python in pythons.items():
-                said = subprocess.run(
+                done = subprocess.run(
                     [python, str(CHILD), library, str(path)],
                     capture_output=True,
                     text=True,
                     check=True,
                 )
-                runs[f"{size:,}"][library].append(json.loads(said.stdout))
+                runs[f"{size:,}"][library].append(json.loads(done.stdout))
     packages = {
         library: package_versions(python, (library, "torch", "transformers", "apache-tvm-ffi"))
         for library, python in pythons.items()

@@ -66,7 +66,7 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def grammars(bundle: Bundle) -> Grammars:
-    return Grammars(bundle)
+    return bundle.grammars
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -1,4 +1,4 @@
-"""The grammars of one bundle. Each gives token masks, and is compiled once for all requests that use it."""
+"""The grammars of one vocabulary. Each gives token masks, and is compiled once for all of its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from prejit.runtime.grammar.tools import ToolForm, tools_grammar
 if TYPE_CHECKING:
     import llguidance
 
-    from prejit.runtime.bundle import Bundle
+    from prejit.runtime.format.schema import Decoder
+    from prejit.runtime.text.tokenizer import Tokenizer
 
 WHITESPACE = r"[ \n\t]{1,32}"
 """White space between the parts of a JSON text. It has an end, because small models can repeat it forever."""
@@ -49,27 +50,31 @@ class _Vocabulary(NamedTuple):
 
 @final
 class Grammars:
-    """The grammars of a bundle with a decoder and a tokenizer. Safe to use from many threads.
+    """The grammars of a bundle: `Bundle.grammars`. Safe to use from many threads.
 
-        grammars = Grammars(bundle)
-        bundle.generate(prompt, token_mask=grammars.json_schema({"type": "integer"}))
+        bundle.generate(prompt, token_mask=bundle.grammars.json_schema({"type": "integer"}))
 
     Every method returns a new mask, for one request. A mask costs microseconds if the grammar was used
     before. A request with its own `stop_token_ids` gives them here, too.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
-        """Keep a bundle. Its vocabulary is read with the first grammar, or by `prepare`."""
-        self._bundle = bundle
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+        """Keep a vocabulary. It is read with the first grammar, or by `prepare`.
+
+        Args:
+            decoder: has the number of logits and the stop tokens.
+            tokenizer: of the same bundle.
+        """
+        self._decoder = decoder
+        self._vocabulary = tokenizer
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
-        """Read the vocabulary now: a tenth of a second for 128,000 tokens.
+        """Read the vocabulary now: half a second for 128,000 tokens.
 
         Raises:
-            UsageError: llguidance is not installed; the bundle has no decoder or no tokenizer, or one whose
-                tokens are not bytes.
+            UsageError: llguidance is not installed, or the tokens of the tokenizer are not bytes.
         """
         self._tokenizer  # noqa: B018 (made when it is read)
 
@@ -166,7 +171,7 @@ class Grammars:
             required=required,
             parallel=parallel,
             schema_text=_schema_text,
-            special_id=self._bundle.tokenizer.special_id,
+            special_id=self._vocabulary.special_id,
         )
         try:
             return self._mask(source, stop_token_ids)
@@ -183,7 +188,7 @@ class Grammars:
 
     def _mask(self, source: str, stop_token_ids: Collection[int] | None) -> GrammarMask:
         matcher = self._matcher(source)
-        decoder = self._bundle.decoder.decoder
+        decoder = self._decoder
         stop = decoder.eos_token_ids if stop_token_ids is None else stop_token_ids
         return GrammarMask(matcher, decoder.vocab_size, stop)
 
@@ -213,8 +218,7 @@ class Grammars:
 
     @once
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        vocab_size = self._bundle.decoder.decoder.vocab_size
-        table = self._bundle.tokenizer.vocabulary_bytes(vocab_size)
+        table = self._vocabulary.vocabulary(self._decoder.vocab_size)
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError as error:

@@ -44,7 +44,7 @@ def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
     left = _TRIES
     pointer, found = "", schema
     while True:
-        # References last: what is wrong behind one has a place of its own.
+        # References last: what is wrong behind one has a place of its own, unless the reference is wrong.
         for step, part in sorted(_parts(found), key=_is_reference):
             if (left := left - 1) < 0:
                 return pointer

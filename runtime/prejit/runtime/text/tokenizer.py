@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from prejit.runtime.base.once import once
 from prejit.runtime.errors import ContextError, RejectError, UsageError
-from prejit.runtime.text.vocabulary import decoder_of, token_bytes
 
 if TYPE_CHECKING:
     from prejit.runtime.text.token_bytes import TokenBytes
@@ -116,7 +116,7 @@ class Tokenizer:
 
         return TokenBytes(self._tokenizer)
 
-    def vocabulary_bytes(self, vocab_size: int) -> list[bytes | None]:
+    def vocabulary(self, vocab_size: int) -> list[bytes | None]:
         """Return the bytes that each token adds to a text, in the order of token ids.
 
         Args:
@@ -128,7 +128,11 @@ class Tokenizer:
         Raises:
             UsageError: the bytes of a token depend on its neighbours, as those of BERT's tokenizers do.
         """
-        bytes_of = token_bytes(decoder_of(self._tokenizer), self._path)
+        from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
+
+        decoder = self._tokenizer.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        bytes_of = bytes_by_decoder(state, self._path)
         table: list[bytes | None] = [None] * vocab_size
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if token_id < vocab_size and token_id not in self._special:

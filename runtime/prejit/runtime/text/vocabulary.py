@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary adds to a text, as the tokenizer's own decoder makes them."""
+"""The bytes that all tokens of a vocabulary add to a text; grammars need every one of them to be right."""
 
 from __future__ import annotations
 
@@ -7,30 +7,18 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from prejit.runtime.errors import UsageError
+from prejit.runtime.text.token_bytes import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 """The character that SentencePiece models write for a space."""
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE (GPT-2, `bytes_to_unicode` of its encoder.py)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-ALPHABET = _byte_level_alphabet()
-"""The byte that each character of a byte-level token stands for."""
-
-
 def _byte_level(token: str) -> bytes:
+    alphabet = byte_alphabet()
     try:
-        return bytes([ALPHABET[character] for character in token])
+        return bytes([alphabet[character] for character in token])
     except (
         KeyError
     ):  # the decoder, too, leaves a token as it is if one character is not in the alphabet
@@ -46,15 +34,7 @@ def _bytes_or_text(token: str) -> bytes:
     return bytes.fromhex(match[1]) if match else token.encode()
 
 
-def decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return the object `decoder` of a tokenizer.json; None: it has none."""
-    if tokenizer.decoder is None:
-        return None
-    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    return state
-
-
-def token_bytes(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str], bytes]:
+def bytes_by_decoder(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str], bytes]:
     """Return the function that turns a token of the vocabulary into the bytes that it adds to a text.
 
     It is for tokens in the middle of a text: decoders that strip a space do so at the beginning only.
@@ -69,8 +49,8 @@ def token_bytes(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str],
     match decoder:
         case {"type": "ByteLevel"}:
             return _byte_level
-        case {"type": "Metaspace"}:
-            space = str(decoder.get("replacement", _SPACE))
+        case {"type": "Metaspace", **rest}:
+            space = str(rest.get("replacement", _SPACE))
             return lambda token: token.replace(space, " ").encode()
         case {"type": "Sequence", "decoders": list(parts)}:
             return _sequence(parts, path)

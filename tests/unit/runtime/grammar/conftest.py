@@ -18,4 +18,4 @@ def bundle(lettered_dir: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def grammars(bundle: Bundle) -> Grammars:
-    return Grammars(bundle)
+    return bundle.grammars

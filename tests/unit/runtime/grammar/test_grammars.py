@@ -137,7 +137,7 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(
 
     monkeypatch.setattr(Grammars, "_compile", count)
     monkeypatch.setattr(module, "_COMPILED", 2)
-    grammars = Grammars(bundle)
+    grammars = Grammars(bundle.decoder.decoder, bundle.tokenizer)
     for pattern in ("a", "b", "a", "b"):
         assert grammars.regex(pattern)([]).any()
     assert len(compiled) == 2
@@ -150,15 +150,15 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(
 
 def test_a_bundle_without_text_has_no_grammars(bundle_dir: Path, decoder_dir: Path) -> None:
     with pytest.raises(UsageError, match="holds no decoder"):
-        Grammars(load(bundle_dir)).json_object()
+        load(bundle_dir).grammars  # noqa: B018
     with pytest.raises(UsageError, match="no tokenizer"):
-        Grammars(load(decoder_dir)).prepare()
+        load(decoder_dir).grammars  # noqa: B018
 
 
 def test_a_missing_library_is_named(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match="expected the package llguidance, found none") as error:
-        Grammars(bundle).regex("a")
+        Grammars(bundle.decoder.decoder, bundle.tokenizer).regex("a")
     assert error.value.hint == "pip install 'prejit[grammar]'"
 
 

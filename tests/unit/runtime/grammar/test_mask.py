@@ -53,7 +53,7 @@ def test_a_mask_allows_what_a_list_of_all_texts_allows(
 ) -> None:
     make, texts = LANGUAGES[name]
     vocab_size = bundle.decoder.decoder.vocab_size
-    table = bundle.tokenizer.vocabulary_bytes(vocab_size)
+    table = bundle.tokenizer.vocabulary(vocab_size)
     (eos,) = bundle.decoder.decoder.eos_token_ids
     encoded = [text.encode() for text in texts]
     chosen = random.Random(0)

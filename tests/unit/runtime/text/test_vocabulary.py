@@ -57,7 +57,7 @@ def test_the_bytes_of_a_token_are_what_it_adds_to_a_text(
     described = made()
     tokenizer = Tokenizer(json.dumps(described).encode(), "tokenizer.json")
     size = tokenizer.largest_id + 1
-    table = tokenizer.vocabulary_bytes(size)
+    table = tokenizer.vocabulary(size)
     anchor = max(i for i, token in enumerate(table) if token == ANCHOR.encode())
     checked = 0
     for token_id, token in enumerate(table):
@@ -78,10 +78,10 @@ def test_the_bytes_of_a_token_are_what_it_adds_to_a_text(
 def test_special_tokens_and_padding_have_no_bytes() -> None:
     tokenizer = Tokenizer(json.dumps(tokenizer_json()).encode(), "tokenizer.json")
     size = tokenizer.largest_id + 1
-    table = tokenizer.vocabulary_bytes(size + len(SPECIAL) + PADDED)
+    table = tokenizer.vocabulary(size + len(SPECIAL) + PADDED)
     assert table[size:] == [None] * (len(SPECIAL) + PADDED)
     assert None not in table[:size]
-    assert tokenizer.vocabulary_bytes(10) == table[:10]  # a model with fewer logits
+    assert tokenizer.vocabulary(10) == table[:10]  # a model with fewer logits
     assert tokenizer.special_id("</s>") == size + 1
     assert tokenizer.special_id("ab") is None
     assert tokenizer.special_id("no token") is None
@@ -103,5 +103,5 @@ def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder: Any, foun
     with pytest.raises(
         UsageError, match=r"model/tokenizer\.json: decoder: expected ByteLevel"
     ) as error:
-        tokenizer.vocabulary_bytes(4)
+        tokenizer.vocabulary(4)
     assert found in str(error.value)
