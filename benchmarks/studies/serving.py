@@ -4,9 +4,9 @@
 
 Writes benchmarks/results/NAME.json and .md. GPT-2 124M, float32, prompts of 32 tokens, 64 new tokens each.
 Each round starts a fresh server and a fresh process with an engine, in turns. In both, N clients send
-requests one after another until each has had several; the first of each is not counted. Clients of the server are
-threads of another process, which read bytes from sockets and do not parse them; clients of the engine are
-threads of its process.
+requests one after another until each has had several; the first of each is not counted. Clients of the
+server are threads of another process, which read bytes from sockets and do not parse them; clients of the
+engine are threads of its process.
 """
 
 from __future__ import annotations
