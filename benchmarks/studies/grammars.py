@@ -203,13 +203,13 @@ def main() -> None:
         progress(f"round {number} of {given.rounds}")
         for size, path in paths.items():
             for library, python in pythons.items():
-                said = subprocess.run(
+                done = subprocess.run(
                     [python, str(CHILD), library, str(path)],
                     capture_output=True,
                     text=True,
                     check=True,
                 )
-                runs[f"{size:,}"][library].append(json.loads(said.stdout))
+                runs[f"{size:,}"][library].append(json.loads(done.stdout))
     packages = {
         library: package_versions(python, (library, "torch", "transformers", "apache-tvm-ffi"))
         for library, python in pythons.items()
