@@ -199,7 +199,7 @@ class Bundle:
         own = vars(self)
         encoder: EncoderPrograms | None = own.pop("encoder", None)
         dispatched: DispatchedCalls | None = own.pop("_dispatched", None)
-        for name in ("decoder", "_calls", "on_jax"):
+        for name in ("decoder", "grammars", "_calls", "on_jax"):
             own.pop(name, None)
         parts.verification.stop(reason)
         if encoder is not None:
