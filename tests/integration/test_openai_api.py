@@ -40,7 +40,7 @@ from prejit.runtime.server.settings import Settings
 from .conftest import Run, write_manifest
 
 TEMPLATE = """\
-{{ bos_token }}{{ reasoning_effort or '' }}
+{{ bos_token }}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}
 {% if tools %}{{ tools[0].function.name }} {% endif %}{% for message in messages %}
 {{ message.content or '' }}{% for call in message.tool_calls or [] %}
 {{ call.function.arguments.a }}{% endfor %}
