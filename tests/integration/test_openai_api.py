@@ -880,7 +880,7 @@ def test_a_request_that_takes_too_long_is_a_504_or_an_event(
     models = Models(Served("slow", stories_bundle, stories_bundle.engine(slots=1), 1))
     options: Any = {"model": "slow", "extra_body": {"ignore_eos": True}}
     with (
-        running(models, Settings(timeout_seconds=0.03)) as server,
+        running(models, Settings(timeout_seconds=0.005)) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         if path == "completions":
