@@ -28,7 +28,7 @@ def make_app(models: Models, settings: Settings) -> Starlette:
             *health.routes(models, settings),
             *inference.routes(models, settings),
             *openai.routes(models, settings),
-            openapi_route(openai.OPERATIONS),
+            openapi_route((*openai.OPERATIONS, *inference.OPERATIONS)),
             *prometheus.routes(models),
             *page.routes(models),
         ],
