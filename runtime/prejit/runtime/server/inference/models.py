@@ -47,7 +47,7 @@ class _Form:
 
 
 @final
-class Model:
+class InferenceModel:
     """A program of a bundle, all buckets of it.
 
     Attributes:
@@ -123,27 +123,27 @@ class Model:
 
 
 @final
-class Programs:
+class InferenceModels:
     """The models of a server by name."""
 
     def __init__(self, models: Models) -> None:
         """Find the programs of the served bundles."""
-        self._by_name: dict[str, Model] = {}
-        alone: dict[str, list[Model]] = {}
+        self._by_name: dict[str, InferenceModel] = {}
+        alone: dict[str, list[InferenceModel]] = {}
         for served in models:
             buckets: dict[str, list[ProgramEntry]] = {}
             for entry in served.bundle.config.programs:
                 if entry.kind == "call":
                     buckets.setdefault(entry.name.partition("/")[0], []).append(entry)
             for name, entries in buckets.items():
-                model = Model(served, name, entries)
+                model = InferenceModel(served, name, entries)
                 alone.setdefault(name, []).append(model)
                 self._by_name[f"{served.name}.{name}"] = model
         for name, found in alone.items():
             if len(found) == 1:
                 self._by_name.setdefault(name, found[0])
 
-    def get(self, name: str) -> Model:
+    def get(self, name: str) -> InferenceModel:
         """Return the model of that name.
 
         Raises:

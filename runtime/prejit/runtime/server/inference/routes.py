@@ -16,7 +16,7 @@ from starlette.routing import Route
 from prejit.runtime.errors import UsageError
 from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
 from prejit.runtime.server.inference import tensors
-from prejit.runtime.server.inference.models import Model, Programs, results
+from prejit.runtime.server.inference.models import InferenceModel, InferenceModels, results
 from prejit.runtime.server.inference.schema import (
     InferError,
     InferRequest,
@@ -84,7 +84,7 @@ class _Protocol:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._known: tuple[int, Programs] | None = None
+        self._known: tuple[int, InferenceModels] | None = None
 
     async def server(self, request: Request) -> Response:
         """Answer what this server is."""
@@ -141,14 +141,14 @@ class _Protocol:
             return await run_in_threadpool(_answer, asked, name, arrays)
         return _answer(asked, name, arrays)
 
-    def _model(self, request: Request) -> Model:
+    def _model(self, request: Request) -> InferenceModel:
         """Return the model of a path.
 
         Raises:
             ModelNotFoundError, ApiError: there is no such model or version.
         """
         if self._known is None or self._known[0] != len(self._models):
-            self._known = len(self._models), Programs(self._models)
+            self._known = len(self._models), InferenceModels(self._models)
         model = self._known[1].get(request.path_params["model"])
         if (found := request.path_params.get("version", VERSION)) != VERSION:
             raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")
@@ -156,7 +156,7 @@ class _Protocol:
 
 
 def _read(
-    body: bytes, length: str | None, model: Model
+    body: bytes, length: str | None, model: InferenceModel
 ) -> tuple[InferRequest, dict[str, np.ndarray[Any, Any]]]:
     """Return the JSON of a request, and its tensors by name.
 
@@ -212,7 +212,7 @@ def _foreign(parameters: dict[str, Any]) -> str | None:
     )
 
 
-def _static(asked: InferRequest, model: Model) -> dict[str, Any]:
+def _static(asked: InferRequest, model: InferenceModel) -> dict[str, Any]:
     """Return the static arguments among the parameters of a request.
 
     Raises:
