@@ -25,7 +25,7 @@ Wrap = Callable[[str, "Engine"], "Engine"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BundleSource:
     """A bundle to serve.
 
     Attributes:
@@ -63,7 +63,7 @@ class Loading(threading.Thread):
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[BundleSource],
         engines: EngineOptions,
         models: Models,
         url: str,
@@ -122,7 +122,7 @@ class Loading(threading.Thread):
             if call is not None:
                 call()
 
-    def _load(self, source: Source) -> tuple[Bundle, str]:
+    def _load(self, source: BundleSource) -> tuple[Bundle, str]:
         bundle = load(source.path, on_mismatch="error" if self._engines.must_match else "jit")
         options = {"slots": self._engines.slots, "queue": self._engines.queue}
         if len(self._sources) > 1 and bundle.config.decoder is not None:

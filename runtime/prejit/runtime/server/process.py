@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from prejit.runtime.errors import StoreError
-from prejit.runtime.server.loading import EngineOptions, Loading, Source, Wrap
+from prejit.runtime.server.loading import BundleSource, EngineOptions, Loading, Wrap
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
 from prejit.runtime.server.telemetry import start as start_telemetry
@@ -30,7 +30,7 @@ _MAX_FILES = 65_536
 
 
 def serve(
-    sources: Sequence[Source],
+    sources: Sequence[BundleSource],
     engines: EngineOptions,
     settings: Settings,
     address: tuple[str, int],

@@ -15,7 +15,7 @@ import msgspec
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.loader import load
 from prejit.runtime.server.app import make_app
-from prejit.runtime.server.requestlog import Call, Entry, RecordedEngine, current
+from prejit.runtime.server.requestlog import Entry, RecordedCall, RecordedEngine, current
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
@@ -32,7 +32,7 @@ _UNLIMITED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplayDifference:
     """A request that gave something else than the log has.
 
     Attributes:
@@ -61,7 +61,7 @@ class Report:
     equal: int = 0
     rounded: int = 0
     skipped: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ReplayDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -188,7 +188,7 @@ async def _run(
 
     async def one(number: int, line: dict[str, Any]) -> None:
         nonlocal done
-        calls = [msgspec.convert(_known(each), Call) for each in line["calls"]]
+        calls = [msgspec.convert(_known(each), RecordedCall) for each in line["calls"]]
         captured.expect(str(number), [call.seed for call in calls])
         try:
             await _request(app, str(number), line)
@@ -211,7 +211,7 @@ async def _run(
 
 
 def _known(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name in Call.__slots__}
+    return {name: value for name, value in call.items() if name in RecordedCall.__slots__}
 
 
 async def _request(app: ASGIApp, number: str, line: Mapping[str, Any]) -> None:
@@ -247,7 +247,7 @@ async def _request(app: ASGIApp, number: str, line: Mapping[str, Any]) -> None:
 
 
 def _compare(
-    line: Mapping[str, Any], expected: Sequence[Call], entry: Entry, report: Report
+    line: Mapping[str, Any], expected: Sequence[RecordedCall], entry: Entry, report: Report
 ) -> None:
     """Add a request to the report."""
     reasons: list[str] = []
@@ -269,7 +269,7 @@ def _compare(
             if reason:
                 reasons.append(reason)
     if reasons:
-        report.differences.append(Difference(line["id"], line["path"], "; ".join(reasons)))
+        report.differences.append(ReplayDifference(line["id"], line["path"], "; ".join(reasons)))
     elif rounded:
         report.rounded += 1
     elif compared:
@@ -278,7 +278,7 @@ def _compare(
         report.skipped += 1
 
 
-def _token_difference(was: Call, now: Call) -> str:
+def _token_difference(was: RecordedCall, now: RecordedCall) -> str:
     """Return how the tokens differ; empty: they do not. A request that was cut short has the first ones."""
     old, new = was.token_ids or [], now.token_ids or []
     if not was.finish_reason:

@@ -46,7 +46,7 @@ _TIMES = ("prompt_tokens", "reused_tokens", "new_tokens", "queue_seconds", "firs
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """A call of an engine.
 
     Attributes:
@@ -107,7 +107,7 @@ class Entry:
     client: str = ""
     failed: str = ""
     body: bytearray = field(default_factory=bytearray)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     seeds: Sequence[int | None] | None = None
 
 
@@ -259,14 +259,14 @@ class RecordedEngine:
         """Run a program, as `Engine.call`."""
         return self.submit_call(name, *args, **kwargs).result()
 
-    def _call(self, kind: str, program: str | None = None) -> Call | None:
+    def _call(self, kind: str, program: str | None = None) -> RecordedCall | None:
         if (entry := current.get()) is None:
             return None
-        call = Call(kind, self._name, program)
+        call = RecordedCall(kind, self._name, program)
         entry.calls.append(call)
         return call
 
-    def _generation(self, options: dict[str, Any]) -> Call | None:
+    def _generation(self, options: dict[str, Any]) -> RecordedCall | None:
         """Return the record of a generation; in a replay, give it the seed of the log."""
         entry = current.get()
         if entry is not None and entry.seeds is not None and len(entry.calls) < len(entry.seeds):
@@ -283,7 +283,7 @@ class RecordedEngine:
 class _RecordedStream:
     """A stream that notes each token."""
 
-    def __init__(self, stream: Any, call: Call) -> None:
+    def __init__(self, stream: Any, call: RecordedCall) -> None:
         self._stream = stream
         self._call = call
         call.token_ids = []
@@ -332,7 +332,7 @@ def _of_stats(stats: Stats) -> dict[str, float]:
     return {name: round(getattr(stats, name), 6) for name in _TIMES}
 
 
-def _take_result(call: Call, done: Future[Result]) -> None:
+def _take_result(call: RecordedCall, done: Future[Result]) -> None:
     if done.cancelled() or done.exception() is not None:
         return
     result = done.result()
@@ -341,7 +341,7 @@ def _take_result(call: Call, done: Future[Result]) -> None:
     call.stats = _of_stats(result.stats)
 
 
-def _take_arrays(call: Call, done: Future[Any], arrays_of: Any) -> None:
+def _take_arrays(call: RecordedCall, done: Future[Any], arrays_of: Any) -> None:
     if done.cancelled() or done.exception() is not None:
         return
     arrays = {name: np.asarray(value) for name, value in arrays_of(done.result()).items()}

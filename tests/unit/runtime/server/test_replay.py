@@ -11,25 +11,25 @@ import pytest
 
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.server.replay import Report, _compare, _lines, _paths
-from prejit.runtime.server.requestlog import Call, Entry, describe_array
+from prejit.runtime.server.requestlog import Entry, RecordedCall, describe_array
 
 ARRAY = np.linspace(0, 1, 12, dtype=np.float32)
 
 
-def compared(expected: list[Call], found: list[Call], status: int = 200) -> Report:
+def compared(expected: list[RecordedCall], found: list[RecordedCall], status: int = 200) -> Report:
     report = Report()
     entry = Entry("0", "POST", "/v1/completions", {}, 0.0, status=status, calls=found)
     _compare({"id": "7", "path": "/v1/completions"}, expected, entry, report)
     return report
 
 
-def tokens(*ids: int, reason: str = "length") -> Call:
-    return Call("generate", "demo", token_ids=list(ids), finish_reason=reason)
+def tokens(*ids: int, reason: str = "length") -> RecordedCall:
+    return RecordedCall("generate", "demo", token_ids=list(ids), finish_reason=reason)
 
 
-def arrays(**values: Any) -> Call:
+def arrays(**values: Any) -> RecordedCall:
     described = {name: describe_array(np.asarray(value)) for name, value in values.items()}
-    return Call("call", "demo", "score", arrays=described)
+    return RecordedCall("call", "demo", "score", arrays=described)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def arrays(**values: Any) -> Call:
         (arrays(x=ARRAY), arrays(x=ARRAY.copy())),
     ],
 )
-def test_the_same_results_are_equal(expected: Call, found: Call) -> None:
+def test_the_same_results_are_equal(expected: RecordedCall, found: RecordedCall) -> None:
     report = compared([expected], [found])
     assert (report.equal, report.rounded, report.differences) == (1, 0, [])
 
@@ -60,10 +60,12 @@ def test_the_same_results_are_equal(expected: Call, found: Call) -> None:
         (arrays(x=ARRAY), arrays(x=ARRAY.reshape(3, 4)), "x: expected float32[12]"),
         (arrays(x=ARRAY), arrays(x=ARRAY * 1.1), "x: expected other values"),
         (arrays(x=[True]), arrays(x=[False]), "x: expected other values"),
-        (arrays(x=ARRAY), Call("call", "demo"), "found none"),
+        (arrays(x=ARRAY), RecordedCall("call", "demo"), "found none"),
     ],
 )
-def test_other_results_differ_and_say_where(expected: Call, found: Call, reason: str) -> None:
+def test_other_results_differ_and_say_where(
+    expected: RecordedCall, found: RecordedCall, reason: str
+) -> None:
     report = compared([expected], [found])
     assert report.equal == 0
     assert [(each.id, each.path) for each in report.differences] == [("7", "/v1/completions")]
@@ -78,7 +80,7 @@ def test_arrays_that_differ_by_rounding_are_counted_apart() -> None:
 def test_a_request_that_fails_now_or_calls_otherwise_differs() -> None:
     assert compared([tokens(1)], [tokens(1)], status=500).differences
     assert compared([tokens(1)], [tokens(1), tokens(1)]).differences
-    assert compared([Call("generate", "demo")], [tokens(1)]).skipped == 1
+    assert compared([RecordedCall("generate", "demo")], [tokens(1)]).skipped == 1
 
 
 def test_a_line_that_a_crash_cut_is_noted_and_the_others_are_read(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_calls_of_a_log_are_read_as_they_were_written() -> None:
 
     from prejit.runtime.server.replay import _known
 
-    for call in (tokens(1, 2), arrays(x=ARRAY), Call("generate", "demo", seed=5)):
+    for call in (tokens(1, 2), arrays(x=ARRAY), RecordedCall("generate", "demo", seed=5)):
         call.stats = {}
         line = json.loads(json.dumps(call.described() | {"prompt_tokens": 3}))
-        assert msgspec.convert(_known(line), Call) == call
+        assert msgspec.convert(_known(line), RecordedCall) == call

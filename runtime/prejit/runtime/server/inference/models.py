@@ -21,26 +21,12 @@ from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.programs import pytree
+from prejit.runtime.server.inference.schema import TensorMetadata
 from prejit.runtime.server.inference.tensors import datatype_of
 from prejit.runtime.server.served import ModelNotFoundError, Models, Served
 
 WHOLE = "result"
 """The name of a tensor that is all that a program returns, or takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """An argument or a result.
-
-    Attributes:
-        name: its place, by dots.
-        datatype: the protocol's name of its dtype.
-        shape: its extents; -1 where buckets differ or a caller may give less.
-    """
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +47,7 @@ class _Form:
 
 
 @final
-class Model:
+class InferenceModel:
     """A program of a bundle, all buckets of it.
 
     Attributes:
@@ -102,7 +88,7 @@ class Model:
         return _Form(tree, tuple(inputs), tuple(results), optional)
 
     @once
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> list[TensorMetadata]:
         """The tensors that the program takes.
 
         Raises:
@@ -111,7 +97,7 @@ class Model:
         return _tensors([each for form in self._forms for each in form.inputs])
 
     @once
-    def outputs(self) -> list[Tensor]:
+    def outputs(self) -> list[TensorMetadata]:
         """The tensors that the program gives. Errors as `inputs`."""
         return _tensors([each for form in self._forms for each in form.results])
 
@@ -137,27 +123,27 @@ class Model:
 
 
 @final
-class Programs:
+class InferenceModels:
     """The models of a server by name."""
 
     def __init__(self, models: Models) -> None:
         """Find the programs of the served bundles."""
-        self._by_name: dict[str, Model] = {}
-        alone: dict[str, list[Model]] = {}
+        self._by_name: dict[str, InferenceModel] = {}
+        alone: dict[str, list[InferenceModel]] = {}
         for served in models:
             buckets: dict[str, list[ProgramEntry]] = {}
             for entry in served.bundle.config.programs:
                 if entry.kind == "call":
                     buckets.setdefault(entry.name.partition("/")[0], []).append(entry)
             for name, entries in buckets.items():
-                model = Model(served, name, entries)
+                model = InferenceModel(served, name, entries)
                 alone.setdefault(name, []).append(model)
                 self._by_name[f"{served.name}.{name}"] = model
         for name, found in alone.items():
             if len(found) == 1:
                 self._by_name.setdefault(name, found[0])
 
-    def get(self, name: str) -> Model:
+    def get(self, name: str) -> InferenceModel:
         """Return the model of that name.
 
         Raises:
@@ -208,20 +194,21 @@ def _nested(form: _Form, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
     return tuple(values.values()), {}
 
 
-def _tensors(buckets: Sequence[tuple[Array, ...]]) -> list[Tensor]:
+def _tensors(buckets: Sequence[tuple[Array, ...]]) -> list[TensorMetadata]:
     """Return the tensors of all buckets; an extent in which they differ is -1."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, TensorMetadata] = {}
     for arrays in buckets:
         for array in arrays:
             name = pytree.dotted(array.path) or WHOLE
             open_ = array.variables or ("",) * len(array.shape)
-            shape = tuple(
+            shape = [
                 -1 if variable else extent
                 for variable, extent in zip(open_, array.shape, strict=True)
-            )
+            ]
             if (known := found.get(name)) is not None:
                 same = len(known.shape) == len(shape)
                 pairs = zip(known.shape, shape, strict=True) if same else ()
-                shape = tuple(a if a == b else -1 for a, b in pairs)
-            found[name] = Tensor(name, datatype_of(array.dtype, name), shape)
+                shape = [a if a == b else -1 for a, b in pairs]
+            datatype = datatype_of(array.dtype, name)
+            found[name] = TensorMetadata(name=name, datatype=datatype, shape=shape)
     return list(found.values())

@@ -16,7 +16,16 @@ from starlette.routing import Route
 from prejit.runtime.errors import UsageError
 from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
 from prejit.runtime.server.inference import tensors
-from prejit.runtime.server.inference.models import Model, Programs, results
+from prejit.runtime.server.inference.models import InferenceModel, InferenceModels, results
+from prejit.runtime.server.inference.schema import (
+    InferError,
+    InferRequest,
+    InferResponse,
+    InferResult,
+    ModelMetadata,
+    ServerMetadata,
+)
+from prejit.runtime.server.openai.openapi import Operation
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -33,49 +42,30 @@ _PROTOCOL_PARAMETERS = frozenset(
 """Parameters of a request that belong to the protocol; the others are static arguments."""
 
 
-class Input(msgspec.Struct):
-    """A tensor of a request.
-
-    Attributes:
-        name, shape, datatype: as in the metadata of the model.
-        data: JSON numbers; None: the bytes follow the JSON.
-        parameters: `binary_data_size` is the number of those bytes.
-    """
-
-    name: str
-    shape: list[int]
-    datatype: str
-    data: list[Any] | None = None
-    parameters: dict[str, Any] = {}
-
-
-class Wanted(msgspec.Struct):
-    """A result that a request names; `binary_data` in its parameters asks for bytes."""
-
-    name: str
-    parameters: dict[str, Any] = {}
-
-
-class InferRequest(msgspec.Struct):
-    """The JSON of an inference.
-
-    Attributes:
-        inputs: the tensors.
-        id: comes back in the response.
-        parameters: `binary_data_output`, and static arguments.
-        outputs: the results that the client wants; None: all.
-    """
-
-    inputs: list[Input] = []
-    id: str | None = None
-    parameters: dict[str, Any] = {}
-    outputs: list[Wanted] | None = None
+OPERATIONS = (
+    Operation("get", "/v2", "Describe the server", None, ServerMetadata, error=InferError),
+    Operation("get", "/v2/health/live", "Say that the process runs", error=InferError),
+    Operation("get", "/v2/health/ready", "Say whether the server is ready", error=InferError),
+    Operation(
+        "get", "/v2/models/{model}", "Describe a program", None, ModelMetadata, error=InferError
+    ),
+    Operation("get", "/v2/models/{model}/ready", "Say whether it is ready", error=InferError),
+    Operation(
+        "post",
+        "/v2/models/{model}/infer",
+        "Run a program",
+        InferRequest,
+        InferResponse,
+        error=InferError,
+    ),
+)
+"""What the OpenAPI document says of these routes."""
 
 
 def routes(models: Models, settings: Settings) -> list[Route]:
     """Return the routes of /v2."""
     protocol = _Protocol(models)
-    model = "/v2/models/{name}"
+    model = "/v2/models/{model}"
     versioned = model + "/versions/{version}"
     found = [
         Route("/v2", protocol.server),
@@ -97,15 +87,13 @@ class _Protocol:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._known: tuple[int, Programs] | None = None
+        self._known: tuple[int, InferenceModels] | None = None
 
     async def server(self, request: Request) -> Response:
         """Answer what this server is."""
-        described = {
-            "name": "prejit",
-            "version": version("prejit"),
-            "extensions": ["binary_tensor_data"],
-        }
+        described = ServerMetadata(
+            name="prejit", version=version("prejit"), extensions=["binary_tensor_data"]
+        )
         return _json(described)
 
     async def live(self, request: Request) -> Response:
@@ -122,19 +110,19 @@ class _Protocol:
         """Answer what a model takes and gives."""
         model = self._model(request)
         return _json(
-            {
-                "name": request.path_params["name"],
-                "versions": [VERSION],
-                "platform": "prejit",
-                "inputs": model.inputs,
-                "outputs": model.outputs,
-            }
+            ModelMetadata(
+                name=request.path_params["model"],
+                versions=[VERSION],
+                platform="prejit",
+                inputs=model.inputs,
+                outputs=model.outputs,
+            )
         )
 
     async def model_ready(self, request: Request) -> Response:
         """Answer that a model is ready; the server refuses this path before it is."""
         self._model(request)
-        return _json({"name": request.path_params["name"], "ready": True})
+        return _json({"name": request.path_params["model"], "ready": True})
 
     async def infer(self, request: Request) -> Response:
         """Run a program."""
@@ -150,28 +138,28 @@ class _Protocol:
         value = await asyncio.wrap_future(
             model.served.engine.submit_call(model.program, *args, **kwargs)
         )
-        name = request.path_params["name"]
+        name = request.path_params["model"]
         arrays = results(value)
         if sum(array.nbytes for array in arrays.values()) > _SMALL_BYTES:
             return await run_in_threadpool(_answer, asked, name, arrays)
         return _answer(asked, name, arrays)
 
-    def _model(self, request: Request) -> Model:
+    def _model(self, request: Request) -> InferenceModel:
         """Return the model of a path.
 
         Raises:
             ModelNotFoundError, ApiError: there is no such model or version.
         """
         if self._known is None or self._known[0] != len(self._models):
-            self._known = len(self._models), Programs(self._models)
-        model = self._known[1].get(request.path_params["name"])
+            self._known = len(self._models), InferenceModels(self._models)
+        model = self._known[1].get(request.path_params["model"])
         if (found := request.path_params.get("version", VERSION)) != VERSION:
             raise ApiError(404, f"version: expected {VERSION}, found {found!r:.80}")
         return model
 
 
 def _read(
-    body: bytes, length: str | None, model: Model
+    body: bytes, length: str | None, model: InferenceModel
 ) -> tuple[InferRequest, dict[str, np.ndarray[Any, Any]]]:
     """Return the JSON of a request, and its tensors by name.
 
@@ -227,7 +215,7 @@ def _foreign(parameters: dict[str, Any]) -> str | None:
     )
 
 
-def _static(asked: InferRequest, model: Model) -> dict[str, Any]:
+def _static(asked: InferRequest, model: InferenceModel) -> dict[str, Any]:
     """Return the static arguments among the parameters of a request.
 
     Raises:
@@ -262,21 +250,19 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
                 raise UsageError(
                     f"outputs: {each.name!r}: expected the result itself, found the parameter {foreign!r}"
                 )
-    described: list[dict[str, Any]] = []
+    described: list[InferResult] = []
     behind: list[bytes] = []
-    for result, binary in wanted:
-        array = arrays[result]
-        datatype = tensors.datatype_of(array.dtype.name, result)
-        one: dict[str, Any] = {"name": result, "datatype": datatype, "shape": list(array.shape)}
+    for each, binary in wanted:
+        array = arrays[each]
+        datatype = tensors.datatype_of(array.dtype.name, each)
+        one = InferResult(name=each, datatype=datatype, shape=list(array.shape))
         if binary:
             behind.append(array.tobytes())
-            one["parameters"] = {"binary_data_size": len(behind[-1])}
+            one.parameters = {"binary_data_size": len(behind[-1])}
         else:
-            one["data"] = tensors.to_json(array)
+            one.data = tensors.to_json(array)
         described.append(one)
-    content: dict[str, Any] = {"model_name": name, "model_version": VERSION, "outputs": described}
-    if asked.id is not None:
-        content["id"] = asked.id
+    content = InferResponse(model_name=name, model_version=VERSION, outputs=described, id=asked.id)
     if not behind:
         return _json(content)
     head = msgspec.json.encode(content)

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
+import schemathesis
 import tritonclient.http as triton
+from schemathesis import checks as schemathesis_checks
 from tests.unit.runtime.server.running import Running, running, served
 from tritonclient.utils import InferenceServerException
 
@@ -223,6 +226,33 @@ def test_bytes_that_no_tensor_has_are_400(server: Running) -> None:
 
 def test_unknown_fields_are_ignored_as_the_protocol_asks(server: Running) -> None:
     assert infer(server, {**of(), "extra": {"a": 1}}).status_code == 200
+
+
+def test_the_published_document_of_v2_holds(server: Running) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    wanted = (
+        schemathesis_checks.not_a_server_error,
+        schemathesis.specs.openapi.checks.status_code_conformance,
+        schemathesis.specs.openapi.checks.response_schema_conformance,
+    )
+    paths = [o for o in schema.include(path_regex="^/v2").get_all_operations()]
+    assert len(paths) == 3
+    for operation in paths:
+        api = operation.ok()
+
+        @hypothesis.settings(
+            max_examples=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(api.as_strategy())
+        def check(case: Any) -> None:
+            if case.path_parameters:
+                case.path_parameters["model"] = "score"
+            case.call_and_validate(checks=wanted)
+
+        check()
 
 
 def test_two_bundles_with_one_program_are_told_apart_by_their_names(
