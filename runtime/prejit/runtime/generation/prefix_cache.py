@@ -35,10 +35,17 @@ class PrefixCache:
         """How much the prefixes take."""
         return sum(prefix.size_bytes for prefix in self._prefixes)
 
-    def find(self, prompt: Sequence[int]) -> Prefix | None:
-        """Return the prefix that saves most of a prompt; None: none saves enough."""
+    def find(self, prompt: Sequence[int], context: int) -> Prefix | None:
+        """Return the prefix that saves most of a prompt; None: none saves enough.
+
+        Args:
+            prompt: the prompt.
+            context: of the cache that the prompt enters. A prefix with a longer one cannot be copied there.
+        """
         saved, best = 0, None
         for prefix in self._prefixes:
+            if prefix.context > context:
+                continue
             if (tokens := self._decoder.reusable(prefix.token_ids, prompt)) > saved:
                 saved, best = tokens, prefix
         if best is None or saved < _FEWEST_TOKENS:
