@@ -180,7 +180,7 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bund
 
 
 def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: Bundle) -> None:
-    """The long cache is gone when its requests have ended, and the prefix that it left does not fit any more."""
+    """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
     engine = bundle.engine(slots=4, prefix_memory=4 * MIB)
     beginning = LONG[:17]
     few: dict[str, Any] = {"max_new_tokens": 2, "stop_token_ids": ()}
