@@ -10,13 +10,15 @@ from prejit.runtime.generation.kv_cache import Prefix
 
 _FEWEST_TOKENS = 16
 """Prompts with fewer tokens than this are computed again: copying them would not save much."""
+MOST_PREFIXES = 1000
+"""How many prefixes are kept at most. Each new prompt is compared with all of them while the others wait."""
 
 
 @final
 class PrefixCache:
     """The prefixes of earlier prompts, within a number of bytes. For one thread.
 
-    If they take more, the prefix that was used the longest time ago goes first.
+    If they take more, or are more than MOST_PREFIXES, the one that was used the longest time ago goes first.
 
     Attributes:
         size_bytes: how much the prefixes took when they were last trimmed.
@@ -75,7 +77,7 @@ class PrefixCache:
         # Counted here, once for each prompt: an engine reads the size with each step, and may keep thousands.
         sizes = [prefix.size_bytes for prefix in self._prefixes]
         self.size_bytes, dropped = sum(sizes), 0
-        while self.size_bytes > self._most_bytes:
+        while self.size_bytes > self._most_bytes or len(sizes) - dropped > MOST_PREFIXES:
             self.size_bytes -= sizes[dropped]
             dropped += 1
         del self._prefixes[:dropped]
