@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,10 @@ from prejit.runtime import Bundle, load
 THREADS = (1, 16)
 BUCKETS = (1, 4, 16)
 WIDTH, INNER = 512, 2048
-SENTENCE = "several words of one short sentence"
+SENTENCE = "a few short words"
 
 Call = Callable[[], Any]
+Samples = dict[str, dict[str, list["Found"]]]
 
 
 def tiny(x: Any) -> Any:
@@ -95,8 +96,20 @@ def calls(bench: Bench) -> dict[str, dict[str, Call]]:
     }
 
 
-def rate(call: Call, threads: int, seconds: float) -> float:
-    """Return how many calls a second some threads make together."""
+class Found(NamedTuple):
+    """What some threads measured together.
+
+    Attributes:
+        calls_per_second: how many calls a second they made.
+        cpu_seconds: CPU of the process for each call.
+    """
+
+    calls_per_second: float
+    cpu_seconds: float
+
+
+def measured(call: Call, threads: int, seconds: float) -> Found:
+    """Let some threads call for some seconds."""
     counts = [0] * threads
     begun = threading.Barrier(threads + 1)
     end = [0.0]
@@ -111,49 +124,59 @@ def rate(call: Call, threads: int, seconds: float) -> float:
     for worker in workers:
         worker.start()
     end[0] = time.perf_counter() + seconds
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     begun.wait()
     for worker in workers:
         worker.join()
-    return sum(counts) / (time.perf_counter() - started)
+    took, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return Found(sum(counts) / took, cpu / sum(counts))
 
 
-def measure(
-    ways: dict[str, dict[str, Call]], rounds: int, seconds: float
-) -> dict[str, dict[str, list[float]]]:
-    """Return calls a second by call, threads and way: `{"tiny: ...": {"16 bundle": [...]}}`."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+def measure(ways: dict[str, dict[str, Call]], rounds: int, seconds: float) -> Samples:
+    """Return what was measured by call, threads and way: `{"tiny: ...": {"16 bundle": [...]}}`."""
+    found: Samples = {name: {} for name in ways}
     for number in range(rounds + 1):
         for name, both in ways.items():
             for threads in THREADS:
                 order = list(both.items())
                 for way, call in order if number % 2 else order[::-1]:
-                    value = rate(call, threads, seconds if number else min(seconds, 0.3))
+                    value = measured(call, threads, seconds if number else min(seconds, 0.3))
                     if number:
                         found[name].setdefault(f"{threads} {way}", []).append(value)
         progress(f"round {number}/{rounds}" if number else "warm-up")
     return found
 
 
-def table(found: dict[str, dict[str, list[float]]]) -> Table:
+def table(found: Samples) -> Table:
     """Return medians, least and greatest, and the median of the ratios within each round."""
     rows = []
     for name, samples in found.items():
         for threads in THREADS:
             alone, shared = samples[f"{threads} bundle"], samples[f"{threads} engine"]
-            ratio = float(np.median([b / a for a, b in zip(alone, shared, strict=True)]))
-            rows.append((name, str(threads), _cell(alone), _cell(shared), f"{ratio:.2f}"))
+            pairs = list(zip(alone, shared, strict=True))
+            ratio = float(np.median([b.calls_per_second / a.calls_per_second for a, b in pairs]))
+            cells = [_rate(each) for each in (alone, shared)]
+            costs = [_cpu(each) for each in (alone, shared)]
+            rows.append((name, str(threads), *cells, f"{ratio:.2f}", *costs))
     return Table(
-        "One row a call: calls a second",
-        ("call", "threads", "`Bundle`", "`Engine`", "ratio"),
+        "One row a call",
+        (
+            *("call", "threads", "`Bundle`, calls/s", "`Engine`, calls/s", "ratio"),
+            *("`Bundle`, CPU us/call", "`Engine`, CPU us/call"),
+        ),
         rows,
         "Medians, with the least and the greatest of the rounds. The ratio is the median of those within "
         "each round.",
     )
 
 
-def _cell(values: list[float]) -> str:
-    spread = Spread.of(values)
+def _rate(values: list[Found]) -> str:
+    spread = Spread.of([each.calls_per_second for each in values])
+    return f"{spread.median:,.0f} [{spread.low:,.0f}..{spread.high:,.0f}]"
+
+
+def _cpu(values: list[Found]) -> str:
+    spread = Spread.of([each.cpu_seconds * 1e6 for each in values])
     return f"{spread.median:,.0f} [{spread.low:,.0f}..{spread.high:,.0f}]"
 
 

@@ -30,6 +30,7 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "engine": lambda bundle: bundle.engine(),
     "request": lambda bundle: bundle.request(PROMPT),
     "decoder": lambda bundle: bundle.decoder,
+    "tokenizer": lambda bundle: bundle.tokenizer,
     "has_tokenizer": lambda bundle: bundle.has_tokenizer,
     "apply_chat_template": lambda bundle: bundle.apply_chat_template([]),
     "encode": lambda bundle: bundle.encode("a"),
