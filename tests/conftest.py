@@ -19,6 +19,7 @@ pytest_plugins = (
     "tests.recipes",
     "tests.kernel_bundles",
     "tests.decoders",
+    "tests.lettered",
 )  # in the order of their imports
 
 

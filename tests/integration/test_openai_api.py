@@ -483,7 +483,6 @@ def test_the_result_of_a_call_goes_back_into_the_conversation(
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_forces_calls(client: openai.OpenAI, choice: Any, stream: bool) -> None:
-    pytest.importorskip("prejit.runtime.server.grammar")
     options: Any = {"messages": USER, "tools": [ADD], "max_tokens": 250, "seed": 1}
     options |= {"tool_choice": choice, "parallel_tool_calls": False}
     if stream:
@@ -506,7 +505,6 @@ SCHEMA: dict[str, Any] = {
 
 
 def test_json_of_a_schema_is_what_comes(client: openai.OpenAI) -> None:
-    pytest.importorskip("prejit.runtime.server.grammar")
     schema: Any = {"type": "json_schema", "json_schema": {"name": "ball", "schema": SCHEMA}}
     for n in (1, 2):
         found = client.chat.completions.create(
@@ -526,22 +524,10 @@ def test_json_of_a_schema_is_what_comes(client: openai.OpenAI) -> None:
 
 
 def test_a_json_object_begins_as_one(client: openai.OpenAI) -> None:
-    pytest.importorskip("prejit.runtime.server.grammar")
     found = client.chat.completions.create(
         model="stories", messages=USER, response_format={"type": "json_object"}, max_tokens=30
     )
     assert (found.choices[0].message.content or "").lstrip().startswith("{")
-
-
-def test_a_server_without_grammars_says_so(
-    post: Callable[[str, Any], httpx.Response], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "prejit.runtime.server.grammar", None)
-    monkeypatch.setattr("prejit.runtime.server.openai.constraints._grammars", {})
-    body = {"model": "stories", "messages": USER, "response_format": {"type": "json_object"}}
-    found = post("/v1/chat/completions", body)
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == "response_format"
 
 
 # ---------------------------------------------------------------------- responses

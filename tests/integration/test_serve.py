@@ -274,3 +274,152 @@ def test_a_log_is_replayed_and_a_changed_bundle_is_found(
     report = json.loads(changed.stdout)
     assert len(report["differences"]) == 3
     assert "the log is of sha256:" in report["notes"][0]
+
+
+# Text
+
+
+@pytest.fixture(scope="module")
+def text_dir(make_decoder: Callable[..., Path]) -> Path:
+    """A small decoder without a tokenizer: prompts are token ids."""
+    return make_decoder("gpt2", batch=(1, 3), prompt=(3, 10), context=(24, 72))
+
+
+def complete(server: Process, **changed: Any) -> httpx.Response:
+    body = {"model": "decoder", "prompt": [1, 2, 3], "max_tokens": 60, "ignore_eos": True}
+    return httpx.post(f"{server.url}/v1/completions", json=body | changed, timeout=120)
+
+
+def complete_many(server: Process, count: int, **changed: Any) -> list[threading.Thread]:
+    """Sends requests at the same time; their statuses are in `found` of each thread."""
+
+    class Client(threading.Thread):
+        found = 0
+        text = ""
+
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.seed = seed
+
+        def run(self) -> None:
+            answer = complete(server, seed=self.seed, temperature=1.0, **changed)
+            self.found, self.text = answer.status_code, answer.text
+
+    clients: list[threading.Thread] = [Client(seed) for seed in range(count)]
+    for each in clients:
+        each.start()
+    return clients
+
+
+def waiting(server: Process) -> float:
+    """How many requests wait or run."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
+
+
+def begin_many(server: Process, count: int, **changed: Any) -> list[Any]:
+    clients = complete_many(server, count, **changed)
+    until = time.monotonic() + 60
+    while waiting(server) < count // 2:
+        assert time.monotonic() < until
+    return clients
+
+
+def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
+    serve: Serve, text_dir: Path
+) -> None:
+    server = serve(text_dir, "--slots", "1").wait_until_ready()
+    clients = begin_many(server, 100)
+    server.process.send_signal(signal.SIGTERM)
+    while "finishing what runs" not in server.said:
+        time.sleep(0.001)
+    refused = complete(server)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert httpx.get(f"{server.url}/health/ready").status_code == 503
+    assert server.wait() == 0
+    for each in clients:
+        each.join()
+    statuses = [each.found for each in clients]
+    # A client that came after the signal is refused; whoever came before has its whole text.
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) >= 50
+
+
+def test_what_is_left_after_the_time_fails_and_the_server_ends(
+    serve: Serve, text_dir: Path
+) -> None:
+    server = serve(text_dir, "--slots", "1", "--drain-seconds", "0").wait_until_ready()
+    clients = begin_many(server, 100)
+    assert server.end() == 0
+    for each in clients:
+        each.join()
+    statuses = [each.found for each in clients]
+    assert set(statuses) <= {200, 503}
+    assert 503 in statuses
+
+
+def test_a_second_signal_ends_at_once(serve: Serve, text_dir: Path) -> None:
+    server = serve(text_dir, "--slots", "1").wait_until_ready()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        # A request whose body never comes keeps the server from ending by itself.
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        )
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        while "finishing what runs" not in server.said:
+            time.sleep(0.001)
+        assert server.end(signal.SIGINT) == 128 + signal.SIGINT
+    assert "ending at once" in server.said
+
+
+def test_a_request_beyond_its_time_is_504_and_a_full_queue_is_429(
+    serve: Serve, text_dir: Path
+) -> None:
+    server = serve(text_dir, "--slots", "1", "--queue", "4", "--timeout", "0.05")
+    server.wait_until_ready()
+    clients = complete_many(server, 60)
+    for each in clients:
+        each.join()
+    statuses = [each.found for each in clients]
+    assert set(statuses) <= {200, 429, 504}
+    assert 429 in statuses
+    assert complete(server, max_tokens=1).status_code == 200  # others are served afterwards
+    assert server.end() == 0
+
+
+def test_more_tokens_than_the_limit_are_400(serve: Serve, text_dir: Path) -> None:
+    server = serve(text_dir, "--max-tokens", "8").wait_until_ready()
+    assert complete(server, max_tokens=9).status_code == 400
+    assert complete(server, max_tokens=8).json()["usage"]["completion_tokens"] == 8
+    assert server.end() == 0
+
+
+def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
+    serve: Serve, text_dir: Path, make_decoder: Callable[..., Path], tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    server = serve(text_dir, "--log", log, "--slots", "3").wait_until_ready()
+    for seed in range(6):
+        assert complete(server, seed=seed, temperature=1.0).status_code == 200
+    assert complete(server, n=2, temperature=1.0).status_code == 200
+    body = {"model": "decoder", "prompt": [4, 5], "max_tokens": 60, "stream": True, "seed": 9}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+    assert server.end() == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    calls = [call for line in lines if line["event"] == "request" for call in line["calls"]]
+    assert len(calls) == 6 + 2 + 1
+    assert all(call["token_ids"] for call in calls)
+    same = replay(log)
+    assert same.returncode == 0, same.stdout + same.stderr
+    report = json.loads(same.stdout)
+    assert (report["equal"], report["differences"]) == (8, [])
+    # One token of the log changed: the replay must see it.
+    calls[0]["token_ids"][3] += 1
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changed = replay(log)
+    assert changed.returncode == 1
+    assert "token 3: expected" in json.loads(changed.stdout)["differences"][0]["reason"]

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.microbatch_calls import Calling
     from prejit.runtime.engine.microbatch_encode import Encoding
     from prejit.runtime.format.trees import Path
+    from prejit.runtime.grammar.grammars import Grammars
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
     from prejit.runtime.programs.dispatched import DispatchedCalls
@@ -198,7 +199,7 @@ class Bundle:
         own = vars(self)
         encoder: EncoderPrograms | None = own.pop("encoder", None)
         dispatched: DispatchedCalls | None = own.pop("_dispatched", None)
-        for name in ("decoder", "_calls", "on_jax"):
+        for name in ("decoder", "grammars", "_calls", "on_jax"):
             own.pop(name, None)
         parts.verification.stop(reason)
         if encoder is not None:
@@ -561,6 +562,19 @@ class Bundle:
             RejectError: it is damaged.
         """
         return self._text.need_tokenizer()
+
+    @once
+    def grammars(self) -> Grammars:
+        """The grammars of this bundle: token masks from JSON schemas, expressions, Lark and tools.
+
+        Needs the extra `grammar`.
+
+        Raises:
+            UsageError: the bundle holds no decoder or no tokenizer.
+        """
+        from prejit.runtime.grammar.grammars import Grammars  # only structured output needs it
+
+        return Grammars(self.decoder.decoder, self.tokenizer)
 
     @property
     def has_chat_template(self) -> bool:

@@ -325,7 +325,10 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         "--port", type=_port, default=8000, metavar="N", help="0 takes any free one (default 8000)"
     )
     command.add_argument(
-        "--slots", type=_count, metavar="N", help="generations that run at once (default 8)"
+        "--slots",
+        type=_count,
+        metavar="N",
+        help="generations that run at once (default: the largest batch of the bundle)",
     )
     command.add_argument(
         "--queue",

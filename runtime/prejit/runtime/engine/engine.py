@@ -47,7 +47,7 @@ class Place(TypedDict, total=False):
     timeout: float | None
 
 
-class Served(Options, Place, total=False):
+class RequestOptions(Options, Place, total=False):
     """The options of a generation, and how it is served beside others."""
 
 
@@ -142,7 +142,7 @@ class Engine:
         weakref.finalize(self, loop.close)
         return loop
 
-    def submit(self, prompt: Prompt | None = None, **options: Unpack[Served]) -> Answer:
+    def submit(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Answer:
         """Begin to generate from one prompt, and return the future of its result.
 
         `cancel` ends the request, whether it waits or runs. For tasks: `asyncio.wrap_future`.
@@ -167,7 +167,7 @@ class Engine:
         self._loop.submit(ticket)
         return answer
 
-    def generate(self, prompt: Prompt | None = None, **options: Unpack[Served]) -> Result:
+    def generate(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Result:
         """Generate from one prompt and wait for the result. Arguments and errors as `submit`."""
         answer = self.submit(prompt, **options)
         try:
@@ -176,7 +176,7 @@ class Engine:
             answer.cancel()
             raise
 
-    def stream(self, prompt: Prompt | None = None, **options: Unpack[Served]) -> Stream:
+    def stream(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> Stream:
         """Generate from one prompt and return its pieces as they come, for `for` and `async for`.
 
         Arguments and errors as `submit`. The call itself raises what `submit` raises; the iterator raises
@@ -188,7 +188,7 @@ class Engine:
         self._loop.submit(ticket)
         return Stream(pipe)
 
-    def _ticket(self, prompt: Prompt | None, options: Served, receiver: Answer | Pipe) -> Ticket:
+    def _ticket(self, prompt: Prompt | None, options: RequestOptions, receiver: Answer | Pipe) -> Ticket:
         """Return a request that was checked, so that nothing is wrong with it when it gets a slot."""
         given = {**options}
         priority = arguments.integer("priority", given.pop("priority", 0), -(2**31), 2**31)

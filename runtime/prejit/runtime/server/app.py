@@ -11,6 +11,7 @@ from prejit.runtime.server.gate import Gate
 from prejit.runtime.server.inference import routes as inference
 from prejit.runtime.server.openai import routes as openai
 from prejit.runtime.server.openai.openapi import openapi_route
+from prejit.runtime.server.page import routes as page
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -29,6 +30,7 @@ def make_app(models: Models, settings: Settings) -> Starlette:
             *openai.routes(models, settings),
             openapi_route(openai.OPERATIONS),
             *prometheus.routes(models),
+            *page.routes(models),
         ],
         middleware=[Middleware(Gate, models=models, settings=settings)],
         # Starlette answers its own HTTPException in its own form; all other errors reach the gate.

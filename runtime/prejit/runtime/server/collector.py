@@ -95,6 +95,11 @@ _VLLM_GAUGES = (
         "Share of the KV cache's positions that live requests use, 0 to 1.",
         lambda m: m.kv_cache_usage,
     ),
+    _Value(
+        "vllm:gpu_cache_usage_perc",
+        "The same, by the name that dashboards and gateways of 2025 query.",
+        lambda m: m.kv_cache_usage,
+    ),
 )
 _VLLM_COUNTERS = (
     _Value(
@@ -131,6 +136,11 @@ _VLLM_HISTOGRAMS = (
     _Distribution(
         "vllm:inter_token_latency_seconds",
         "Time from one token of a request to the next.",
+        lambda m: m.inter_token_seconds,
+    ),
+    _Distribution(
+        "vllm:time_per_output_token_seconds",
+        "The same, by the name that dashboards of 2025 query.",
         lambda m: m.inter_token_seconds,
     ),
     _Distribution(

@@ -19,7 +19,7 @@ from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.errors import StoreError, printable
 from prejit.runtime.loader import load
 from prejit.runtime.server.served import Models, Served, State
-from prejit.runtime.server.settings import Settings
+from prejit.runtime.server.settings import BACKLOG, Settings
 from prejit.runtime.server.telemetry import start as start_telemetry
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
     from prejit.runtime.server.requestlog import RequestLog
     from prejit.runtime.server.spans import Telemetry
-
-BACKLOG = 2048
-"""Connections that may wait for being accepted; the kernel has a limit of its own."""
 
 _MAX_FILES = 65_536
 

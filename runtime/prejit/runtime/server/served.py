@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from prejit.runtime.engine.engine import Engine
-
     from prejit.runtime.bundle import Bundle
+    from prejit.runtime.engine.engine import Engine
 
 State = Literal["loading", "compiling", "ready", "draining"]
 """What a server does: it loads, compiles what no target of a bundle holds, answers, or ends."""

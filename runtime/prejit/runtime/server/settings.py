@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from prejit.runtime.server.requestlog import Log
 
 
+BACKLOG = 2048
+"""Connections that may wait for being accepted; the kernel has a limit of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The limits of a server.

@@ -121,8 +121,12 @@ class Telemetry:
             explicit_bucket_boundaries_advisory=_COUNTS,
         )
 
-    def app(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that opens a span for each request to a model."""
+    def app(self, app: Any) -> ASGIApp:
+        """Return an application that opens a span for each request to a model.
+
+        Args:
+            app: any application of ASGI 3. uvicorn and Starlette have different types for it.
+        """
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             operation = _operation(scope)

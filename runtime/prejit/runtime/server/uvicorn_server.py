@@ -16,9 +16,8 @@ import uvicorn
 
 from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import HEAD_SECONDS, Connection
-from prejit.runtime.server.process import BACKLOG
 from prejit.runtime.server.served import Models
-from prejit.runtime.server.settings import Settings
+from prejit.runtime.server.settings import BACKLOG, Settings
 
 if TYPE_CHECKING:
     from prejit.runtime.server.spans import Telemetry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any, final
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -30,7 +31,7 @@ class TokenBytes:
         steps = [state, *state.get("decoders", ())]
         self._tokenizer = tokenizer
         self._alphabet = (
-            _byte_alphabet() if any(s.get("type") == "ByteLevel" for s in steps) else None
+            byte_alphabet() if any(s.get("type") == "ByteLevel" for s in steps) else None
         )
         self._added = {
             token_id: token.content.encode()
@@ -54,7 +55,8 @@ class TokenBytes:
         return token.replace(_SPACE, " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+@cache
+def byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of GPT-2's alphabet (bytes_to_unicode of its encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

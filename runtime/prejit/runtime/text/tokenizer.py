@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
@@ -108,16 +109,40 @@ class Tokenizer:
         """Return a stream that turns the tokens after a prompt into text. Raises as `decode`, also later."""
         return TextStream(self._decode, self._token, self._special, prompt_ids)
 
-    def json(self) -> str:
-        """Return the tokenizer.json, without truncation and padding, for libraries that read it."""
-        return self._tokenizer.to_str()
-
     @once
     def token_bytes(self) -> TokenBytes:
         """The bytes of each token by its id."""
         from prejit.runtime.text.token_bytes import TokenBytes  # only log-probabilities need it
 
         return TokenBytes(self._tokenizer)
+
+    def vocabulary(self, vocab_size: int) -> list[bytes | None]:
+        """Return the bytes that each token adds to a text, in the order of token ids.
+
+        Args:
+            vocab_size: how many; the model may have more logits than the tokenizer has tokens, or fewer.
+
+        Returns:
+            None for special tokens, which add no text, and for ids that are no token.
+
+        Raises:
+            UsageError: the bytes of a token depend on its neighbours, as those of BERT's tokenizers do.
+        """
+        from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
+
+        decoder = self._tokenizer.decoder
+        state = None if decoder is None else json.loads(decoder.__getstate__())
+        bytes_of = bytes_by_decoder(state, self._path)
+        table: list[bytes | None] = [None] * vocab_size
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token_id < vocab_size and token_id not in self._special:
+                table[token_id] = bytes_of(token)
+        return table
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so, or None if there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
 
     @property
     def largest_id(self) -> int:

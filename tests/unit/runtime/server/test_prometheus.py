@@ -19,10 +19,11 @@ from prejit.runtime.server.served import Models
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 VLLM = {
-    # Every name that issue 14 lists, with the type that vLLM gives it (vllm/v1/metrics/loggers.py).
+    # Every name that issue 14 lists and two older ones, with their types (vllm/v1/metrics/loggers.py).
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:gpu_cache_usage_perc": "gauge",
     "vllm:prompt_tokens": "counter",
     "vllm:generation_tokens": "counter",
     "vllm:prefix_cache_queries": "counter",
@@ -30,6 +31,7 @@ VLLM = {
     "vllm:request_success": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:time_per_output_token_seconds": "histogram",
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:request_queue_time_seconds": "histogram",
     "vllm:request_prefill_time_seconds": "histogram",

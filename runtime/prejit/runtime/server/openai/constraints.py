@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from starlette.concurrency import run_in_threadpool
 
@@ -13,11 +12,7 @@ from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
-    from prejit.runtime.bundle import Bundle
     from prejit.runtime.generation.options import TokenMask
-    from prejit.runtime.server.grammar import Grammars
-
-_grammars: WeakKeyDictionary[Bundle, Grammars] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +33,10 @@ async def mask_of(served: Served, constraint: Constraint) -> Callable[[], TokenM
 
     Raises:
         UsageError: the bundle has no tokenizer, or the schema cannot be compiled.
-        ApiError: the grammar library is not installed.
     """
 
     def make() -> TokenMask:
-        grammars = _grammars_of(served, constraint.field)
+        grammars = served.bundle.grammars
         if constraint.schema is None:
             return grammars.json_object()
         return grammars.json_schema(constraint.schema)
@@ -96,21 +90,3 @@ class Tool:
 
     name: str
     parameters: dict[str, Any]
-
-
-def _grammars_of(served: Served, field: str) -> Grammars:
-    found = _grammars.get(served.bundle)
-    if found is not None:
-        return found
-    try:
-        from prejit.runtime.server.grammar import Grammars  # costs nothing without it
-    except ImportError as error:
-        raise ApiError(
-            400,
-            f"{field}: expected a server with a grammar library, found none ({error})",
-            param=field,
-            code="unsupported_parameter",
-        ) from error
-    found = Grammars(served.bundle)
-    _grammars[served.bundle] = found
-    return found

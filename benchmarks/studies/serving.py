@@ -1,0 +1,227 @@
+"""Measure what HTTP costs: `prejit serve` beside the engine in its own process, with the same requests.
+
+    python -m benchmarks.studies.serving [--rounds 5] [--clients 1,8] [--name NAME]
+
+Writes benchmarks/results/NAME.json and .md. GPT-2 124M, float32, prompts of 32 tokens, 64 new tokens each.
+Each round starts a fresh server and a fresh process with an engine, in turns. In both, N clients send
+requests one after another until each has had several; the first of each is not counted. Clients of the
+server are threads of another process, which read bytes from sockets and do not parse them; clients of the
+engine are threads of its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.harness.measure import progress
+from benchmarks.harness.report import Table
+from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, median, prompt_of
+
+REQUESTS = 4
+"""Requests of each client, the first of which is not counted."""
+MODULE = "benchmarks.studies.serving"
+
+
+def ask_all(clients: int, ask: Callable[[list[int]], Iterator[int]]) -> dict[str, float]:
+    """Return tokens a second of all clients, and the median time to the first token in ms.
+
+    Args:
+        clients: how many ask at a time.
+        ask: sends a prompt, and yields the number of new tokens each time that some come.
+    """
+    firsts: list[float] = []
+    times: list[tuple[float, float]] = []
+
+    def one(client: int) -> int:
+        counted = 0
+        for number in range(REQUESTS):
+            started, first, tokens = time.perf_counter(), 0.0, 0
+            for new in ask(prompt_of(100 * number + client, PROMPT, 50257)):
+                first = first or time.perf_counter()
+                tokens += new
+            if tokens != TOKENS:
+                raise SystemExit(f"expected {TOKENS} tokens, found {tokens}")
+            if number:
+                counted += tokens
+                firsts.append(1e3 * (first - started))
+                times.append((started, time.perf_counter()))
+        return counted
+
+    with ThreadPoolExecutor(clients) as pool:
+        counted = sum(pool.map(one, range(clients)))
+    seconds = max(end for _, end in times) - min(start for start, _ in times)
+    return {"tokens_per_second": counted / seconds, "first_ms": median(firsts)}
+
+
+def in_process(path: str, clients: int) -> None:
+    """Print what an engine in this process gives, and when its first token came after exec."""
+    from prejit.runtime import load
+    from prejit.runtime.base.process import seconds_since_exec
+
+    engine = load(path, on_mismatch="error").engine(slots=8, prefix_memory=0)
+
+    def ask(prompt: list[int]) -> Iterator[int]:
+        for piece in engine.stream(prompt, max_new_tokens=TOKENS, stop_token_ids=()):
+            yield piece.token_id is not None
+
+    next(ask(prompt_of(7, PROMPT, 50257)))
+    ready = seconds_since_exec()
+    print(json.dumps({"ready": ready, **ask_all(clients, ask)}))
+    engine.close()
+
+
+def as_client(port: int, clients: int) -> None:
+    """Print what a server gives to clients in this process."""
+
+    def ask(prompt: list[int]) -> Iterator[int]:
+        body = {
+            "model": "engine-gpt2",
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            raise SystemExit(f"{response.status}: {response.read()!r}")
+        while data := response.read1():
+            yield data.count(b"data: {")
+        connection.close()
+
+    print(json.dumps(ask_all(clients, ask)))
+
+
+def served(path: str, clients: int) -> dict[str, float]:
+    """Return what a fresh server gives, and when it was ready after exec."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = time.perf_counter()
+    command = (sys.executable, "-m", "prejit.runtime", "serve", path, "--port", str(port))
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        while not is_ready(port):
+            time.sleep(0.002)
+            if server.poll() is not None:
+                raise SystemExit(f"the server ended with {server.returncode}")
+        ready = time.perf_counter() - started
+        client = (sys.executable, "-m", MODULE, "--client", str(port), "--clients", str(clients))
+        said = subprocess.run(client, check=True, capture_output=True, text=True)
+        return {"ready": ready, **json.loads(said.stdout.splitlines()[-1])}
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+
+
+def is_ready(port: int) -> bool:
+    """Return whether a server answers that it is ready."""
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def in_a_process(path: str, clients: int) -> dict[str, float]:
+    """Return what `in_process` prints in a fresh process."""
+    command = (sys.executable, "-m", MODULE, "--engine", path, "--clients", str(clients))
+    said = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(said.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Build, measure and write; or be one of the processes that are measured."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", default="1,8")
+    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-serving")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.engine:
+        return in_process(given.engine, int(given.clients))
+    if given.client:
+        return as_client(given.client, int(given.clients))
+    use_two_cores()
+    facts = begin(given.rounds)
+    bench = Bench(bench_directory(), given.rounds, quick=False)
+    path = bench.built("engine-gpt2", "gpt2", "float32", GPT2)
+    ways: dict[str, Callable[[str, int], dict[str, float]]] = {
+        "engine": in_a_process,
+        "server": served,
+    }
+    found: dict[str, list[dict[str, float]]] = {}
+    counts = [int(each) for each in given.clients.split(",")]
+    for number in range(given.rounds + 1):
+        for clients in counts:
+            for way, run in ways.items():
+                progress(f"round {number} of {given.rounds}: {clients} clients of the {way}")
+                one = run(path, clients)
+                if number:
+                    found.setdefault(f"{way} {clients}", []).append(one)
+    facts |= {"found": found, "load_after": os.getloadavg()[0]}
+    save(RESULTS, given.name, facts, page(facts, found, counts))
+
+
+def page(facts: dict[str, Any], found: dict[str, list[dict[str, float]]], counts: list[int]) -> str:
+    """Return the figures as a page."""
+
+    def of(way: str, clients: int, key: str) -> float:
+        return median([one[key] for one in found[f"{way} {clients}"]])
+
+    rows = [
+        (
+            str(clients),
+            *(f"{of(way, clients, 'tokens_per_second'):.1f}" for way in ("engine", "server")),
+            f"{of('server', clients, 'tokens_per_second') / of('engine', clients, 'tokens_per_second'):.3f}",
+            *(f"{of(way, clients, 'first_ms'):.1f}" for way in ("engine", "server")),
+        )
+        for clients in counts
+    ]
+    ready = {
+        way: median([one["ready"] for clients in counts for one in found[f"{way} {clients}"]])
+        for way in ("engine", "server")
+    }
+    heads = (
+        *("clients", "engine, tokens/s", "server, tokens/s", "share"),
+        *("engine, first token, ms", "server, first token, ms"),
+    )
+    starts = [
+        ("exec to the first token of an engine, s", f"{ready['engine']:.2f}"),
+        ("exec to /health/ready of a server, s", f"{ready['server']:.2f}"),
+    ]
+    head = (
+        f"# Serving\n\n{facts['date']}, medians of {facts['runs']} rounds of fresh processes. "
+        "`python -m benchmarks.studies.serving` repeats it.\n\n"
+    )
+    tables = [
+        Table("The same requests in process and over HTTP", heads, rows, ""),
+        Table("Starts", ("", "found"), starts, ""),
+    ]
+    return head + "\n".join(each.markdown() for each in tables)
+
+
+if __name__ == "__main__":
+    main()

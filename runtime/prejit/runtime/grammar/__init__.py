@@ -1,0 +1,10 @@
+"""Grammars for generated text: JSON, JSON schemas, regular expressions, Lark and calls of tools.
+
+A grammar becomes a token mask for the option `token_mask` of a generation. May import `text` and the rooms
+below it, and llguidance (extras `grammar` and `server`), which nothing else imports. Begin with `grammars`.
+
+    grammars      the grammars of one vocabulary; compiles each once
+    mask          the token mask of one request
+    tools         the grammar of tool calls, in the form that a model's template has
+    schema_paths  where in a JSON schema an error is
+"""

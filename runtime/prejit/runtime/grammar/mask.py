@@ -1,0 +1,98 @@
+"""The token mask of one request: which tokens continue a text of the grammar."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from prejit.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    Allowed = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@final
+class GrammarMask:
+    """A token mask that keeps a text in a grammar, for the option `token_mask`.
+
+    A stop token is allowed where the text may end, and nowhere else, even if it has a text of its own. A text
+    that must end has no other token; a request without stop tokens then ends with the reason `mask`.
+
+    Each request needs its own mask: one that several requests share gives the right tokens, but reads each
+    text from its beginning at every token. Safe to use from many threads.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, stop_token_ids: Collection[int]
+    ) -> None:
+        """Begin a text. `Grammars` makes masks.
+
+        Args:
+            matcher: at the beginning of a text. Its vocabulary has one token more, which ends a text.
+            vocab_size: number of logits of the model.
+            stop_token_ids: with which a text may end.
+        """
+        self._fresh = matcher
+        self._matcher = matcher.deep_copy()
+        self._vocab_size = vocab_size
+        self._stop = [token_id for token_id in stop_token_ids if token_id < vocab_size]
+        self._read: list[int] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, token_ids: Sequence[int]) -> Allowed:
+        """Return which tokens may come after these, bool [V].
+
+        Raises:
+            UsageError: these tokens are no beginning of a text of the grammar, or the text became too
+                ambiguous for the parser.
+        """
+        with self._lock:
+            self._follow(token_ids)
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            allowed = np.unpackbits(bits, count=self._vocab_size + 1, bitorder="little").view(
+                np.bool_
+            )
+            allowed[self._stop] = allowed[-1]  # the last one stands for the end of the text
+            return allowed[:-1]
+
+    def accepts(self, token_ids: Sequence[int]) -> bool:
+        """Return whether these tokens are a whole text of the grammar; a stop token may be the last."""
+        whole = token_ids[:-1] if token_ids and token_ids[-1] in self._stop else token_ids
+        with self._lock:
+            try:
+                self._follow(whole)
+            except UsageError:
+                return False
+            return self._matcher.is_accepting()
+
+    def _follow(self, token_ids: Sequence[int]) -> None:
+        """Let the matcher read the tokens that it has not read, and forget those that are others now."""
+        read = self._read
+        if list(token_ids[: len(read)]) != read:
+            self._begin_again()
+        for token_id in token_ids[len(read) :]:
+            if not self._matcher.consume_token(token_id):
+                self._check()
+            read.append(token_id)
+
+    def _check(self) -> None:
+        """Raise the matcher's error, if it has one. A matcher never leaves its error, so take another."""
+        if not self._matcher.is_error():
+            return
+        error, count = self._matcher.get_error().partition("\n")[0], len(self._read)
+        self._begin_again()
+        raise UsageError(
+            f"token_mask: expected tokens that the grammar allows, found others after {count} tokens: "
+            f"{error}",
+            hint="give each request a mask of its own, from its first token on",
+        )
+
+    def _begin_again(self) -> None:
+        self._matcher = self._fresh.deep_copy()
+        self._read.clear()

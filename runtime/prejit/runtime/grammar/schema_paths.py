@@ -1,0 +1,96 @@
+"""Where in a JSON schema an error is: the grammar library gives the reason without the place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_ROOT = "whole"
+"""The name under which the whole schema stands in `$defs` while one of its parts is tried."""
+_OF_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value is an object of schemas."""
+_OF_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+"""Keywords whose value is a list of schemas."""
+_OF_ONE = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+"""Keywords whose value is a schema."""
+_TRIES = 500
+"""Maximum number of parts that are compiled to find one error; the place is less exact beyond it."""
+
+
+def error_path(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
+    """Return the JSON pointer of the smallest part of a schema that has an error, such as `/properties/a`.
+
+    Args:
+        schema: the schema that has the error.
+        error: what is wrong with it.
+        error_of: returns what is wrong with a schema, or an empty text.
+
+    Returns:
+        An empty text for the whole schema.
+    """
+    try:
+        whole = moved(schema, f"/$defs/{_ROOT}")
+    except RecursionError:
+        return ""
+    left = _TRIES
+    pointer, found = "", schema
+    while True:
+        # References last: what is wrong behind one has a place of its own, unless the reference is wrong.
+        for step, part in sorted(_parts(found), key=_is_reference):
+            if (left := left - 1) < 0:
+                return pointer
+            there = f"{pointer}{step}"
+            tried = {"$ref": f"#/$defs/{_ROOT}{there}", "$defs": {_ROOT: whole}}
+            if error_of(tried).replace(f"/$defs/{_ROOT}", "") == error:
+                pointer, found = there, part
+                break
+        else:
+            return pointer
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas directly inside a schema, each with its step of a JSON pointer."""
+    if not isinstance(schema, Mapping):
+        return
+    for keyword in schema:
+        value = schema[keyword]
+        if keyword in _OF_MAPS and isinstance(value, Mapping):
+            for name, part in value.items():
+                yield f"/{keyword}/{escaped(str(name))}", part
+        elif keyword in _OF_LISTS and isinstance(value, list | tuple):
+            for place, part in enumerate(value):
+                yield f"/{keyword}/{place}", part
+        elif keyword in _OF_ONE:
+            yield f"/{keyword}", value
+
+
+def _is_reference(step_and_part: tuple[str, Any]) -> bool:
+    part = step_and_part[1]
+    return isinstance(part, Mapping) and "$ref" in part
+
+
+def escaped(name: str) -> str:
+    """Return a name as a step of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def moved(schema: Any, to: str) -> Any:
+    """Return a schema for a place in another one: its references to its own parts lead there."""
+    if isinstance(schema, Mapping):
+        copy = {key: moved(value, to) for key, value in schema.items()}
+        target = schema.get("$ref")
+        if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+            copy["$ref"] = f"#{to}{target[1:]}"
+        return copy
+    if isinstance(schema, list | tuple):
+        return [moved(value, to) for value in schema]
+    return schema

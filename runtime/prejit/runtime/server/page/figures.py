@@ -1,0 +1,152 @@
+"""What the page shows of the served bundles: their properties, and the figures of their engines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prejit.runtime.engine.metrics import EngineMetrics, HistogramValue
+    from prejit.runtime.server.served import Models, Served
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramState:
+    """How one program became ready: see `ProgramReport`."""
+
+    program: str
+    source: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served bundle.
+
+    Attributes:
+        name: its name at this server.
+        bundle: its own name.
+        digest: of the bundle.
+        target: the target whose programs it has.
+        matched: whether this machine matches that target; if not, programs are compiled here.
+        versions: of the packages that built it.
+        load_seconds: how long it took to load.
+        chat, complete, embed: whether the page can do that with it.
+        max_tokens: the longest context; None: it holds no decoder.
+        calls: its functions. The Open Inference Protocol has them as NAME.FUNCTION.
+        programs: how each program became ready.
+    """
+
+    name: str
+    bundle: str
+    digest: str
+    target: str
+    matched: bool
+    versions: dict[str, str]
+    load_seconds: float
+    chat: bool
+    complete: bool
+    embed: bool
+    max_tokens: int | None
+    calls: tuple[str, ...]
+    programs: tuple[ProgramState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of one engine, as the page draws them. Times are in seconds; None: there was no value yet."""
+
+    running: int
+    waiting: int
+    slots: int
+    queue_size: int
+    generation_tokens: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    kv_cache_usage: float
+    cache_bytes: int
+    host_memory_bytes: int
+    device_memory_bytes: int | None
+    first_token_p50: float | None
+    first_token_p95: float | None
+    inter_token_p50: float | None
+    inter_token_p95: float | None
+    finished: int
+    failed: int
+    waited_for_compile: int
+    programs: dict[str, int]
+    rows: int
+
+
+_WELL = ("stop", "length", "context", "mask")
+"""Reasons of requests that ended well."""
+
+
+def models_of(models: Models) -> list[Model]:
+    """Return the served bundles."""
+    return [_model(one) for one in models]
+
+
+def figures_of(models: Models) -> dict[str, Figures]:
+    """Return the figures of every engine, by the name of its bundle."""
+    return {one.name: _figures(one.engine.metrics()) for one in models}
+
+
+def _model(one: Served) -> Model:
+    bundle = one.bundle
+    has_decoder = bundle.config.decoder is not None and bundle.config.decoder.source is None
+    return Model(
+        name=one.name,
+        bundle=bundle.name,
+        digest=bundle.digest,
+        target=bundle.target,
+        matched=bundle.matched,
+        versions=dict(sorted(bundle.config.versions.items())),
+        load_seconds=bundle.load_seconds,
+        chat=has_decoder and bundle.has_tokenizer and bundle.has_chat_template,
+        complete=has_decoder and bundle.has_tokenizer,
+        embed=bundle.config.encoder is not None and bundle.has_tokenizer,
+        max_tokens=bundle.decoder.contexts[-1] if has_decoder else None,
+        calls=tuple(
+            sorted({e.name.partition("/")[0] for e in bundle.config.programs if e.kind == "call"})
+        ),
+        programs=tuple(
+            ProgramState(each.program, each.source, each.seconds) for each in bundle.report()
+        ),
+    )
+
+
+def _figures(metrics: EngineMetrics) -> Figures:
+    ended = metrics.finished
+    return Figures(
+        running=metrics.running,
+        waiting=metrics.waiting,
+        slots=metrics.slots,
+        queue_size=metrics.queue_size,
+        generation_tokens=metrics.generation_tokens,
+        prompt_tokens=metrics.prompt_tokens,
+        cached_prompt_tokens=metrics.cached_prompt_tokens,
+        kv_cache_usage=metrics.kv_cache_usage,
+        cache_bytes=metrics.cache_bytes,
+        host_memory_bytes=metrics.host_memory_bytes,
+        device_memory_bytes=metrics.device_memory_bytes,
+        first_token_p50=_quantile(metrics.first_token_seconds, 0.5),
+        first_token_p95=_quantile(metrics.first_token_seconds, 0.95),
+        inter_token_p50=_quantile(metrics.inter_token_seconds, 0.5),
+        inter_token_p95=_quantile(metrics.inter_token_seconds, 0.95),
+        finished=sum(count for reason, count in ended.items() if reason in _WELL),
+        failed=sum(
+            count
+            for reason, count in ended.items()
+            if reason not in _WELL and reason != "cancelled"
+        ),
+        waited_for_compile=metrics.waited_for_compile,
+        programs=dict(metrics.programs),
+        rows=sum(each.rows for each in metrics.micro),
+    )
+
+
+def _quantile(histogram: HistogramValue, share: float) -> float | None:
+    value = histogram.quantile(share)
+    return None if math.isnan(value) else value

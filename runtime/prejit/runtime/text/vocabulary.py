@@ -1,0 +1,93 @@
+"""The bytes that all tokens of a vocabulary add to a text; grammars need every one of them to be right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.text.token_bytes import byte_alphabet
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""The character that SentencePiece models write for a space."""
+
+
+def _byte_level(token: str) -> bytes:
+    alphabet = byte_alphabet()
+    try:
+        return bytes([alphabet[character] for character in token])
+    except (
+        KeyError
+    ):  # the decoder, too, leaves a token as it is if one character is not in the alphabet
+        return token.encode()
+
+
+def _plain(token: str) -> bytes:
+    return token.encode()
+
+
+def _bytes_or_text(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(match[1]) if match else token.encode()
+
+
+def bytes_by_decoder(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str], bytes]:
+    """Return the function that turns a token of the vocabulary into the bytes that it adds to a text.
+
+    It is for tokens in the middle of a text: decoders that strip a space do so at the beginning only.
+
+    Args:
+        decoder: the object `decoder` of a tokenizer.json.
+        path: of the tokenizer.json, for errors.
+
+    Raises:
+        UsageError: the bytes of a token depend on its neighbours (WordPiece), or the decoder is not known.
+    """
+    match decoder:
+        case {"type": "ByteLevel"}:
+            return _byte_level
+        case {"type": "Metaspace", **rest}:
+            space = str(rest.get("replacement", _SPACE))
+            return lambda token: token.replace(space, " ").encode()
+        case {"type": "Sequence", "decoders": list(parts)}:
+            return _sequence(parts, path)
+    raise _refusal(decoder, path)
+
+
+def _sequence(parts: list[Any], path: str) -> Callable[[str], bytes]:
+    """Return the function for a decoder that is a list of others, such as that of Llama 2."""
+    replaced: list[tuple[str, str]] = []
+    last: Callable[[str], bytes] = _plain
+    for part in parts:
+        match part:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                replaced.append((old, new))
+            case {"type": "ByteFallback"}:
+                last = _bytes_or_text
+            case {"type": "Fuse" | "Strip"}:
+                pass
+            case {"type": "ByteLevel"}:
+                last = _byte_level
+            case {"type": "Metaspace"}:
+                replaced.append((str(part.get("replacement", _SPACE)), " "))
+            case _:
+                raise _refusal(part, path)
+
+    def of(token: str) -> bytes:
+        for old, new in replaced:
+            token = token.replace(old, new)
+        return last(token)
+
+    return of
+
+
+def _refusal(decoder: object, path: str) -> UsageError:
+    found = json.dumps(decoder)
+    return UsageError(
+        f"{path}: decoder: expected ByteLevel, Metaspace or a Sequence of Replace, ByteFallback, Fuse and "
+        f"Strip, found {found if len(found) <= 120 else found[:120] + '...'}",
+        hint="a grammar needs a tokenizer whose tokens are bytes, such as byte-level BPE or SentencePiece",
+    )

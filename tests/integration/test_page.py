@@ -1,0 +1,361 @@
+"""The page of a server in a real browser: chat, complete, embed, call, figures, keyboard, narrow windows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.page_server import Models, make_app, on_a_port
+from tests.parity.encoder_cases import Case
+from tests.recipes import Recipe
+from tests.webdriver import Browser, missing
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordPiece
+
+from prejit.runtime import load
+from prejit.runtime.bundle import Bundle
+from prejit.runtime.generation.batch import Batch
+
+from .conftest import Run
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ENCODER = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "vocab_size": 30,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def encoder_dir(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny sentence encoder whose words are letters."""
+    directory = tmp_path_factory.mktemp("page-encoder")
+    Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True).write(directory / "model")
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS]
+    made = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    made.save(str(directory / "model" / "tokenizer.json"))
+    manifest = directory / "encoder.toml"
+    manifest.write_text(
+        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    run("build", manifest, "-o", directory, quick=True)
+    return directory / "sentences"
+
+
+@pytest.fixture(scope="module")
+def bundles(
+    lettered_dir: Path, encoder_dir: Path, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Bundle]:
+    """The served bundles by name: decoder, sentences, example."""
+    functions = recipe.write(tmp_path_factory.mktemp("page-functions") / "example")
+    loaded = [load(path) for path in (lettered_dir, encoder_dir, functions)]
+    return {one.name: one for one in loaded}
+
+
+@pytest.fixture(scope="module")
+def models(bundles: dict[str, Bundle]) -> Iterator[Models]:
+    served = Models(*bundles.values())
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def server(models: Models) -> Iterator[str]:
+    with on_a_port(make_app(models)) as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(shared: Browser, server: str) -> Iterator[Browser]:
+    """The page, just opened. It must not have complained, or sent a request elsewhere, at the end."""
+    shared.size(1200, 900)
+    shared.scheme("light")
+    shared.console(), shared.hosts()
+    shared.open(f"http://{server}/")
+    shared.wait(lambda: shared.visible("#chat"), "the page")
+    yield shared
+    assert shared.console() == []
+    assert shared.hosts() == {server}
+
+
+def said(page: Browser, selector: str) -> str:
+    """The text of the last such element, with its spaces."""
+    script = "return [...document.querySelectorAll(arguments[0])].at(-1)?.textContent ?? ''"
+    found = page.run(script, selector)
+    assert isinstance(found, str)
+    return found
+
+
+def greedy(page: Browser, tokens: int) -> None:
+    page.click("#options summary")
+    page.type("#temperature", "0")
+    page.type("#max-tokens", str(tokens))
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let each decode call of an engine take longer."""
+    step = Batch.step
+
+    def wait(self: Batch, *arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(Batch, "step", wait)
+
+
+ANSWER = "#messages li.assistant .said"
+NOTE = "#messages li.assistant .soft"
+
+
+def test_a_chat_is_what_the_bundle_says(page: Browser, bundles: dict[str, Bundle]) -> None:
+    greedy(page, 30)
+    messages = [{"role": "user", "content": "ab é <b>12</b>"}]
+    for _ in range(2):
+        page.type("#chat-input", messages[-1]["content"])
+        page.press("Enter")
+        count = len(messages) + 1
+        page.wait(
+            lambda count=count: (
+                page.run("return messages.children.length") == count and said(page, NOTE)
+            ),
+            "the answer",
+        )
+        bundle = bundles["decoder"]
+        ids = bundle.apply_chat_template(messages)
+        answer = bundle.generate(ids, temperature=0, max_new_tokens=30).text
+        assert said(page, ANSWER) == answer
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "abc"}]
+    assert said(page, "#messages li.user .said") == "abc"
+    assert page.run("return document.querySelectorAll('#messages b').length") == 0
+    assert "token" in said(page, NOTE)
+    page.click("#clear")
+    assert page.run("return messages.children.length") == 0
+
+
+def test_text_comes_while_it_is_made_and_stop_ends_it(
+    page: Browser, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, 0.05)
+    engine = models.get("decoder").engine
+    before = engine.metrics().finished["cancelled"]
+    greedy(page, 400)
+    page.type("#chat-input", "ab")
+    page.click("#chat-send")
+    first = page.wait(lambda: said(page, ANSWER), "the first piece")
+    page.wait(lambda: len(said(page, ANSWER)) > len(first), "more text")
+    page.wait(lambda: page.text("#running") == "1", "the figure of running requests")
+    page.click("#chat-stop")
+    page.wait(lambda: said(page, NOTE).startswith("stopped"), "the end of the answer")
+    page.wait(lambda: engine.metrics().running == 0, "the slot")
+    assert engine.metrics().finished["cancelled"] == before + 1
+    kept = said(page, ANSWER)
+    time.sleep(0.2)
+    assert said(page, ANSWER) == kept
+    page.type("#chat-input", "abc")  # Escape stops, too
+    page.press("Enter")
+    page.wait(lambda: len(page.run("return document.querySelectorAll('.live')")) == 1, "text")
+    page.press("Escape")
+    page.wait(lambda: engine.metrics().finished["cancelled"] == before + 2, "the second end")
+
+
+def test_a_completion_follows_its_prompt(page: Browser, bundles: dict[str, Bundle]) -> None:
+    page.click("#tab-complete")
+    greedy(page, 20)
+    page.type("#prompt", '{"name": ')
+    page.click("#complete-send")
+    page.wait(lambda: page.text("#completion-stats"), "the completion")
+    answer = bundles["decoder"].generate('{"name": ', temperature=0, max_new_tokens=20)
+    assert said(page, "#completion") == '{"name": ' + answer.text
+
+
+def test_an_error_is_shown_and_the_page_goes_on(page: Browser, shared: Browser) -> None:
+    greedy(page, 5)
+    page.run("document.getElementById('chat-input').value = 'ab '.repeat(600)")
+    page.click("#chat-send")
+    page.wait(lambda: page.visible("#error"), "the error")
+    assert "512" in page.text("#error")
+    assert [message for message in shared.console() if "400" not in message] == []
+    page.type("#chat-input", "ab")
+    page.click("#chat-send")
+    page.wait(lambda: said(page, NOTE), "the answer")
+    assert not page.visible("#error")
+
+
+def test_sentences_become_a_table_of_similarities(
+    page: Browser, bundles: dict[str, Bundle]
+) -> None:
+    page.choose("#model", "sentences")
+    page.wait(lambda: page.visible("#embed"), "the form")
+    assert not page.visible("#tab-chat")
+    page.type("#sentences", "a b c\nx y\n\na b")
+    page.click("#embed button")
+    page.wait(lambda: page.visible("#similarity"), "the table")
+    rows = page.run(CELLS)
+    vectors = bundles["sentences"].encode(["a b c", "x y", "a b"])
+    assert np.abs(np.array(rows, float) - vectors @ vectors.T).max() <= 0.0051
+    assert page.text("#embedding-stats").startswith("3 \u00d7 12 numbers")
+
+
+def test_a_function_is_called_with_what_the_form_has(
+    page: Browser, bundles: dict[str, Bundle], shared: Browser
+) -> None:
+    page.choose("#model", "example")
+    page.wait(lambda: page.visible("#call"), "the form")
+    page.choose("#function", "score")
+    page.wait(lambda: page.visible("#input-0"), "the input")
+    assert json.loads(page.run("return document.getElementById('input-0').value")) == [[0] * 16]
+    given = [[1.5] * 16, [0.25, *[0] * 15]]
+    page.type("#input-0", json.dumps(given))
+    page.click("#call-form button")
+    page.wait(lambda: page.visible("#results pre"), "the result")
+    expected = bundles["example"].call("score", x=np.array(given, np.float32))
+    shown = [list(map(float, line.split())) for line in said(page, "#results pre").splitlines()]
+    assert np.allclose(shown, expected, rtol=1e-5)
+    assert "[2, 4]" in page.text("#results")
+    page.type("#input-0", "[[1], [1, 2]]")
+    page.click("#call-form button")
+    page.wait(lambda: page.visible("#error"), "the error of the form")
+    assert page.text("#error") == "x: rows have different lengths"
+    page.type("#input-0", "[[1, 2]]")
+    page.click("#call-form button")
+    page.wait(lambda: "16" in page.text("#error"), "the error of the server")
+    assert [message for message in shared.console() if "400" not in message] == []
+
+
+def test_the_bundle_and_its_programs_are_shown(page: Browser, bundles: dict[str, Bundle]) -> None:
+    bundle = bundles["decoder"]
+    page.wait(lambda: page.text("#bundle-name") == "decoder", "the bundle")
+    assert page.run("return digest.title") == bundle.digest
+    assert page.text("#matched") == "matches"
+    assert page.text("#context") == "512 tokens"
+    for name, version in bundle.config.versions.items():
+        assert f"{name} {version}" in page.text("#versions")
+    page.click("aside details summary")
+    names = page.run("return [...programs.rows].map(row => row.cells[0].textContent)")
+    assert names == [each.program for each in bundle.report()]
+    assert page.text("#state") == "ready"
+
+
+def test_figures_are_those_of_the_engine(page: Browser, models: Models) -> None:
+    greedy(page, 5)
+    page.type("#chat-input", "ab")
+    page.press("Enter")
+    page.wait(lambda: said(page, NOTE), "the answer")
+    metrics = models.get("decoder").engine.metrics()
+    done = sum(metrics.finished[reason] for reason in ("stop", "length", "context", "mask"))
+    page.wait(lambda: page.text("#finished") == str(done), "the number of requests")
+    assert page.text("#slots") == f"of {metrics.slots}"
+    assert page.text("#first-p50").endswith("s")
+    assert page.text("#waited") == str(metrics.waited_for_compile)
+
+
+def test_the_keyboard_is_enough(page: Browser) -> None:
+    page.run("document.getElementById('tab-chat').focus()")
+    page.press("ArrowRight")
+    assert page.visible("#complete")
+    assert not page.visible("#chat")
+    assert page.run("return document.activeElement.id") == "tab-complete"
+    page.press("ArrowRight")  # around the end, past the tabs that this bundle has not
+    assert page.run("return document.activeElement.id") == "tab-chat"
+    page.press("Tab")
+    assert page.run("return document.activeElement.id") == "chat-input"
+    outlined = "return getComputedStyle(document.activeElement).outlineStyle"
+    assert page.run(outlined) == "solid"
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
+    page.size(width, 800)
+    page.type("#chat-input", "x" * 300)
+    page.press("Enter")
+    page.wait(lambda: said(page, ANSWER), "the answer")
+    page.click("aside details summary")
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    small = page.run(SMALL)
+    assert small == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_in_both_schemes(page: Browser, scheme: str) -> None:
+    page.scheme(scheme)
+    for selector in ("body", ".soft", "#tab-chat", "#chat-send", "#error", "dt", "label"):
+        assert page.run(CONTRAST, selector) >= 4.5, selector
+
+
+CELLS = "return [...similarity.rows].slice(1).map((row) => [...row.cells].slice(1).map((c) => c.innerText))"
+SMALL = """
+return [...document.querySelectorAll('button, select, summary')]
+  .filter((each) => each.checkVisibility() && each.getBoundingClientRect().height < 20)
+  .map((each) => each.outerHTML);
+"""
+"""Controls that are too low for a finger."""
+CONTRAST = """
+const element = document.querySelector(arguments[0]);
+const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+  .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+let ground = element;
+while (ground && parse(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+const a = light(parse(getComputedStyle(element).color));
+const b = light(parse(getComputedStyle(ground ?? document.body).backgroundColor));
+return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+"""
+"""The ratio of WCAG 2 between the colour of a text and its ground."""
+
+
+def test_a_server_with_keys_gets_one(shared: Browser, models: Models) -> None:
+    with on_a_port(make_app(models, key="opensesame")) as host:
+        shared.open(f"http://{host}/")
+        shared.wait(lambda: shared.visible("#chat"), "the page")
+        shared.type("#chat-input", "ab")
+        shared.press("Enter")
+        shared.wait(lambda: shared.visible("#key"), "the form for a key")
+        shared.type("#key", "opensesame")
+        shared.click("#key-form button")
+        shared.type("#chat-input", "ab")
+        shared.press("Enter")
+        shared.wait(lambda: said(shared, NOTE), "the answer")
+        shared.open("about:blank")
+    assert [message for message in shared.console() if "401" not in message] == []
+
+
+def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(
+    shared: Browser, bundles: dict[str, Bundle], models: Models
+) -> None:
+    later = Models()
+    later.state = "loading"
+    with on_a_port(make_app(later)) as host:
+        shared.open(f"http://{host}/")
+        shared.wait(lambda: shared.text("#state") == "loading", "the state")
+        later._served = list(models)
+        later.state = "ready"
+        shared.wait(lambda: shared.visible("#chat"), "the form")
+        assert shared.text("#state") == "ready"
+        shared.open("about:blank")
+    assert shared.console() == []

@@ -1,0 +1,99 @@
+"""A small random decoder with a tokenizer and a chat template, and a bundle of it, for tests of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prejit.runtime.text.token_bytes import byte_alphabet
+
+from .parity.cases import Case
+
+WORDS = (
+    *("ab", "abc", "bc", '{"', '":', '",', '"}', '": "', "true", "false", "null", "12", " 1", "  "),
+    *("é", "[1", "]]", "\n ", "name", "<tool_call>\n{", "call>"),
+)
+"""Tokens of several bytes: some end or begin in the middle of a part of JSON, or of a character."""
+SPECIAL = ("<s>", "</s>", "[CALL]")
+PADDED = 5
+"""Logits for which the tokenizer has no token."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """A byte-level BPE: the bytes, WORDS, halves of characters, and SPECIAL tokens at the end."""
+    spelled = {byte: character for character, byte in byte_alphabet().items()}
+    words = [word.encode() for word in WORDS] + [b"\xc3", b"a\xc3", b"\xa9"]
+    texts = ["".join(spelled[byte] for byte in word) for word in words]
+    tokens = list(dict.fromkeys([*sorted(byte_alphabet()), *texts]))
+    added = [
+        {
+            **{"id": len(tokens) + place, "content": content, "special": True},
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+        for place, content in enumerate(SPECIAL)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {
+            **{"type": "ByteLevel", "add_prefix_space": False},
+            **{"trim_offsets": True, "use_regex": True},
+        },
+        "post_processor": None,
+        "decoder": {
+            **{"type": "ByteLevel", "add_prefix_space": False},
+            **{"trim_offsets": True, "use_regex": True},
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": {token: place for place, token in enumerate(tokens)},
+            "merges": [["a", "b"], ["ab", "c"], ["1", "2"]],
+        },
+    }
+
+
+def write_lettered(directory: Path, *, template: bool = True) -> Path:
+    """A checkpoint of the model, with its tokenizer and chat template."""
+    tokenizer = tokenizer_json()
+    count = len(tokenizer["model"]["vocab"]) + len(SPECIAL)
+    eos = count - len(SPECIAL) + SPECIAL.index("</s>")
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": count + PADDED,
+        "n_positions": 512,
+        "n_embd": 24,
+        "n_head": 3,
+        "n_layer": 2,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": False,
+        "eos_token_id": eos,
+    }
+    Case("gpt2", config, seed=1).write(directory)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    described: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    if template:
+        described["chat_template"] = TEMPLATE
+    (directory / "tokenizer_config.json").write_text(json.dumps(described))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def lettered_dir(
+    make_decoder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A bundle of that model: contexts up to 512, batches of 1 and 3."""
+    source = write_lettered(tmp_path_factory.mktemp("lettered") / "model")
+    return make_decoder(source, batch=(1, 3), prompt=(64,), context=(64, 512))

@@ -1,0 +1,107 @@
+"""The bytes of tokens: together they are the text that the tokenizer's own decoder makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.lettered import PADDED, SPECIAL, tokenizer_json
+
+from prejit.runtime.errors import UsageError
+from prejit.runtime.text.tokenizer import Tokenizer
+
+ANCHOR = "x"
+LLAMA_2 = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+
+
+def byte_level() -> dict[str, Any]:
+    return tokenizer_json()
+
+
+def llama_2() -> dict[str, Any]:
+    words = ["▁", "▁a", "a▁", "é", "你", "▁▁", ANCHOR]
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
+    return {**_base(), "decoder": {"type": "Sequence", "decoders": LLAMA_2}, "model": model}
+
+
+def metaspace() -> dict[str, Any]:
+    pieces = [["<unk>", 0.0], ["▁", -1.0], ["▁a", -2.0], ["é", -3.0], [ANCHOR, -3.0]]
+    decoder = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces}
+    return {**_base(), "decoder": decoder, "model": model}
+
+
+def _base() -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+    }
+
+
+@pytest.mark.parametrize("made", [byte_level, llama_2, metaspace])
+def test_the_bytes_of_a_token_are_what_it_adds_to_a_text(
+    made: Callable[[], dict[str, Any]],
+) -> None:
+    described = made()
+    tokenizer = Tokenizer(json.dumps(described).encode(), "tokenizer.json")
+    size = tokenizer.largest_id + 1
+    table = tokenizer.vocabulary(size)
+    anchor = max(i for i, token in enumerate(table) if token == ANCHOR.encode())
+    checked = 0
+    for token_id, token in enumerate(table):
+        if token is None:
+            continue
+        # Twice the anchor, because some decoders strip or lead a space at the ends of a text.
+        added = tokenizer.decode([anchor, token_id, anchor])[1:-1]
+        try:
+            expected = token.decode()
+        except UnicodeDecodeError:
+            assert "\ufffd" in added
+            continue
+        assert added == expected
+        checked += 1
+    assert checked > 3
+
+
+def test_special_tokens_and_padding_have_no_bytes() -> None:
+    tokenizer = Tokenizer(json.dumps(tokenizer_json()).encode(), "tokenizer.json")
+    size = tokenizer.largest_id + 1
+    table = tokenizer.vocabulary(size + len(SPECIAL) + PADDED)
+    assert table[size:] == [None] * (len(SPECIAL) + PADDED)
+    assert None not in table[:size]
+    assert tokenizer.vocabulary(10) == table[:10]  # a model with fewer logits
+    assert tokenizer.special_id("</s>") == size + 1
+    assert tokenizer.special_id("ab") is None
+    assert tokenizer.special_id("no token") is None
+
+
+@pytest.mark.parametrize(
+    ("decoder", "found"),
+    [
+        ({"type": "WordPiece", "prefix": "##", "cleanup": True}, '"WordPiece"'),
+        ({"type": "BPEDecoder", "suffix": "</w>"}, '"BPEDecoder"'),
+        (None, "null"),
+        ({"type": "Sequence", "decoders": [{"type": "CTC", "pad_token": "p",
+          "word_delimiter_token": "|", "cleanup": True}]}, '"CTC"'),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_whose_tokens_depend_on_others_is_refused(decoder: Any, found: str) -> None:
+    described = json.dumps({**metaspace(), "decoder": decoder})
+    tokenizer = Tokenizer(described.encode(), "model/tokenizer.json")
+    with pytest.raises(
+        UsageError, match=r"model/tokenizer\.json: decoder: expected ByteLevel"
+    ) as error:
+        tokenizer.vocabulary(4)
+    assert found in str(error.value)
