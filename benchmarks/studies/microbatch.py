@@ -1,9 +1,9 @@
-"""Measure what sharing runs gives to many callers: a tiny program, an MLP and an encoder, one row per call.
+"""Measure what sharing runs gives to many callers: a tiny program, two MLPs and an encoder, one row per call.
 
     python -m benchmarks.studies.microbatch [--rounds 7] [--seconds 1.0] [--name NAME]
 
 Writes benchmarks/results/NAME.json and .md. In each round the ways take turns, each for some seconds: threads
-that call the bundle, and threads that call its engine. The programs have buckets of 1, 4 and 16 rows.
+that call the bundle, and threads that call its engine. The programs have buckets of 1 to 16 rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +29,9 @@ from prejit.compiler import Program, build
 from prejit.runtime import Bundle, load
 
 THREADS = (1, 16)
-BUCKETS = (1, 4, 16)
-WIDTH, INNER = 512, 2048
+BUCKETS = (1, 2, 4, 8, 16)
+WIDTHS = {"small": (512, 2048), "large": (2048, 8192)}
+"""Width and inner width of the MLPs, whose weights are 8 and 134 MB."""
 SENTENCE = "a few short words"
 
 Call = Callable[[], Any]
@@ -42,22 +44,22 @@ def tiny(x: Any) -> Any:
 
 
 def mlp(weights: Any, x: Any) -> Any:
-    """Return one layer of 512 x 2048 x 512, whose weights are 8 MB."""
+    """Return one layer of a network."""
     return jax.nn.gelu(x @ weights["up"]) @ weights["down"]
 
 
 def programs(bench: Bench) -> Bundle:
-    """Build the two programs and load them."""
+    """Build the programs and load them."""
     random = np.random.default_rng(0)
-    weights = {
-        "up": random.standard_normal((WIDTH, INNER), np.float32) / WIDTH**0.5,
-        "down": random.standard_normal((INNER, WIDTH), np.float32) / INNER**0.5,
-    }
     how: Any = {"buckets": {"batch": BUCKETS}, "pad": ["batch"]}
-    made = [
-        Program("tiny", fn=tiny, args=["float32[{batch}, 128]"], **how),
-        Program("mlp", fn=mlp, args=[f"float32[{{batch}}, {WIDTH}]"], params=weights, **how),
-    ]
+    made = [Program("tiny", fn=tiny, args=["float32[{batch}, 128]"], **how)]
+    for name, (width, inner) in WIDTHS.items():
+        weights = {
+            "up": random.standard_normal((width, inner), np.float32) / width**0.5,
+            "down": random.standard_normal((inner, width), np.float32) / inner**0.5,
+        }
+        args = [f"float32[{{batch}}, {width}]"]
+        made.append(Program(name, fn=mlp, args=args, params=weights, **how))
     cache = bench.directory / "build-cache"
     built = build(made, bench.directory / "bundles", name="shared", cache=cache, quiet=True)
     return load(built.path, on_mismatch="error")
@@ -79,16 +81,17 @@ def calls(bench: Bench) -> dict[str, dict[str, Call]]:
     functions, sentences = programs(bench), encoder(bench)
     sentences.prepare()
     of_functions, of_sentences = functions.engine(), sentences.engine()
-    row, wide = np.ones((1, 128), np.float32), np.ones((1, WIDTH), np.float32)
-    return {
-        "tiny: tanh of 128 numbers": {
-            "bundle": lambda: functions.call("tiny", row),
-            "engine": lambda: of_functions.call("tiny", row),
-        },
-        "MLP 512 x 2048 x 512": {
-            "bundle": lambda: functions.call("mlp", wide),
-            "engine": lambda: of_functions.call("mlp", wide),
-        },
+    of_program = {"tiny": ("tanh of 128 numbers", 128)}
+    for name, (width, inner) in WIDTHS.items():
+        of_program[name] = (f"MLP {width} x {inner} x {width}", width)
+    ways: dict[str, dict[str, Call]] = {
+        what: {
+            "bundle": partial(functions.call, name, np.ones((1, width), np.float32)),
+            "engine": partial(of_functions.call, name, np.ones((1, width), np.float32)),
+        }
+        for name, (what, width) in of_program.items()
+    }
+    return ways | {
         "encoder of MiniLM's shape, 16 tokens": {
             "bundle": lambda: sentences.encode_batch(SENTENCE),
             "engine": lambda: of_sentences.encode(SENTENCE),
