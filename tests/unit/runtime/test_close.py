@@ -29,7 +29,6 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "batch": lambda bundle: bundle.batch(1),
     "engine": lambda bundle: bundle.engine(),
     "grammars": lambda bundle: bundle.grammars,
-    "tokenizer": lambda bundle: bundle.tokenizer,
     "request": lambda bundle: bundle.request(PROMPT),
     "decoder": lambda bundle: bundle.decoder,
     "tokenizer": lambda bundle: bundle.tokenizer,
