@@ -24,7 +24,8 @@ def serve(options: Namespace) -> int:
         import_numpy()  # before any other thread runs: see there
     check_server_packages("serve")
     with warnings_on_stderr():
-        from prejit.runtime.server.process import EngineOptions, Source, serve
+        from prejit.runtime.server.loading import EngineOptions, Source
+        from prejit.runtime.server.process import serve
         from prejit.runtime.server.settings import Settings
 
         sources = [Source(path, name) for name, path in named_paths(options.bundles)]

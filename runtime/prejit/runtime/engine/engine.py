@@ -188,7 +188,9 @@ class Engine:
         self._loop.submit(ticket)
         return Stream(pipe)
 
-    def _ticket(self, prompt: Prompt | None, options: RequestOptions, receiver: Answer | Pipe) -> Ticket:
+    def _ticket(
+        self, prompt: Prompt | None, options: RequestOptions, receiver: Answer | Pipe
+    ) -> Ticket:
         """Return a request that was checked, so that nothing is wrong with it when it gets a slot."""
         given = {**options}
         priority = arguments.integer("priority", given.pop("priority", 0), -(2**31), 2**31)

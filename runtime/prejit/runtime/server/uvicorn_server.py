@@ -16,6 +16,7 @@ import uvicorn
 
 from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import HEAD_SECONDS, Connection
+from prejit.runtime.server.loading import Loading
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
 
@@ -30,7 +31,7 @@ def run(
     models: Models,
     settings: Settings,
     listening: socket.socket,
-    when_failed: Callable[[Callable[[], object]], None],
+    loading: Loading,
     telemetry: Telemetry | None = None,
 ) -> None:
     """Answer requests until a signal comes or loading fails.
@@ -39,17 +40,17 @@ def run(
         models: the served bundles.
         settings: the limits.
         listening: a socket that listens.
-        when_failed: takes a function to call, in any thread, when the bundles cannot be loaded.
+        loading: what loads the bundles.
         telemetry: what traces requests; None: nothing does.
     """
     config = configure(models, settings)
     if telemetry is not None:
         config.app = telemetry.app(config.app)
-    server = _Server(config, models, settings)
+    server = _Server(config, models, settings, loading.answers)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        when_failed(lambda: loop.call_soon_threadsafe(server.stop))
+        loading.when_failed(lambda: loop.call_soon_threadsafe(server.stop))
         await server.serve([listening])
 
     asyncio.run(main())
@@ -81,8 +82,15 @@ def configure(models: Models, settings: Settings) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn's server, which drains before it ends."""
 
-    def __init__(self, config: uvicorn.Config, models: Models, settings: Settings) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        models: Models,
+        settings: Settings,
+        when_answering: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._when_answering = when_answering
         self._models = models
         self._settings = settings
         self._ending: asyncio.Task[None] | None = None
@@ -94,6 +102,11 @@ class _Server(uvicorn.Server):
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(one, self._on_signal, one)
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets)
+        self._when_answering()
 
     def stop(self) -> None:
         """End soon, without waiting for requests."""

@@ -1,0 +1,36 @@
+"""What the OpenAPI document says of all routes. `openai.routes` has its own part."""
+
+from __future__ import annotations
+
+from prejit.runtime.server.inference.routes import InferRequest
+from prejit.runtime.server.openai.bodies import ResponseFields
+from prejit.runtime.server.openai.openapi import Operation
+from prejit.runtime.server.openai.routes import OPERATIONS as OF_OPENAI
+
+
+class InferenceError(ResponseFields, frozen=True, kw_only=True):
+    """The body of an error of the Open Inference Protocol."""
+
+    error: str
+
+
+_MODEL = "/v2/models/{name}"
+_OF_HEALTH = (
+    Operation("get", "/health/live", "Say that the process runs"),
+    Operation("get", "/health/ready", "Say whether the server takes requests"),
+    Operation("post", "/drain", "Take no more requests, and wait for those that run"),
+    Operation("get", "/metrics", "Return figures for Prometheus", media_type="text/plain"),
+)
+_OF_INFERENCE = (
+    Operation("get", "/v2", "Describe the server", error=InferenceError),
+    Operation("get", "/v2/health/live", "Say that the process runs", error=InferenceError),
+    Operation(
+        "get", "/v2/health/ready", "Say whether the server takes requests", error=InferenceError
+    ),
+    Operation("get", _MODEL, "Describe a program", error=InferenceError),
+    Operation("get", f"{_MODEL}/ready", "Say whether a program is ready", error=InferenceError),
+    Operation("post", f"{_MODEL}/infer", "Run a program", InferRequest, error=InferenceError),
+)
+
+OPERATIONS = (*OF_OPENAI, *_OF_HEALTH, *_OF_INFERENCE)
+"""All routes but those of the page, and the paths of the inference protocol that name a version."""
