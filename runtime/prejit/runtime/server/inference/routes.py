@@ -252,10 +252,10 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
                 )
     described: list[InferResult] = []
     behind: list[bytes] = []
-    for each, binary in wanted:
-        array = arrays[each]
-        datatype = tensors.datatype_of(array.dtype.name, each)
-        one = InferResult(name=each, datatype=datatype, shape=list(array.shape))
+    for result, binary in wanted:
+        array = arrays[result]
+        datatype = tensors.datatype_of(array.dtype.name, result)
+        one = InferResult(name=result, datatype=datatype, shape=list(array.shape))
         if binary:
             behind.append(array.tobytes())
             one.parameters = {"binary_data_size": len(behind[-1])}
