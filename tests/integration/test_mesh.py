@@ -51,7 +51,7 @@ NEW_TOKENS = 12
 
 GENERATE = """
 import dataclasses, json, sys, warnings
-from prejit.runtime import FallbackWarning, Fingerprint, load
+from prejit.runtime import FallbackWarning, Fingerprint, UsageError, load
 
 prompts, count = json.loads(sys.argv[1]), int(sys.argv[2])
 here = Fingerprint.current()
@@ -66,6 +66,17 @@ for path in sys.argv[3:]:
         prompts[0], max_new_tokens=count, stop_token_ids=[], prefix=bundle.prefix(prompts[0])
     )
     assert copied.token_ids == results[0].token_ids and copied.stats.reused_tokens
+    device = bundle.decoder.device
+    try:
+        engine = bundle.engine()
+    except UsageError as error:
+        assert "mesh of one process" in str(error)
+        engine = None
+    assert (engine is None) == (device.in_cluster and device.mesh is not None)
+    if engine is not None:
+        asked = [engine.submit(p, max_new_tokens=count, stop_token_ids=[]) for p in prompts]
+        assert [a.result().token_ids for a in asked] == [one.token_ids for one in results]
+        engine.close()
     sources = sorted({{report.source for report in bundle.report()}})
     out[bundle.name] = [[list(result.token_ids) for result in results], sources]
 print(json.dumps(out))

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.page_server import Models, make_app, on_a_port
 from tests.parity.encoder_cases import Case
 from tests.recipes import Recipe
+from tests.unit.runtime.server.running import running
 from tests.webdriver import Browser, missing
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordPiece
@@ -20,6 +20,9 @@ from tokenizers.models import WordPiece
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.batch import Batch
+from prejit.runtime.server.keys import Keys
+from prejit.runtime.server.served import Models, Served
+from prejit.runtime.server.settings import Settings
 
 from .conftest import Run
 
@@ -73,15 +76,15 @@ def bundles(
 
 @pytest.fixture(scope="module")
 def models(bundles: dict[str, Bundle]) -> Iterator[Models]:
-    served = Models(*bundles.values())
+    served = Models(*(Served(name, one, one.engine(), 1) for name, one in bundles.items()))
     yield served
     served.close()
 
 
 @pytest.fixture(scope="module")
 def server(models: Models) -> Iterator[str]:
-    with on_a_port(make_app(models)) as host:
-        yield host
+    with running(models, Settings()) as found:
+        yield f"127.0.0.1:{found.port}"
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +286,8 @@ def test_the_keyboard_is_enough(page: Browser) -> None:
     page.press("ArrowRight")  # around the end, past the tabs that this bundle has not
     assert page.run("return document.activeElement.id") == "tab-chat"
     page.press("Tab")
+    assert page.run("return document.activeElement.localName") == "summary"
+    page.press("Tab")
     assert page.run("return document.activeElement.id") == "chat-input"
     outlined = "return getComputedStyle(document.activeElement).outlineStyle"
     assert page.run(outlined) == "solid"
@@ -330,8 +335,8 @@ return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 
 
 def test_a_server_with_keys_gets_one(shared: Browser, models: Models) -> None:
-    with on_a_port(make_app(models, key="opensesame")) as host:
-        shared.open(f"http://{host}/")
+    with running(models, Settings(keys=Keys({"ann": "opensesame"}))) as found:
+        shared.open(found.url)
         shared.wait(lambda: shared.visible("#chat"), "the page")
         shared.type("#chat-input", "ab")
         shared.press("Enter")
@@ -349,11 +354,10 @@ def test_a_page_that_is_open_before_the_bundles_are_loaded_finds_them(
     shared: Browser, bundles: dict[str, Bundle], models: Models
 ) -> None:
     later = Models()
-    later.state = "loading"
-    with on_a_port(make_app(later)) as host:
-        shared.open(f"http://{host}/")
+    with running(later, Settings()) as found:
+        shared.open(found.url)
         shared.wait(lambda: shared.text("#state") == "loading", "the state")
-        later._served = list(models)
+        later.add(*models)
         later.state = "ready"
         shared.wait(lambda: shared.visible("#chat"), "the form")
         assert shared.text("#state") == "ready"

@@ -15,7 +15,7 @@ from prejit.runtime.engine.loop import CacheState, GuardedMask, Loop, Ticket
 from prejit.runtime.engine.memory import CachePlan, free_bytes, plan_caches
 from prejit.runtime.engine.metrics import EngineMetrics, Recorder
 from prejit.runtime.engine.stream import Answer, Pipe, Stream
-from prejit.runtime.errors import ClosedError, ContextError
+from prejit.runtime.errors import ClosedError, ContextError, UsageError
 from prejit.runtime.fallback import fallback_counts
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.generate import Generation, Result
@@ -118,6 +118,13 @@ class Engine:
         )
         self._recorder = Recorder(self._slots, self._queue)
         if parts.has_decoder:
+            device = parts.decoder().device
+            if device.in_cluster and device.mesh is not None:
+                raise UsageError(
+                    f"{parts.name}: expected a mesh of one process, found one of a cluster: its processes "
+                    "must all make the same calls, and each engine decides for itself",
+                    hint="use `generate_batch` in all processes, or a mesh in one process",
+                )
             self._loop  # noqa: B018 (an engine that cannot have its memory is an error now)
 
     @once

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from prejit.runtime.format.schema import Decoder
     from prejit.runtime.text.tokenizer import Tokenizer
 
-WHITESPACE = r"[ \n\t]{1,32}"
-"""White space between the parts of a JSON text. It has an end, because small models can repeat it forever."""
+WHITESPACE = " "
+"""White space that JSON may have between its parts: one space, as JSON in one line has. Small models repeat
+white space until their last token if they may, and indents cost tokens without a meaning."""
 _COMPILED = 64
 """Maximum number of compiled grammars that are kept."""
 _LEXER_STATES = 50_000

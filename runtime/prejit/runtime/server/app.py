@@ -11,6 +11,7 @@ from prejit.runtime.server.gate import Gate
 from prejit.runtime.server.inference import routes as inference
 from prejit.runtime.server.openai import routes as openai
 from prejit.runtime.server.openai.openapi import openapi_route
+from prejit.runtime.server.operations import OPERATIONS
 from prejit.runtime.server.page import routes as page
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
@@ -28,7 +29,7 @@ def make_app(models: Models, settings: Settings) -> Starlette:
             *health.routes(models, settings),
             *inference.routes(models, settings),
             *openai.routes(models, settings),
-            openapi_route((*openai.OPERATIONS, *inference.OPERATIONS)),
+            openapi_route(OPERATIONS),
             *prometheus.routes(models),
             *page.routes(models),
         ],

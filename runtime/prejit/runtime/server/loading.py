@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from prejit.runtime.base.process import seconds_since_exec
+from prejit.runtime.engine.memory import free_bytes
 from prejit.runtime.errors import printable
 from prejit.runtime.loader import load
 from prejit.runtime.server.served import Models, Served, State
@@ -124,6 +125,9 @@ class Loading(threading.Thread):
     def _load(self, source: BundleSource) -> tuple[Bundle, str]:
         bundle = load(source.path, on_mismatch="error" if self._engines.must_match else "jit")
         options = {"slots": self._engines.slots, "queue": self._engines.queue}
+        if len(self._sources) > 1 and bundle.config.decoder is not None:
+            # The caches of the others are planned too, and not allocated yet.
+            options["memory"] = free_bytes(bundle.decoder.device) // len(self._sources)
         engine: Engine = bundle.engine(**{k: v for k, v in options.items() if v is not None})
         name = source.name or bundle.name
         engine = self._wrap(name, engine)

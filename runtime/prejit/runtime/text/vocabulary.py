@@ -11,8 +11,6 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.text.token_bytes import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"
-"""The character that SentencePiece models write for a space."""
 
 
 def _byte_level(token: str) -> bytes:
@@ -49,8 +47,7 @@ def bytes_by_decoder(decoder: Mapping[str, Any] | None, path: str) -> Callable[[
     match decoder:
         case {"type": "ByteLevel"}:
             return _byte_level
-        case {"type": "Metaspace", **rest}:
-            space = str(rest.get("replacement", _SPACE))
+        case {"type": "Metaspace", "replacement": str(space)}:
             return lambda token: token.replace(space, " ").encode()
         case {"type": "Sequence", "decoders": list(parts)}:
             return _sequence(parts, path)
@@ -71,8 +68,8 @@ def _sequence(parts: list[Any], path: str) -> Callable[[str], bytes]:
                 pass
             case {"type": "ByteLevel"}:
                 last = _byte_level
-            case {"type": "Metaspace"}:
-                replaced.append((str(part.get("replacement", _SPACE)), " "))
+            case {"type": "Metaspace", "replacement": str(old)}:
+                replaced.append((old, " "))
             case _:
                 raise _refusal(part, path)
 

@@ -68,8 +68,12 @@ class Tools:
             return None
         if self.name is not None:
             chosen = next(each for each in self.functions if each.name == self.name)
-            return Constraint(chosen.parameters or _OBJECT, "tool_choice")
-        tools = [Tool(each.name, each.parameters or _OBJECT) for each in self.functions]
+            schema = chosen.parameters or _OBJECT
+            return Constraint(schema, "tool_choice", strict=bool(chosen.strict))
+        tools = [
+            Tool(each.name, each.parameters or _OBJECT, bool(each.strict))
+            for each in self.functions
+        ]
         return forced_calls(tools, only_one=self.only_one)
 
     def reader(self) -> Reader:
@@ -119,7 +123,10 @@ def chosen_tools(
 
 
 async def masks(
-    served: Served, tools: Tools, format_constraint: Constraint | None
+    served: Served,
+    tools: Tools,
+    format_constraint: Constraint | None,
+    stop_token_ids: Sequence[int] | None,
 ) -> Callable[[], TokenMask] | None:
     """Return what makes token masks for an answer; None: it may be anything.
 
@@ -127,6 +134,7 @@ async def masks(
         served: the model.
         tools: the tools of the request. A call that is forced is forced whatever the format is.
         format_constraint: what an answer in text must be.
+        stop_token_ids: of the request; None: those of the model.
 
     Raises:
         UsageError, ApiError: as `mask_of`; or an answer in JSON is wanted beside tools, which the model could
@@ -142,4 +150,4 @@ async def masks(
                 param=constraint.field,
                 code="unsupported_parameter",
             )
-    return None if constraint is None else await mask_of(served, constraint)
+    return None if constraint is None else await mask_of(served, constraint, stop_token_ids)

@@ -46,7 +46,7 @@ from prejit.runtime.server.openai.logprobs import (
 )
 from prejit.runtime.server.openai.messages import (
     ChosenTool,
-    FunctionTool,
+    FunctionTools,
     JsonObjectFormat,
     Message,
     TextFormat,
@@ -68,7 +68,7 @@ class JsonSchema(RequestFields, frozen=True, kw_only=True):
         name: of the schema.
         description: what it is for; the model does not see it.
         schema: the schema; missing: any object.
-        strict: accepted; the answer always meets the schema.
+        strict: whether keywords that a grammar cannot enforce are an error; if not, they are ignored.
     """
 
     name: str
@@ -116,7 +116,7 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    tools: list[FunctionTool] | None = None
+    tools: FunctionTools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
@@ -213,10 +213,12 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
         options["logprobs"] = body.top_logprobs or 0
     wanted = TextCall(
         engine=served.engine,
-        prompt=await _prompt(body, served, tools),
+        prompt=await prompts.off_loop(
+            len(await request.body()), lambda: _prompt(body, served, tools)
+        ),
         options=options,
         choices=body.n or 1,
-        mask=await masks(served, tools, _constraint(body)),
+        mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
         priority=body.priority or 0,
         client=request.state.client,
         timeout=settings.timeout_seconds,
@@ -249,11 +251,11 @@ def _check(body: ChatRequest) -> None:
         )
 
 
-async def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
+def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return await prompts.of_messages(
+    return prompts.of_messages(
         served,
         for_template(body.messages),
         tools=plain_tools(tools.functions) if tools.functions else None,
@@ -266,9 +268,12 @@ async def _prompt(body: ChatRequest, served: Served, tools: Tools) -> list[int]:
 def _constraint(body: ChatRequest) -> Constraint | None:
     wanted = body.response_format
     if isinstance(wanted, JsonObjectFormat):
-        return Constraint(None, "response_format")
+        return Constraint({"type": "object"}, "response_format", strict=True)
     if isinstance(wanted, JsonSchemaFormat):
-        return Constraint(wanted.json_schema.schema, "response_format")
+        given = wanted.json_schema
+        return Constraint(
+            given.schema or {"type": "object"}, "response_format", strict=bool(given.strict)
+        )
     return None
 
 

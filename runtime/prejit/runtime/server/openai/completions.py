@@ -119,7 +119,7 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
     wanted = [
         TextCall(
             engine=served.engine,
-            prompt=await prompts.of_text(served, each) if isinstance(each, str) else each,
+            prompt=await _token_ids(served, each),
             options=options,
             choices=body.n or 1,
             mask=None,
@@ -177,6 +177,13 @@ def _check(body: CompletionRequest) -> None:
         raise ApiError(
             400, "stream_options: expected them with stream only", param="stream_options"
         )
+
+
+async def _token_ids(served: Served, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return await prompts.of_text(served, prompt)
+    prompts.check_length(served, prompt)
+    return prompt
 
 
 def _echo(body: CompletionRequest, served: Served, prompt: str | list[int]) -> str:

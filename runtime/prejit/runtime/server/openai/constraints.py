@@ -20,26 +20,35 @@ class Constraint:
     """What an answer must be.
 
     Attributes:
-        schema: the JSON Schema that it must meet; None: any JSON object.
+        schema: the JSON Schema that it must meet.
         field: the field of the request that wants it, for errors.
+        strict: whether keywords that a grammar cannot enforce are an error; if not, they are ignored.
     """
 
-    schema: dict[str, Any] | None
+    schema: dict[str, Any]
     field: str
+    strict: bool
 
 
-async def mask_of(served: Served, constraint: Constraint) -> Callable[[], TokenMask]:
+async def mask_of(
+    served: Served, constraint: Constraint, stop_token_ids: Sequence[int] | None
+) -> Callable[[], TokenMask]:
     """Return a function that returns a new token mask for a constraint.
 
+    Args:
+        served: the model.
+        constraint: what an answer must be.
+        stop_token_ids: of the request; None: those of the model.
+
     Raises:
-        UsageError: the bundle has no tokenizer, or the schema cannot be compiled.
+        UsageError: the bundle has no tokenizer, the schema cannot be compiled, or the grammar library is not
+            installed.
     """
 
     def make() -> TokenMask:
-        grammars = served.bundle.grammars
-        if constraint.schema is None:
-            return grammars.json_object()
-        return grammars.json_schema(constraint.schema)
+        return served.bundle.grammars.json_schema(
+            constraint.schema, lenient=not constraint.strict, stop_token_ids=stop_token_ids
+        )
 
     # The first mask of a schema compiles it, and the first of a bundle reads the vocabulary.
     first: list[TokenMask] = [await run_in_threadpool(make)]
@@ -76,7 +85,7 @@ def forced_calls(tools: Sequence[Tool], *, only_one: bool) -> Constraint:
     most = {"maxItems": 1} if only_one else {}
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = {"type": "array", "items": items, "minItems": 1, **most, **definitions}
-    return Constraint(schema, "tool_choice")
+    return Constraint(schema, "tool_choice", strict=all(tool.strict for tool in tools))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,9 @@ class Tool:
     Attributes:
         name: how the model calls it.
         parameters: the JSON Schema of its arguments.
+        strict: whether keywords that a grammar cannot enforce are an error.
     """
 
     name: str
     parameters: dict[str, Any]
+    strict: bool = False

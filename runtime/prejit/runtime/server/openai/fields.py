@@ -17,6 +17,10 @@ Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 """A number of alternatives of a token."""
 Tokens = Annotated[int, Meta(ge=1)]
 """A number of new tokens."""
+Stop = Annotated[str, Meta(min_length=1, max_length=512)]
+"""A text that ends an answer. The engine looks for each of them at every token, so they have limits."""
+Bias = Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)]
+"""Numbers to add to the logits of token ids."""
 _INT32 = 2**31 - 1
 _OPENAI_TEMPERATURE = 1.0
 """The temperature of OpenAI's API, where neither the request nor the bundle has one."""
@@ -62,10 +66,10 @@ class Sampled(RequestFields, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Bias | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=32)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] | None = None
 

@@ -80,7 +80,8 @@ class Function(RequestFields, frozen=True, kw_only=True):
         name: of the function.
         description: what it does.
         parameters: the JSON Schema of its arguments.
-        strict: accepted; calls that a grammar forces always meet the schema.
+        strict: for calls that are forced: whether keywords that a grammar cannot enforce are an error; if
+            not, they are ignored.
     """
 
     name: ToolName
@@ -94,6 +95,10 @@ class FunctionTool(RequestFields, frozen=True, kw_only=True):
 
     function: Function
     type: Literal["function"]
+
+
+FunctionTools = Annotated[list[FunctionTool], Meta(max_length=128)]
+"""The tools of a request."""
 
 
 class ChosenFunction(RequestFields, frozen=True, kw_only=True):

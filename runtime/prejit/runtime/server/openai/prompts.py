@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from prejit.runtime.errors import ContextError
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.served import Served
 
@@ -17,7 +18,13 @@ INLINE_CHARACTERS = 10_000
 
 
 async def off_loop(characters: int, function: Callable[[], T]) -> T:
-    """Return the result of a function that works on so many characters."""
+    """Return the result of a function, run in a thread if it works on many characters.
+
+    Args:
+        characters: of the text. For messages and tools it is the size of the request: a template may run long
+            on many of them without much text.
+        function: takes no arguments.
+    """
     if characters > INLINE_CHARACTERS:
         return await run_in_threadpool(function)
     return function()
@@ -38,6 +45,19 @@ def need_text_model(served: Served) -> None:
         )
 
 
+def check_length(served: Served, prompt: Sequence[int]) -> None:
+    """Check that token ids are not certainly too many, before anything looks at each of them.
+
+    Raises:
+        ContextError: they are.
+    """
+    context = served.bundle.decoder.contexts[-1]
+    if len(prompt) > context:
+        raise ContextError(
+            f"prompt: expected at most {context} tokens (the longest context), found {len(prompt)}"
+        )
+
+
 async def of_text(served: Served, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of a prompt.
 
@@ -55,7 +75,7 @@ async def of_text(served: Served, text: str, *, add_special_tokens: bool = True)
     )
 
 
-async def of_messages(
+def of_messages(
     served: Served,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -64,20 +84,20 @@ async def of_messages(
     continue_final_message: bool = False,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Return the token ids of a conversation. Arguments and errors as `Bundle.apply_chat_template`."""
+    """Return the token ids of a conversation. Arguments and errors as `Bundle.apply_chat_template`.
+
+    Raises:
+        ApiError: a variable has the name of another argument.
+    """
     if reserved := _RESERVED & variables.keys():
         name = f"chat_template_kwargs.{min(reserved)}"
         raise ApiError(400, f"{name}: expected it as a field of the request", param=name)
-    characters = sum(len(each.get("content") or "") for each in messages)
-    return await off_loop(
-        characters,
-        lambda: served.bundle.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        ),
+    return served.bundle.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **variables,
     )
 
 

@@ -77,10 +77,12 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
         options["logprobs"] = body.top_logprobs or 0
     wanted = TextCall(
         engine=served.engine,
-        prompt=await _prompt(body, served, tools),
+        prompt=await prompts.off_loop(
+            len(await request.body()), lambda: _prompt(body, served, tools)
+        ),
         options=options,
         choices=1,
-        mask=await masks(served, tools, _constraint(body)),
+        mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
         priority=body.priority or 0,
         client=request.state.client,
         timeout=settings.timeout_seconds,
@@ -97,7 +99,12 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
 
 def _tools(body: ResponseRequest) -> Tools:
     functions = [
-        Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+        Function(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
         for tool in body.tools or ()
     ]
     choice = body.tool_choice
@@ -109,17 +116,17 @@ def _tools(body: ResponseRequest) -> Tools:
 def _constraint(body: ResponseRequest) -> Constraint | None:
     wanted = None if body.text is None else body.text.format
     if isinstance(wanted, JsonObjectFormat):
-        return Constraint(None, "text.format")
+        return Constraint({"type": "object"}, "text.format", strict=True)
     if isinstance(wanted, ResponseSchemaFormat):
-        return Constraint(wanted.schema, "text.format")
+        return Constraint(wanted.schema, "text.format", strict=bool(wanted.strict))
     return None
 
 
-async def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
+def _prompt(body: ResponseRequest, served: Served, tools: Tools) -> list[int]:
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning.effort)
-    return await prompts.of_messages(
+    return prompts.of_messages(
         served,
         messages_of(body),
         tools=plain_tools(tools.functions) if tools.functions else None,

@@ -122,7 +122,7 @@ class ResponseRequest(Sampled, frozen=True, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     text: ResponseText | None = None
-    tools: list[ResponseFunctionTool] | None = None
+    tools: Annotated[list[ResponseFunctionTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenResponseTool | None = None
     parallel_tool_calls: bool | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None

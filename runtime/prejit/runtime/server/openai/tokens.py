@@ -19,7 +19,7 @@ from prejit.runtime.server.openai.bodies import (
     served_model,
 )
 from prejit.runtime.server.openai.messages import (
-    FunctionTool,
+    FunctionTools,
     Message,
     for_template,
     plain_tools,
@@ -50,7 +50,7 @@ class TokenizeRequest(RequestFields, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: FunctionTools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -98,14 +98,8 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
             served, body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
-        tools = plain_tools([tool.function for tool in body.tools or ()])
-        token_ids = await prompts.of_messages(
-            served,
-            for_template(body.messages or ()),
-            tools=tools or None,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            variables=body.chat_template_kwargs or {},
+        token_ids = await prompts.off_loop(
+            len(await request.body()), lambda: _of_messages(body, served)
         )
     texts = None
     if body.return_token_strs:
@@ -117,6 +111,18 @@ async def tokenize(models: Models, settings: Settings, request: Request) -> Resp
             tokens=token_ids,
             token_strs=texts,
         )
+    )
+
+
+def _of_messages(body: TokenizeRequest, served: Served) -> list[int]:
+    tools = plain_tools([tool.function for tool in body.tools or ()])
+    return prompts.of_messages(
+        served,
+        for_template(body.messages or ()),
+        tools=tools or None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs or {},
     )
 
 

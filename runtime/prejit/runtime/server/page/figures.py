@@ -21,7 +21,7 @@ class ProgramState:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PageModel:
     """A served bundle.
 
     Attributes:
@@ -83,7 +83,7 @@ _WELL = ("stop", "length", "context", "mask")
 """Reasons of requests that ended well."""
 
 
-def models_of(models: Models) -> list[Model]:
+def models_of(models: Models) -> list[PageModel]:
     """Return the served bundles."""
     return [_model(one) for one in models]
 
@@ -93,10 +93,10 @@ def figures_of(models: Models) -> dict[str, Figures]:
     return {one.name: _figures(one.engine.metrics()) for one in models}
 
 
-def _model(one: Served) -> Model:
+def _model(one: Served) -> PageModel:
     bundle = one.bundle
     has_decoder = bundle.config.decoder is not None and bundle.config.decoder.source is None
-    return Model(
+    return PageModel(
         name=one.name,
         bundle=bundle.name,
         digest=bundle.digest,

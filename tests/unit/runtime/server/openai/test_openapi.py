@@ -6,9 +6,11 @@ import json
 import re
 
 import jsonschema
+from starlette.routing import Route
 
+from prejit.runtime.server.app import make_app
 from prejit.runtime.server.openai.openapi import document
-from prejit.runtime.server.openai.routes import OPERATIONS, routes
+from prejit.runtime.server.operations import OPERATIONS
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -18,10 +20,16 @@ def test_each_route_is_described_and_each_reference_leads_somewhere() -> None:
     text = json.dumps(made)
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in made["components"]["schemas"]
-    for route in routes(Models(), Settings()):
-        path = route.path.replace("{model:path}", "{model}")
-        assert route.methods is not None
-        assert made["paths"][path].keys() <= {method.lower() for method in route.methods}
+    routes = {}
+    for route in make_app(Models(), Settings()).routes:
+        assert isinstance(route, Route)
+        routes[route.path.replace(":path}", "}")] = {each.lower() for each in route.methods or ()}
+    for path, described in made["paths"].items():
+        assert described.keys() <= routes[path]
+    hidden = {path for path in routes if path not in made["paths"] and "/versions/" not in path}
+    assert hidden == {path for path in hidden if path == "/" or path.startswith("/page/")} | {
+        "/openapi.json"
+    }
 
 
 def test_each_schema_is_a_schema_whose_properties_are_described() -> None:

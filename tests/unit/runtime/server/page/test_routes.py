@@ -11,15 +11,16 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
-from tests.page_server import Models
 
 from prejit.runtime import load
 from prejit.runtime.server.page.routes import routes
+from prejit.runtime.server.served import Models, Served
 
 
 @pytest.fixture(scope="module")
 def models(lettered_dir: Path) -> Iterator[Models]:
-    served = Models(load(lettered_dir))
+    bundle = load(lettered_dir)
+    served = Models(Served("chatty", bundle, bundle.engine(slots=2), 1))
     yield served
     served.close()
 
@@ -30,7 +31,7 @@ def get(models: Models) -> Any:
 
     def send(path: str, models: Models = models) -> httpx.Response:
         async def request() -> httpx.Response:
-            transport = httpx.ASGITransport(Starlette(routes=routes(models)))  # type: ignore[arg-type]
+            transport = httpx.ASGITransport(Starlette(routes=routes(models)))
             async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
                 return await client.get(path)
 
@@ -74,7 +75,7 @@ def test_every_element_that_the_script_uses_is_on_the_page(get: Any) -> None:
 
 def test_the_page_gets_what_it_shows(get: Any, models: Models) -> None:
     (found,) = get("/page/models").json()["models"]
-    bundle = models.get("decoder").bundle
+    bundle = models.get("chatty").bundle
     assert found["digest"] == bundle.digest
     assert (found["chat"], found["complete"], found["embed"], found["calls"]) == (
         True,
@@ -88,20 +89,21 @@ def test_the_page_gets_what_it_shows(get: Any, models: Models) -> None:
     }
     figures = get("/page/figures").json()
     assert figures["state"] == "ready"
-    assert figures["models"]["decoder"]["first_token_p50"] is None  # NaN is no JSON
-    assert figures["models"]["decoder"]["slots"] == 2
+    assert figures["models"]["chatty"]["first_token_p50"] is None  # NaN is no JSON
+    assert figures["models"]["chatty"]["slots"] == 2
 
 
 def test_a_server_without_bundles_has_a_page(get: Any) -> None:
     loading = Models()
-    loading.state = "loading"
     assert get("/", loading).status_code == 200
     assert get("/page/models", loading).json() == {"state": "loading", "models": []}
     assert get("/page/figures", loading).json() == {"state": "loading", "models": {}}
 
 
 def test_the_functions_of_a_bundle_are_listed_once(get: Any, bundle_dir: Path) -> None:
-    (found,) = get("/page/models", Models(load(bundle_dir))).json()["models"]
+    bundle = load(bundle_dir)
+    models = Models(Served("example", bundle, bundle.engine(), 1))
+    (found,) = get("/page/models", models).json()["models"]
     assert found["calls"] == ["nest", "score", "tick"]
     assert (found["chat"], found["complete"], found["embed"]) == (False, False, False)
     assert found["max_tokens"] is None

@@ -1,0 +1,90 @@
+"""Several streams of one request: all of them end when one fails, is refused, or nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from prejit.runtime.errors import NumbersError, QueueFullError
+from prejit.runtime.generation.generate import Piece
+from prejit.runtime.server.openai.calls import TextCall, pieces
+
+
+class Stream:
+    """A stream of given pieces, which waits forever after them."""
+
+    def __init__(self, found: list[Piece]) -> None:
+        self.found = found
+        self.closed = False
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self.found:
+            await asyncio.sleep(3600)
+        return self.found.pop(0)
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+class Engine:
+    """Gives these streams, and refuses further ones."""
+
+    def __init__(self, *streams: Stream) -> None:
+        self.left = list(streams)
+        self.seeds: list[int] = []
+
+    def stream(self, prompt: Any, **options: Any) -> Stream:
+        if not self.left:
+            raise QueueFullError("full", retry_after=1)
+        self.seeds.append(options["seed"])
+        return self.left.pop(0)
+
+
+def call(engine: Any, choices: int) -> TextCall:
+    options = {"seed": 2**64 - 1}
+    return TextCall(engine, [1], options, choices, None, 0, "", None)
+
+
+async def take(calls: list[TextCall], count: int) -> list[tuple[int, str]]:
+    found = []
+    generator = pieces(calls)
+    async for place, piece in generator:
+        found.append((place, piece.text))
+        if len(found) == count:
+            break
+    await generator.aclose()
+    return found
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_streams_are_closed_when_nobody_reads_further(choices: int) -> None:
+    streams = [Stream([Piece(1, str(place))]) for place in range(choices)]
+    engine = Engine(*streams)
+    found = asyncio.run(take([call(engine, choices)], choices))
+    assert sorted(found) == [(place, str(place)) for place in range(choices)]
+    assert all(stream.closed for stream in streams)
+    assert engine.seeds == [2**64 - 1, 0][:choices]
+
+
+def test_streams_are_closed_when_a_later_one_is_refused() -> None:
+    first, second = Stream([]), Stream([])
+    with pytest.raises(QueueFullError):
+        asyncio.run(take([call(Engine(first), 1), call(Engine(second), 2)], 1))
+    assert first.closed
+    assert second.closed
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_logits_that_are_no_numbers_end_all(choices: int) -> None:
+    streams = [Stream([Piece(None, "", "nan")]), Stream([])][:choices]
+    with pytest.raises(NumbersError):
+        asyncio.run(take([call(Engine(*streams), choices)], 1))
+    assert all(stream.closed for stream in streams)
