@@ -18,14 +18,12 @@ from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
 from prejit.runtime.server.inference import tensors
 from prejit.runtime.server.inference.models import InferenceModel, InferenceModels, results
 from prejit.runtime.server.inference.schema import (
-    InferError,
     InferRequest,
     InferResponse,
     InferResult,
     ModelMetadata,
     ServerMetadata,
 )
-from prejit.runtime.server.openai.openapi import Operation
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -42,6 +40,7 @@ _PROTOCOL_PARAMETERS = frozenset(
 """Parameters of a request that belong to the protocol; the others are static arguments."""
 
 
+<<<<<<< HEAD
 OPERATIONS = (
     Operation("get", "/v2", "Describe the server", None, ServerMetadata, error=InferError),
     Operation("get", "/v2/health/live", "Say that the process runs", error=InferError),
@@ -62,6 +61,8 @@ OPERATIONS = (
 """What the OpenAPI document says of these routes."""
 
 
+=======
+>>>>>>> h-app
 def routes(models: Models, settings: Settings) -> list[Route]:
     """Return the routes of /v2."""
     protocol = _Protocol(models)
@@ -240,16 +241,18 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
     in_bytes = asked.parameters.get("binary_data_output") is True
     wanted = [(each, in_bytes) for each in arrays]
     if asked.outputs is not None:
-        wanted = [
-            (o.name, o.parameters.get("binary_data", in_bytes) is True) for o in asked.outputs
-        ]
-        for each in asked.outputs:
-            if each.name not in arrays:
-                raise UsageError(f"outputs: expected {', '.join(arrays)}, found {each.name!r:.80}")
-            if (foreign := _foreign(each.parameters)) is not None:
+        wanted = []
+        for output in asked.outputs:
+            if output.name not in arrays:
                 raise UsageError(
-                    f"outputs: {each.name!r}: expected the result itself, found the parameter {foreign!r}"
+                    f"outputs: expected {', '.join(arrays)}, found {output.name!r:.80}"
                 )
+            if (foreign := _foreign(output.parameters)) is not None:
+                raise UsageError(
+                    f"outputs: {output.name!r}: expected the result itself, found the parameter {foreign!r}"
+                )
+            binary = output.parameters.get("binary_data", in_bytes) is True
+            wanted.append((output.name, binary))
     described: list[InferResult] = []
     behind: list[bytes] = []
     for result, binary in wanted:
