@@ -18,12 +18,14 @@ from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
 from prejit.runtime.server.inference import tensors
 from prejit.runtime.server.inference.models import InferenceModel, InferenceModels, results
 from prejit.runtime.server.inference.schema import (
+    InferError,
     InferRequest,
     InferResponse,
     InferResult,
     ModelMetadata,
     ServerMetadata,
 )
+from prejit.runtime.server.openai.openapi import Operation
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -40,7 +42,6 @@ _PROTOCOL_PARAMETERS = frozenset(
 """Parameters of a request that belong to the protocol; the others are static arguments."""
 
 
-<<<<<<< HEAD
 OPERATIONS = (
     Operation("get", "/v2", "Describe the server", None, ServerMetadata, error=InferError),
     Operation("get", "/v2/health/live", "Say that the process runs", error=InferError),
@@ -61,8 +62,6 @@ OPERATIONS = (
 """What the OpenAPI document says of these routes."""
 
 
-=======
->>>>>>> h-app
 def routes(models: Models, settings: Settings) -> list[Route]:
     """Return the routes of /v2."""
     protocol = _Protocol(models)
@@ -255,10 +254,10 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
             wanted.append((output.name, binary))
     described: list[InferResult] = []
     behind: list[bytes] = []
-    for result, binary in wanted:
-        array = arrays[result]
-        datatype = tensors.datatype_of(array.dtype.name, result)
-        one = InferResult(name=result, datatype=datatype, shape=list(array.shape))
+    for each, binary in wanted:
+        array = arrays[each]
+        datatype = tensors.datatype_of(array.dtype.name, each)
+        one = InferResult(name=each, datatype=datatype, shape=list(array.shape))
         if binary:
             behind.append(array.tobytes())
             one.parameters = {"binary_data_size": len(behind[-1])}
