@@ -132,6 +132,21 @@ def test_requests_that_join_and_leave_do_not_change_each_other(translator: Bundl
         turn += 1
 
 
+def test_an_engine_reads_the_sources_of_many_callers(translator: Bundle) -> None:
+    engine = translator.engine()
+    given = requests(T5) * 3
+    futures = [
+        engine.submit(prompt, source=source, max_new_tokens=5 + place)
+        for place, (prompt, source) in enumerate(given)
+    ]
+    for place, ((prompt, source), future) in enumerate(zip(given, futures, strict=True)):
+        alone = translator.generate(prompt, source=source, max_new_tokens=5 + place)
+        assert future.result(120).token_ids == alone.token_ids
+    with pytest.raises(UsageError, match="source: expected what the model is to read, found none"):
+        engine.submit([1])
+    engine.close()
+
+
 def test_a_text_begins_by_itself_and_a_source_may_be_short(translator: Bundle) -> None:
     source = requests(T5)[0][1][:5]
     began = translator.generate(source=source, max_new_tokens=6)

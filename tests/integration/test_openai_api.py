@@ -40,7 +40,7 @@ from prejit.runtime.server.settings import Settings
 from .conftest import Run, write_manifest
 
 TEMPLATE = """\
-{{ bos_token }}{{ reasoning_effort or '' }}
+{{ bos_token }}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}
 {% if tools %}{{ tools[0].function.name }} {% endif %}{% for message in messages %}
 {{ message.content or '' }}{% for call in message.tool_calls or [] %}
 {{ call.function.arguments.a }}{% endfor %}
@@ -880,7 +880,7 @@ def test_a_request_that_takes_too_long_is_a_504_or_an_event(
     models = Models(Served("slow", stories_bundle, stories_bundle.engine(slots=1), 1))
     options: Any = {"model": "slow", "extra_body": {"ignore_eos": True}}
     with (
-        running(models, Settings(timeout_seconds=0.03)) as server,
+        running(models, Settings(timeout_seconds=0.005)) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         if path == "completions":

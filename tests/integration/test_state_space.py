@@ -247,6 +247,16 @@ def test_drafts_change_no_token(subject: Subject, temperature: float) -> None:
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
+def test_an_engine_for_many_callers(subject: Subject) -> None:
+    """Prompts are computed in chunks beside others, and slots move between batches."""
+    engine = subject.bundle.engine(prefill_tokens=4)
+    prompts = [text[: 3 + 4 * place] for place, text in enumerate(TEXTS[:5])]
+    futures = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
+    for prompt, future in zip(prompts, futures, strict=True):
+        assert list(future.result(120).token_ids) == subject.plain.writes(prompt, 9)
+    engine.close()
+
+
 def test_a_session_computes_only_what_is_new(subject: Subject) -> None:
     session, plain = subject.bundle.session(), subject.plain
     text = TEXTS[2][:10]

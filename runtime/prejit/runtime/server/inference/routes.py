@@ -18,12 +18,14 @@ from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
 from prejit.runtime.server.inference import tensors
 from prejit.runtime.server.inference.models import InferenceModel, InferenceModels, results
 from prejit.runtime.server.inference.schema import (
+    InferError,
     InferRequest,
     InferResponse,
     InferResult,
     ModelMetadata,
     ServerMetadata,
 )
+from prejit.runtime.server.openai.openapi import Operation
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -38,6 +40,26 @@ _PROTOCOL_PARAMETERS = frozenset(
     ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 )
 """Parameters of a request that belong to the protocol; the others are static arguments."""
+
+
+OPERATIONS = (
+    Operation("get", "/v2", "Describe the server", None, ServerMetadata, error=InferError),
+    Operation("get", "/v2/health/live", "Say that the process runs", error=InferError),
+    Operation("get", "/v2/health/ready", "Say whether the server is ready", error=InferError),
+    Operation(
+        "get", "/v2/models/{model}", "Describe a program", None, ModelMetadata, error=InferError
+    ),
+    Operation("get", "/v2/models/{model}/ready", "Say whether it is ready", error=InferError),
+    Operation(
+        "post",
+        "/v2/models/{model}/infer",
+        "Run a program",
+        InferRequest,
+        InferResponse,
+        error=InferError,
+    ),
+)
+"""What the OpenAPI document says of these routes."""
 
 
 def routes(models: Models, settings: Settings) -> list[Route]:
