@@ -418,3 +418,17 @@ def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
     changed = replay(log)
     assert changed.returncode == 1
     assert "token 3: expected" in json.loads(changed.stdout)["differences"][0]["reason"]
+
+
+def test_a_replay_runs_more_at_once_than_the_server_had(
+    serve: Serve, text_dir: Path, tmp_path: Path
+) -> None:
+    """A log has requests one after the other; a replay that runs eight must not refuse them for its queue."""
+    log = tmp_path / "log.jsonl"
+    server = serve(text_dir, "--log", log).wait_until_ready()
+    for seed in range(8):
+        assert complete(server, n=60, seed=seed, max_tokens=2).status_code == 200
+    assert server.end() == 0
+    found = replay(log)
+    assert found.returncode == 0, found.stdout
+    assert json.loads(found.stdout)["equal"] == 8

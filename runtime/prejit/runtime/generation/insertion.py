@@ -80,7 +80,7 @@ def inserting(
     shared = yield from _shared_prefix(decoder, batch, context, arrival, limit)
     if shared is not None and prefixes is not None:
         prefixes.keep(shared)
-    entering = _entering(decoder, arrival, shared, prefixes)
+    entering = _entering(decoder, arrival, shared, prefixes, context)
     members = dict(zip(arrival.slots, entering, strict=True))
     waiting = {slot: member for slot, member in members.items() if not member.can_decode}
     # Texts about a source begin in the cache that its encoder makes.
@@ -105,13 +105,14 @@ def _entering(
     arrival: Arrival,
     shared: Prefix | None,
     prefixes: PrefixCache | None,
+    context: int,
 ) -> Iterator[Entering]:
-    """Yield each row with the part of its prompt that its slot or a prefix has cached."""
+    """Yield each row with the part of its prompt that its slot or a prefix of this context has cached."""
     rows = arrival.rows
     for row, mask, slot in zip(rows, arrival.masks, arrival.slots, strict=True):
         prompt = row.request.prompt
         start, prefix = decoder.reusable(arrival.held[slot], prompt), None
-        earlier = None if prefixes is None or shared is not None else prefixes.find(prompt)
+        earlier = None if prefixes is None or shared is not None else prefixes.find(prompt, context)
         for known in (row.request.prefix, shared, earlier):
             if known is not None and decoder.copies:
                 length = decoder.reusable(known.token_ids, prompt)

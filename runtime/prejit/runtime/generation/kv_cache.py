@@ -28,6 +28,7 @@ class KVCache:
 
     Attributes:
         batch, context: B and S, one of the bundle's buckets.
+        size_bytes: how much its arrays take on the device.
         arrays: the arrays that the program table lists. Programs take them donated and return new ones.
     """
 
@@ -42,6 +43,7 @@ class KVCache:
         self._decoder = decoder
         self.batch = batch
         self.context = context
+        self.size_bytes = cache_bytes(decoder, batch, context)
         self.arrays: list[DeviceArray] = self._zeros() if arrays is None else arrays
 
     def _zeros(self) -> list[DeviceArray]:
@@ -59,11 +61,6 @@ class KVCache:
     def programs(self) -> Programs:
         """The programs of the bundle that this cache belongs to."""
         return self._decoder.programs
-
-    @property
-    def size_bytes(self) -> int:
-        """How much its arrays take on the device."""
-        return cache_bytes(self._decoder, self.batch, self.context)
 
     def run(
         self, program: ProgramEntry, inputs: Mapping[str, DeviceArray]

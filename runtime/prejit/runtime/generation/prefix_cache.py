@@ -17,6 +17,9 @@ class PrefixCache:
     """The prefixes of earlier prompts, within a number of bytes. For one thread.
 
     If they take more, the prefix that was used the longest time ago goes first.
+
+    Attributes:
+        size_bytes: how much the prefixes took when they were last trimmed.
     """
 
     def __init__(self, decoder: DecoderPrograms, most_bytes: int) -> None:
@@ -29,16 +32,19 @@ class PrefixCache:
         self._decoder = decoder
         self._most_bytes = most_bytes
         self._prefixes: list[Prefix] = []  # the one that was used last comes last
+        self.size_bytes = 0
 
-    @property
-    def size_bytes(self) -> int:
-        """How much the prefixes take."""
-        return sum(prefix.size_bytes for prefix in self._prefixes)
+    def find(self, prompt: Sequence[int], context: int) -> Prefix | None:
+        """Return the prefix that saves most of a prompt; None: none saves enough.
 
-    def find(self, prompt: Sequence[int]) -> Prefix | None:
-        """Return the prefix that saves most of a prompt; None: none saves enough."""
+        Args:
+            prompt: the prompt.
+            context: of the cache that the prompt enters. A prefix with a longer one cannot be copied there.
+        """
         saved, best = 0, None
         for prefix in self._prefixes:
+            if prefix.context > context:
+                continue
             if (tokens := self._decoder.reusable(prefix.token_ids, prompt)) > saved:
                 saved, best = tokens, prefix
         if best is None or saved < _FEWEST_TOKENS:
@@ -66,9 +72,15 @@ class PrefixCache:
 
     def trim(self) -> None:
         """Drop prefixes until the rest takes no more than it may: prefixes grow when they serve."""
-        while self._prefixes and self.size_bytes > self._most_bytes:
-            del self._prefixes[0]
+        # Counted here, once for each prompt: an engine reads the size with each step, and may keep thousands.
+        sizes = [prefix.size_bytes for prefix in self._prefixes]
+        self.size_bytes, dropped = sum(sizes), 0
+        while self.size_bytes > self._most_bytes:
+            self.size_bytes -= sizes[dropped]
+            dropped += 1
+        del self._prefixes[:dropped]
 
     def clear(self) -> None:
         """Drop all prefixes."""
         self._prefixes = []
+        self.size_bytes = 0

@@ -92,7 +92,7 @@ def replay(
     models = Models()
     for name, path in paths.items():
         bundle = load(path)
-        engine = cast("Engine", RecordedEngine(name, bundle.engine()))
+        engine = cast("Engine", RecordedEngine(name, bundle.engine(queue=_UNLIMITED)))
         models.add(Served(name, bundle, engine, int(time.time())))
         if bundle.digest != logged[name]["digest"]:
             was = logged[name]["digest"]

@@ -179,6 +179,23 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bund
     engine.close()
 
 
+def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: Bundle) -> None:
+    """The long cache goes when its requests have ended; the prefix that it left does not fit then."""
+    engine = bundle.engine(slots=4, prefix_memory=4 * MIB)
+    beginning = LONG[:17]
+    few: dict[str, Any] = {"max_new_tokens": 2, "stop_token_ids": ()}
+    # Two rows of four are computed in place: fill the batch, so that a prompt is computed aside and kept.
+    beside = [engine.submit([n], max_new_tokens=72, stop_token_ids=()) for n in range(3)]
+    engine.generate(LONG, max_new_tokens=30, stop_token_ids=())
+    for each in beside:
+        each.result()
+    assert engine.metrics().prefix_bytes > 0
+    engine._loop._batch.close()  # as a resize while nothing runs does
+    again = engine.generate([*beginning, 1], **few)
+    assert again.token_ids == bundle.generate([*beginning, 1], **few).token_ids
+    engine.close()
+
+
 # ---------------------------------------------------------------------- who is served, and when
 
 

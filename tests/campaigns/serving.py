@@ -1,0 +1,630 @@
+"""Clients of a server, well behaved and not, and a view of its process. Each client has a seed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ANSWER_SECONDS = 90.0
+"""How long a client waits for the next bytes. It is longer than any time that the server allows."""
+SERVED = frozenset({200, 429, 504})
+"""The statuses of a request that a busy server may refuse or end."""
+MIB = 1 << 20
+WORDS = ("abc ", "bc", "true", "null ", "12", "name", "é", "[1", "\n ", "ab", "  ", "false")
+SHARED = "".join(WORDS) * 4
+"""What many prompts begin with."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A request that was answered, to be generated again without a server.
+
+    Attributes:
+        id: of the request.
+        body: what was sent to /v1/completions or /v1/chat/completions.
+        texts: its texts, in the order of their indexes.
+        reasons: why each ended.
+    """
+
+    id: str
+    body: dict[str, Any]
+    texts: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclass
+class Tally:
+    """What all clients saw. Threads share it.
+
+    Attributes:
+        statuses: how many answers had each status, by the kind of request.
+        abandoned: how many requests their client left before the end, by kind.
+        failures: what should not have happened.
+        samples: up to `most_samples` answered requests, any with the same chance.
+        texts: texts that were received whole.
+        new_tokens: their tokens, as far as the answers say how many.
+    """
+
+    most_samples: int
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    abandoned: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    texts: int = 0
+    new_tokens: int = 0
+    _seen: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answered(self, kind: str, status: int) -> None:
+        """Count an answer."""
+        with self._lock:
+            self.statuses[kind, status] += 1
+
+    def left(self, kind: str) -> None:
+        """Count a request whose client went away."""
+        with self._lock:
+            self.abandoned[kind] += 1
+
+    def fail(self, kind: str, problem: str) -> None:
+        """Record what should not have happened."""
+        with self._lock:
+            self.failures.append(f"{kind}: {problem}")
+
+    def got(self, sample: Sample, new_tokens: int, generator: random.Random) -> None:
+        """Take a whole answer."""
+        with self._lock:
+            self.texts += len(sample.texts)
+            self.new_tokens += new_tokens
+            self._seen += 1
+            if len(self.samples) < self.most_samples:
+                self.samples.append(sample)
+            elif (place := generator.randrange(self._seen)) < self.most_samples:
+                self.samples[place] = sample
+
+
+class Client(threading.Thread):
+    """Sends one request after the other until a time."""
+
+    def __init__(self, port: int, number: int, until: float, tally: Tally, *, pause: float) -> None:
+        super().__init__(name=f"client {number}")
+        self._port = port
+        self._until = until
+        self._tally = tally
+        self._pause = pause
+        self._number = number
+        self._random = random.Random(number)
+        self._sent = 0
+        self._kind = ""
+
+    def run(self) -> None:
+        """Send requests, of kinds that are drawn by their weights."""
+        kinds, weights = [*KINDS], [*KINDS.values()]
+        while time.monotonic() < self._until:
+            [kind] = self._random.choices(kinds, weights)
+            self.send(kind)
+            time.sleep(self._random.uniform(0, self._pause))
+
+    def send(self, kind: str) -> None:
+        """Send a request of a kind, and check its answer."""
+        self._kind = kind
+        self._sent += 1
+        try:
+            getattr(self, kind)()
+        except TimeoutError:
+            self._tally.fail(kind, f"no answer for {ANSWER_SECONDS:g} seconds")
+        except Exception as error:
+            self._tally.fail(kind, f"{type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------------ texts
+
+    def whole(self) -> None:
+        """Asks for a completion as a whole."""
+        self._text("/v1/completions", self._completion())
+
+    def streamed(self) -> None:
+        """Reads a completion as a stream."""
+        self._text("/v1/completions", self._completion() | {"stream": True})
+
+    def chat(self) -> None:
+        """Asks for an answer of a chat as a whole."""
+        self._text("/v1/chat/completions", self._conversation())
+
+    def chat_streamed(self) -> None:
+        """Reads an answer of a chat as a stream."""
+        self._text("/v1/chat/completions", self._conversation() | {"stream": True})
+
+    def several(self) -> None:
+        """Asks for several texts at once."""
+        body = self._completion(12) | {"n": self._random.randint(2, 6)}
+        self._text("/v1/completions", body | {"stream": self._random.random() < 0.5})
+
+    def stops(self) -> None:
+        """Gives texts that end an answer."""
+        body = self._completion() | {"stop": ["a", "tr", '":'][: self._random.randint(1, 3)]}
+        self._text("/v1/completions", body | {"stream": self._random.random() < 0.5})
+
+    def follows_a_schema(self) -> None:
+        """Asks for JSON of a schema."""
+        schema = {"name": "answer", "schema": SCHEMA, "strict": True}
+        body = self._conversation() | {
+            "max_tokens": 60,
+            "response_format": {"type": "json_schema", "json_schema": schema},
+        }
+        answer = self._text("/v1/chat/completions", body, is_sample=False)
+        if answer is not None and answer.reasons == ("stop",):
+            found = json.loads(answer.texts[0])
+            assert found.keys() == {"name", "ok"}, found
+            assert isinstance(found["ok"], bool), found
+
+    def long_prompt(self) -> None:
+        """Sends a prompt of some hundred tokens, often with a beginning that others have too."""
+        words = "".join(self._random.choices(WORDS, k=self._random.randint(30, 90)))
+        shared = SHARED if self._random.random() < 0.6 else ""
+        self._text("/v1/completions", self._completion(16) | {"prompt": shared + words})
+
+    def to_the_end_of_the_context(self) -> None:
+        """Wants more tokens than the context has room for."""
+        self._text("/v1/completions", self._completion() | {"max_tokens": 4000, "ignore_eos": True})
+
+    # ------------------------------------------------------------------ what is refused
+
+    def too_long(self) -> None:
+        """Sends a prompt beyond the context."""
+        body = self._completion() | {"prompt": "name " * self._random.randint(600, 3000)}
+        self._refused("/v1/completions", json.dumps(body).encode(), {400})
+
+    def large_text(self) -> None:
+        """Sends a prompt of 10 MB."""
+        body = self._completion() | {"prompt": "abc " * (10 * MIB // 4)}
+        self._refused("/v1/completions", json.dumps(body).encode(), {400})
+
+    def large_junk(self) -> None:
+        """Sends 10 MB of anything."""
+        self._refused("/v1/chat/completions", self._random.randbytes(10 * MIB), {400})
+
+    def too_large(self) -> None:
+        """Sends a body beyond the limit, with its length or in chunks."""
+        content = bytes(17 * MIB)
+        with self._connected() as connection:
+            chunks = (content[at : at + MIB] for at in range(0, len(content), MIB))
+            is_chunked = self._random.random() < 0.5
+            # The server answers before it has read all, and then closes.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(
+                    "POST",
+                    "/v1/completions",
+                    chunks if is_chunked else content,
+                    self._headers(),
+                    encode_chunked=is_chunked,
+                )
+            try:
+                self._expect(connection.getresponse().status, {413})
+            except (ConnectionResetError, BrokenPipeError, http.client.BadStatusLine):
+                self._tally.left(
+                    self._kind
+                )  # the answer was lost with the bytes that were not read
+
+    def no_utf8(self) -> None:
+        """Sends a text that is no UTF-8."""
+        body = b'{"model":"decoder","prompt":"a\xff\xfe\xc3"}'
+        self._refused("/v1/completions", body, {400})
+
+    def wrong_types(self) -> None:
+        """Sends fields of wrong types and values."""
+        wrong: list[dict[str, Any]] = [
+            {"prompt": 7},
+            {"prompt": []},
+            {"prompt": [[1], "a"]},
+            {"prompt": [1_000_000]},
+            {"prompt": [-1]},
+            {"max_tokens": "many"},
+            {"max_tokens": -1},
+            {"temperature": -3},
+            {"top_p": 7},
+            {"n": 0},
+            {"stop": {"a": 1}},
+            {"seed": 2**70},
+            {"stream": "yes"},
+            {"logit_bias": {"a": 1}},
+            {"priority": 1 << 40},
+            {"model": 5},
+            {"suffix": "x"},
+        ]
+        body = self._completion() | self._random.choice(wrong)
+        self._refused("/v1/completions", json.dumps(body).encode(), {400})
+
+    def wrong_messages(self) -> None:
+        """Sends a chat with messages that are none."""
+        wrong: list[Any] = [
+            None,
+            3,
+            [],
+            [3],
+            [{"role": "user"}],
+            [{"content": "a"}],
+            "a",
+            {"a": []},
+        ]
+        wrong += [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]]
+        body = self._conversation() | {"messages": self._random.choice(wrong)}
+        self._refused("/v1/chat/completions", json.dumps(body).encode(), {400})
+
+    def nested(self) -> None:
+        """Sends JSON that is nested very deeply, and no JSON."""
+        content = self._random.choice(
+            [b"[" * 100_000, b'{"prompt":' * 5000, b"", b"{", b"9" * 9000]
+        )
+        self._refused("/v1/completions", content, {400})
+
+    def unknown_model(self) -> None:
+        """Names a model that is not served."""
+        body = self._completion() | {"model": "none"}
+        self._refused("/v1/completions", json.dumps(body).encode(), {404})
+
+    def unknown_path(self) -> None:
+        """Asks for a path, or with a method, that is not there."""
+        if self._random.random() < 0.5:
+            self._refused("/v1/none", b"{}", {404})
+        else:
+            self._refused("/v1/completions", b"", {405}, method="GET")
+
+    def no_encoder(self) -> None:
+        """Wants embeddings of a model that has none."""
+        self._refused("/v1/embeddings", b'{"model":"decoder","input":"abc"}', {400})
+
+    def full_queue(self) -> None:
+        """Wants more texts than can wait."""
+        body = self._completion(30) | {"n": 100, "stream": self._random.random() < 0.5}
+        self._refused("/v1/completions", json.dumps(body).encode(), {429})
+
+    def too_slow(self) -> None:
+        """Wants so much that the time of a request may not be enough, behind all others."""
+        body = self._completion(450) | {"n": 10, "priority": 5, "ignore_eos": True}
+        self._text("/v1/completions", body)
+
+    # ------------------------------------------------------------------ clients that go
+
+    def cancels(self) -> None:
+        """Goes in the middle of a stream."""
+        with self._asked(self._completion(450) | {"stream": True}) as answer:
+            self._expect(answer.status, SERVED)
+            for _ in range(self._random.randint(0, 40)):
+                if not answer.readline():
+                    break
+            self._tally.left(self._kind)
+
+    def closes(self) -> None:
+        """Goes while it waits for the whole answer, in order or with a reset."""
+        body = self._completion(450) | {"n": self._random.randint(1, 3)}
+        with self._connected() as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body), self._headers())
+            time.sleep(self._random.uniform(0, 0.2))
+            if self._random.random() < 0.5:
+                lingering = struct.pack("ii", 1, 0)
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingering)
+            self._tally.left(self._kind)
+
+    def half_a_body(self) -> None:
+        """Goes in the middle of its body."""
+        with self._connected() as connection:
+            connection.putrequest("POST", "/v1/completions")
+            connection.putheader("Content-Length", "10000")
+            connection.endheaders(b'{"model": "decoder", "prompt": "')
+            time.sleep(self._random.uniform(0, 0.1))
+            self._tally.left(self._kind)
+
+    def no_http(self) -> None:
+        """Sends what is no HTTP."""
+        junk = [
+            self._random.randbytes(300),
+            b"GET\r\n\r\n",
+            b"POST / HTTP/9.9\r\n\r\n",
+            b"\x16\x03\x01",
+        ]
+        address = "127.0.0.1", self._port
+        with socket.create_connection(address, timeout=ANSWER_SECONDS) as plain:
+            plain.sendall(self._random.choice(junk))
+            plain.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while plain.recv(4096):
+                    pass
+            self._tally.left(self._kind)
+
+    def reads_slowly(self) -> None:
+        """Reads a large stream slowly, some of it or all."""
+        body = self._completion(200) | {"logprobs": 20, "n": 2, "stream": True, "ignore_eos": True}
+        with self._asked(body, receive_bytes=4096) as answer:
+            self._expect(answer.status, SERVED)
+            end = time.monotonic() + self._random.uniform(0.5, 4)
+            while time.monotonic() < end:
+                if not answer.read1(2048):
+                    return
+                time.sleep(0.02)
+            if self._random.random() < 0.5:
+                rest = answer.read()
+                if answer.status == 200 and not rest.endswith(b"data: [DONE]\n\n"):
+                    assert b'"error"' in rest, f"a stream that ends with {rest[-200:]!r}"
+            else:
+                self._tally.left(self._kind)
+
+    # ------------------------------------------------------------------ other paths
+
+    def looks(self) -> None:
+        """Asks for what a probe, a scraper or a page asks for."""
+        paths = ("/metrics", "/health/ready", "/health/live", "/v1/models", "/openapi.json", "/")
+        self._refused(self._random.choice(paths), b"", {200}, method="GET")
+
+    def tokenizes(self) -> None:
+        """Turns texts into tokens and back."""
+        text = "".join(self._random.choices(WORDS, k=20))
+        with self._connected() as connection:
+            connection.request(
+                "POST",
+                "/tokenize",
+                json.dumps({"model": "decoder", "prompt": text}),
+                self._headers(),
+            )
+            answer = connection.getresponse()
+            tokens = json.loads(answer.read())["tokens"]
+            self._expect(answer.status, {200})
+            # The same connection again: most clients keep theirs.
+            body = json.dumps({"model": "decoder", "tokens": tokens})
+            connection.request("POST", "/detokenize", body, self._headers("-again"))
+            answer = connection.getresponse()
+            found = json.loads(answer.read())["prompt"]
+            self._expect(answer.status, {200})
+            assert found == text, f"expected {text!r}, found {found!r}"
+
+    def responds(self) -> None:
+        """Uses /v1/responses, whole or as a stream."""
+        body = {"model": "decoder", "input": self._prompt(), "max_output_tokens": 12}
+        is_streamed = self._random.random() < 0.5
+        with self._asked(body | {"stream": is_streamed}, path="/v1/responses") as answer:
+            content = answer.read()
+            self._expect(answer.status, SERVED)
+            if answer.status == 200:
+                assert b'"status":"' in content, content[-300:]
+
+    # ------------------------------------------------------------------ requests
+
+    def _prompt(self) -> str:
+        words = "".join(self._random.choices(WORDS, k=self._random.randint(1, 12)))
+        return (SHARED if self._random.random() < 0.3 else "") + words
+
+    def _sampling(self, most_tokens: int) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "model": "decoder",
+            "max_tokens": self._random.randint(1, most_tokens),
+            "seed": self._random.getrandbits(32),
+            "temperature": self._random.choice([0, 0, 0.7, 1, 1.5]),
+            "priority": self._random.choice([0, 0, 0, -1, 1]),
+            "user": f"user {self._random.randrange(4)}",
+        }
+        if self._random.random() < 0.2:
+            options["top_p"] = 0.9
+        if self._random.random() < 0.2:
+            options["frequency_penalty"] = 0.5
+        return options
+
+    def _completion(self, most_tokens: int = 40) -> dict[str, Any]:
+        return {**self._sampling(most_tokens), "prompt": self._prompt()}
+
+    def _conversation(self) -> dict[str, Any]:
+        return {**self._sampling(40), "messages": [{"role": "user", "content": self._prompt()}]}
+
+    def _headers(self, more: str = "") -> dict[str, str]:
+        number = f"{self._number}-{self._sent}{more}"
+        return {
+            "Content-Type": "application/json",
+            "X-Request-Id": number,
+            "Authorization": f"Bearer {KEYS[self._number % len(KEYS)]}",
+        }
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPConnection]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            yield connection
+
+    @contextlib.contextmanager
+    def _asked(
+        self, body: Mapping[str, Any], *, path: str = "/v1/completions", receive_bytes: int = 0
+    ) -> Iterator[http.client.HTTPResponse]:
+        with self._connected() as connection:
+            if receive_bytes:
+                plain = socket.socket()
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+                plain.settimeout(ANSWER_SECONDS)
+                plain.connect(("127.0.0.1", self._port))
+                connection.sock = plain
+            connection.request("POST", path, json.dumps(body), self._headers())
+            with connection.getresponse() as answer:
+                yield answer
+
+    def _expect(self, status: int, expected: frozenset[int] | set[int]) -> None:
+        self._tally.answered(self._kind, status)
+        if status not in expected:
+            number = f"{self._number}-{self._sent}"
+            self._tally.fail(self._kind, f"{number}: expected {sorted(expected)}, found {status}")
+
+    def _refused(self, path: str, body: bytes, expected: set[int], *, method: str = "POST") -> None:
+        with self._connected() as connection:
+            connection.request(method, path, body, self._headers())
+            answer = connection.getresponse()
+            content = answer.read()
+            self._expect(answer.status, expected)
+            if answer.status >= 400:
+                message = json.loads(content)["error"]["message"]
+                assert message, "an error without a message"
+
+    def _text(self, path: str, body: dict[str, Any], *, is_sample: bool = True) -> Sample | None:
+        """Ask for texts; return them, or None if the server refused or ended the request."""
+        is_streamed = body.get("stream", False)
+        if is_streamed:
+            body["stream_options"] = {"include_usage": True}
+        with self._asked(body, path=path) as answer:
+            content = answer.read()
+        self._expect(answer.status, SERVED)
+        if answer.status != 200:
+            return None
+        chunks = [json.loads(content)] if not is_streamed else _events(content)
+        if chunks is None:
+            return None  # its time was over in the middle of the stream
+        texts, reasons, new_tokens = _texts(chunks, body.get("n", 1))
+        number = f"{self._number}-{self._sent}"
+        sample = Sample(number, body, texts, reasons)
+        if is_sample:
+            self._tally.got(sample, new_tokens, self._random)
+        return sample
+
+
+KEYS = ("first-key-0123456789", "second-key-0123456789", "third-key-0123456789")
+"""The keys of the clients: each is a client of its own for fair shares."""
+
+KINDS: dict[str, float] = {
+    Client.whole.__name__: 20,
+    Client.streamed.__name__: 20,
+    Client.chat.__name__: 10,
+    Client.chat_streamed.__name__: 10,
+    Client.several.__name__: 5,
+    Client.stops.__name__: 8,
+    Client.follows_a_schema.__name__: 3,
+    Client.long_prompt.__name__: 6,
+    Client.to_the_end_of_the_context.__name__: 1,
+    Client.too_long.__name__: 2,
+    Client.large_text.__name__: 0.03,
+    Client.large_junk.__name__: 0.03,
+    Client.too_large.__name__: 0.1,
+    Client.no_utf8.__name__: 2,
+    Client.wrong_types.__name__: 5,
+    Client.wrong_messages.__name__: 3,
+    Client.nested.__name__: 2,
+    Client.unknown_model.__name__: 2,
+    Client.unknown_path.__name__: 2,
+    Client.no_encoder.__name__: 1,
+    Client.full_queue.__name__: 1,
+    Client.too_slow.__name__: 0.5,
+    Client.cancels.__name__: 6,
+    Client.closes.__name__: 4,
+    Client.half_a_body.__name__: 3,
+    Client.no_http.__name__: 2,
+    Client.reads_slowly.__name__: 1,
+    Client.looks.__name__: 4,
+    Client.tokenizes.__name__: 4,
+    Client.responds.__name__: 4,
+}
+"""How often a client sends each kind of request, relative to the others."""
+
+
+def _events(content: bytes) -> list[dict[str, Any]] | None:
+    """Return the chunks of a stream; None: it says that the time of the request was over."""
+    lines = [line[6:] for line in content.split(b"\n\n") if line.startswith(b"data: ")]
+    found = [json.loads(line) for line in lines if line != b"[DONE]"]
+    errors = [each["error"] for each in found if "error" in each]
+    if errors:
+        assert errors[0]["code"] == "deadline", errors
+        return None
+    assert lines[-1] == b"[DONE]", f"a stream that ends with {content[-200:]!r}"
+    return found
+
+
+def _texts(
+    chunks: list[dict[str, Any]], count: int
+) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Return the texts of an answer, why each ended, and how many tokens they have."""
+    texts, reasons = [""] * count, [""] * count
+    usage: dict[str, Any] = {}
+    for chunk in chunks:
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            part = choice.get("message") or choice.get("delta") or choice
+            texts[choice["index"]] += part.get("content") or part.get("text") or ""
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    assert all(reasons), f"a text without an end: {reasons}"
+    return tuple(texts), tuple(reasons), usage["completion_tokens"]
+
+
+# ---------------------------------------------------------------------- the process
+
+
+@dataclass(frozen=True)
+class Look:
+    """The process of a server at a time.
+
+    Attributes:
+        seconds: since the beginning.
+        resident_bytes: its memory, without what it keeps of prompts on purpose.
+        files, threads: how many it has.
+    """
+
+    seconds: float
+    resident_bytes: float
+    files: int
+    threads: int
+
+
+class Watcher(threading.Thread):
+    """Looks at a process again and again."""
+
+    def __init__(self, process: int, kept_bytes: Callable[[], float], every: float) -> None:
+        super().__init__(name="watcher")
+        self._process = process
+        self._kept_bytes = kept_bytes
+        self._every = every
+        self._ends = threading.Event()
+        self._begun = time.monotonic()
+        self.looks: list[Look] = []
+
+    def run(self) -> None:
+        """Look until `end`."""
+        while not self._ends.wait(self._every):
+            self.looks.append(self.look())
+
+    def look(self) -> Look:
+        """Return what the process has now."""
+        kept = self._kept_bytes()
+        at = Path("/proc") / str(self._process)
+        pages = int((at / "statm").read_text().split()[1])
+        resident = pages * resource.getpagesize() - kept
+        files, threads = (len(os.listdir(at / name)) for name in ("fd", "task"))
+        return Look(time.monotonic() - self._begun, resident, files, threads)
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._ends.set()
+        self.join()
+
+
+def slope_per_minute(looks: list[Look], of: Callable[[Look], float]) -> float:
+    """Return the slope of the line through what was seen (least squares), per minute."""
+    times = [look.seconds / 60 for look in looks]
+    values = [of(look) for look in looks]
+    time_mean, value_mean = sum(times) / len(times), sum(values) / len(values)
+    above = sum((t - time_mean) * (v - value_mean) for t, v in zip(times, values, strict=True))
+    return above / sum((t - time_mean) ** 2 for t in times)
+
+
+def metric(text: str, name: str, label: str = "") -> float:
+    """Return the sum of the values of a metric, of those lines that have this label."""
+    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    assert lines, f"no metric {name}"
+    return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)

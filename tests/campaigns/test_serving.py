@@ -1,0 +1,404 @@
+"""A server under mixed load for a while: every request has its answer, and nothing is left behind.
+
+`make soak` does it for 8 minutes and writes the figures to serving.json beside this file; `make test` for
+some seconds. PREJIT_SOAK_SECONDS is the length. The load of the machine is in the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import CancelledError
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.test_serve import Process
+
+from prejit.runtime import Bundle, load
+from prejit.runtime.engine.engine import Engine
+from prejit.runtime.errors import DeadlineError, QueueFullError
+
+from . import serving
+from .serving import Client, Look, Sample, Tally, Watcher, metric, slope_per_minute
+
+RESULTS = Path(__file__).with_name("serving.json")
+SECONDS = float(os.environ.get("PREJIT_SOAK_SECONDS", "4"))
+WHOLE_SECONDS = 180
+"""From this length on, the slopes are checked and the figures are written."""
+CLIENTS = 12
+SAMPLES = 300 if SECONDS >= WHOLE_SECONDS else 40
+IDLE_SECONDS = 60
+"""How long what was abandoned may take to end: more than a request may."""
+MAX_GROWTH_MB_PER_MINUTE = 4
+THREADS = 40
+"""Threads that Starlette keeps for work beside its event loop, at most; it ends them when they are idle."""
+
+
+@pytest.fixture(scope="module")
+def bundle(lettered_dir: Path) -> Bundle:
+    return load(lettered_dir, on_mismatch="error")
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, Any]:
+    return {
+        "date": str(date.today()),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "uvicorn": version("uvicorn"),
+        "kernel": platform.release(),
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
+        "load average before": [round(each, 1) for each in os.getloadavg()],
+    }
+
+
+# ---------------------------------------------------------------------- an engine
+
+
+def test_an_engine_that_threads_use_and_leave_at_random(
+    bundle: Bundle, figures: dict[str, Any]
+) -> None:
+    """Threads submit, stream, cancel, drop streams and set deadlines; then all slots are free."""
+    prompts = [
+        [(place * 7 + number) % 250 for place in range(1 + number * 11 % 80)]
+        for number in range(24)
+    ]
+    options: list[dict[str, Any]] = [
+        {
+            "max_new_tokens": 2 + number * 13 % 60,
+            "temperature": number % 3 / 2,
+            "seed": number,
+            "stop_token_ids": (),
+        }
+        for number in range(24)
+    ]
+    expected = [
+        bundle.generate(each, **chosen).token_ids
+        for each, chosen in zip(prompts, options, strict=True)
+    ]
+    engine = bundle.engine(slots=3, queue=12, prefix_memory=1 << 20)
+    outcomes: Counter[str] = Counter()
+    failures: list[str] = []
+    until = time.monotonic() + max(2.0, SECONDS / 16)
+
+    def use(generator: random.Random) -> str:
+        number = generator.randrange(24)
+        arguments: dict[str, Any] = {
+            **options[number],
+            "priority": generator.randint(-1, 1),
+            "client": generator.choice("abc"),
+        }
+        way = generator.choice(["wait", "wait", "read", "cancel", "close", "drop", "late", "task"])
+        tokens: tuple[int | None, ...]
+        if way == "wait":
+            tokens = engine.generate(prompts[number], **arguments).token_ids
+        elif way == "read":
+            stream = engine.stream(prompts[number], **arguments)
+            tokens = tuple(piece.token_id for piece in stream if piece.token_id is not None)
+        elif way == "cancel":
+            future = engine.submit(prompts[number], **arguments)
+            time.sleep(generator.uniform(0, 0.05))
+            if future.cancel():
+                return "cancelled"
+            tokens = future.result().token_ids
+        elif way == "late":
+            timeout = generator.uniform(0.0001, 0.1)
+            tokens = engine.generate(prompts[number], timeout=timeout, **arguments).token_ids
+        elif way == "task":
+            return asyncio.run(_leave(engine, prompts[number], arguments, generator))
+        else:
+            stream = engine.stream(prompts[number], **arguments)
+            for _ in range(generator.randint(0, 5)):
+                if next(stream, None) is None:
+                    break
+            if way == "close":
+                stream.close()
+            return way  # or nobody refers to it any more
+        if tokens != expected[number]:
+            failures.append(f"{way} {number}: expected {expected[number]}, found {tokens}")
+        return way
+
+    def work(seed: int) -> None:
+        generator = random.Random(seed)
+        while time.monotonic() < until:
+            try:
+                outcomes[use(generator)] += 1
+            except QueueFullError as error:
+                outcomes["queue full"] += 1
+                time.sleep(min(error.retry_after, 0.05))
+            except DeadlineError:
+                outcomes["deadline"] += 1
+            except BaseException as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(20)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(IDLE_SECONDS + SECONDS)
+        assert not each.is_alive(), "a thread waits for ever"
+    assert not failures, failures[:10]
+    assert engine.drain(IDLE_SECONDS), engine.metrics()
+    found = engine.metrics()
+    assert (found.running, found.waiting, found.kv_cache_usage) == (0, 0, 0.0), found
+    assert sum(found.finished.values()) == sum(outcomes.values())
+    assert found.finished["refused"] == outcomes["queue full"]
+    assert found.finished["error"] == 0
+    assert found.prefix_bytes <= 1 << 20
+    engine.close()
+    assert not [each for each in threading.enumerate() if each.name == "prejit engine"]
+    figures["engine"] = dict(sorted(outcomes.items()))
+
+
+async def _leave(
+    engine: Engine, prompt: list[int], arguments: dict[str, Any], generator: random.Random
+) -> str:
+    """Read a stream in a task that is cancelled."""
+
+    async def read() -> None:
+        async for _ in engine.stream(prompt, **arguments):
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(generator.uniform(0, 0.05))
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, CancelledError):
+        await task
+    return "task"
+
+
+# ---------------------------------------------------------------------- a server
+
+
+def test_a_server_under_mixed_load(
+    bundle: Bundle, lettered_dir: Path, tmp_path: Path, figures: dict[str, Any]
+) -> None:
+    keys, log = tmp_path / "keys", tmp_path / "requests.jsonl"
+    keys.write_text("".join(f"client-{n}: {key}\n" for n, key in enumerate(serving.KEYS)))
+    arguments = ("--log", log, "--keys", keys, "--queue", "32", "--timeout", "4")
+    server = Process(f"decoder={lettered_dir}", *arguments)
+    try:
+        server.wait_until_ready()
+        tally, watcher = _load(server)
+        rested = _rest(server)
+        process = _of_the_process(watcher, rested)
+        _check_exact_figures(server)
+        text = _metrics(server)
+        assert server.end() == 0, server.said
+    finally:
+        server.kill()
+    assert "Traceback" not in server.said, server.said
+    assert "warning" not in server.said, server.said
+    assert not tally.failures, f"{len(tally.failures)} failures\n" + "\n".join(tally.failures[:30])
+    statuses = Counter({status: 0 for status in (200, 400, 404, 405, 413, 429, 504)})
+    for (_, status), count in tally.statuses.items():
+        statuses[status] += count
+    assert tally.texts > SECONDS, tally.statuses
+    entries = _entries(log)
+    _check_the_log(entries, text, tally)
+    for sample in tally.samples:
+        _check_tokens(bundle, sample, entries[sample.id])
+    replayed = _replay(log)
+    figures["server"] = {
+        "seconds": SECONDS,
+        "clients": CLIENTS,
+        "answers by status": {str(status): count for status, count in sorted(statuses.items())},
+        "answers by kind": _by_kind(tally),
+        "left by their client": dict(sorted(tally.abandoned.items())),
+        "texts": tally.texts,
+        "new tokens": round(metric(text, "vllm:generation_tokens_total")),
+        "texts generated again without a server, equal": len(tally.samples),
+        "replayed": replayed,
+        **process,
+    }
+    if SECONDS >= WHOLE_SECONDS:
+        figures["load average after"] = [round(each, 1) for each in os.getloadavg()]
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+    _check_the_process(watcher.looks[0], rested, process)
+
+
+def _load(server: Process) -> tuple[Tally, Watcher]:
+    """Let clients send every kind of request at least once, and then at random until the time is over."""
+    tally = Tally(SAMPLES)
+    every = max(0.25, SECONDS / 400)
+    watcher = Watcher(
+        server.process.pid,
+        lambda: metric(_metrics(server), "prejit:prefix_cache_bytes"),
+        every,
+    )
+    until = time.monotonic() + SECONDS
+    clients = [Client(server.port, n, until, tally, pause=0.05) for n in range(CLIENTS)]
+    watcher.start()
+    for each in clients:
+        each.start()
+    once = Client(server.port, CLIENTS, until, tally, pause=0.0)
+    for kind in serving.KINDS:
+        once.send(kind)
+    for each in clients:
+        each.join()
+    watcher.end()
+    return tally, watcher
+
+
+def _metrics(server: Process) -> str:
+    return httpx.get(f"{server.url}/metrics", timeout=serving.ANSWER_SECONDS).text
+
+
+def _rest(server: Process) -> Look:
+    """Wait until nothing runs and waits, and return what the process has then."""
+    until = time.monotonic() + IDLE_SECONDS
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    while any(metric(_metrics(server), name) for name in names):
+        assert time.monotonic() < until, _metrics(server)
+        time.sleep(0.1)
+    time.sleep(0.5)  # connections are closed a moment later
+    look = Watcher(
+        server.process.pid, lambda: metric(_metrics(server), "prejit:prefix_cache_bytes"), 1.0
+    )
+    return look.look()
+
+
+def _of_the_process(watcher: Watcher, rested: Look) -> dict[str, Any]:
+    """Return how memory, files and threads changed after a quarter of the time, and what is left at rest."""
+    looks = [each for each in watcher.looks if each.seconds > SECONDS / 4]
+    mib = 1 << 20
+    return {
+        "slopes per minute after a quarter of the time": {
+            "MB": round(slope_per_minute(looks, lambda each: each.resident_bytes / mib), 3),
+            "files": round(slope_per_minute(looks, lambda each: each.files), 3),
+            "threads": round(slope_per_minute(looks, lambda each: each.threads), 3),
+        },
+        "resident MB at the beginning, after a quarter, at the end, at rest": [
+            round(each.resident_bytes / mib)
+            for each in (watcher.looks[0], looks[0], looks[-1], rested)
+        ],
+        "most resident MB": round(max(each.resident_bytes for each in watcher.looks) / mib),
+        "most files, at rest": [max(each.files for each in watcher.looks), rested.files],
+        "most threads, at rest": [max(each.threads for each in watcher.looks), rested.threads],
+    }
+
+
+def _check_the_process(first: Look, rested: Look, found: dict[str, Any]) -> None:
+    """Check that memory, files and threads are flat, and few at rest."""
+    assert rested.files <= first.files, found
+    assert rested.threads <= first.threads + THREADS, found
+    if SECONDS >= WHOLE_SECONDS:
+        slopes = found["slopes per minute after a quarter of the time"]
+        assert slopes["MB"] < MAX_GROWTH_MB_PER_MINUTE, found
+        assert abs(slopes["files"]) < 5, found
+        assert abs(slopes["threads"]) < 5, found
+
+
+def _check_exact_figures(server: Process) -> None:
+    """Check that metrics count what clients count, one request after the other, while nobody leaves."""
+    before = _metrics(server)
+    usage: Counter[str] = Counter()
+    requests = 20
+    headers = {"Authorization": f"Bearer {serving.KEYS[0]}"}
+    for number in range(requests):
+        body = {"model": "decoder", "prompt": "abc " * (1 + number), "max_tokens": 1 + 3 * number}
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            json=body | {"seed": number},
+            headers=headers,
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        found = answer.json()["usage"]
+        usage["prompt"] += found["prompt_tokens"]
+        usage["new"] += found["completion_tokens"]
+        usage["cached"] += found["prompt_tokens_details"]["cached_tokens"]
+    after = _metrics(server)
+
+    def more(name: str) -> float:
+        return metric(after, name) - metric(before, name)
+
+    assert more("vllm:prompt_tokens_total") == usage["prompt"]
+    assert more("vllm:generation_tokens_total") == usage["new"]
+    assert more("vllm:prefix_cache_hits_total") == usage["cached"]
+    assert more("prejit:requests_total") == requests
+    assert more("vllm:request_success_total") == requests
+    assert more("vllm:e2e_request_latency_seconds_count") == requests
+    assert more("vllm:time_to_first_token_seconds_count") == requests
+
+
+def _entries(log: Path) -> dict[str, dict[str, Any]]:
+    """Return the requests of a log by id: each must be there once."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    requests = [line for line in lines if line["event"] == "request"]
+    ids = Counter(line["id"] for line in requests)
+    assert not [each for each, count in ids.items() if count > 1]
+    return {line["id"]: line for line in requests}
+
+
+def _check_the_log(entries: dict[str, dict[str, Any]], text: str, tally: Tally) -> None:
+    """Check that metrics, log and clients agree on how many requests there were."""
+    calls = [call for each in entries.values() if each["status"] != 400 for call in each["calls"]]
+    assert len(calls) == metric(text, "prejit:requests_total"), text
+    ended = sum(
+        metric(text, "prejit:requests_total", f'reason="{reason}"')
+        for reason in ("stop", "length", "context", "mask")
+    )
+    logged = sum(bool(call["finish_reason"]) for call in calls)
+    # A text may end before its server sees that the client has gone: the engine counts it, nobody has it.
+    assert tally.texts <= logged <= ended
+    assert tally.new_tokens <= metric(text, "vllm:generation_tokens_total")
+    for reason in ("error", "nan"):
+        assert metric(text, "prejit:requests_total", f'reason="{reason}"') == 0
+
+
+def _check_tokens(bundle: Bundle, sample: Sample, entry: dict[str, Any]) -> None:
+    """Check that `Bundle.generate` gives the tokens that a client of the server got."""
+    body = sample.body
+    if "messages" in body:
+        prompt: Any = bundle.apply_chat_template(body["messages"])
+    else:
+        prompt = bundle.tokenizer.encode(body["prompt"])
+    names = ("temperature", "top_p", "frequency_penalty", "stop")
+    options = {name: body[name] for name in names if name in body}
+    if body.get("ignore_eos"):
+        options["stop_token_ids"] = ()
+    for place, text in enumerate(sample.texts):
+        seed = body["seed"] + place
+        found = bundle.generate(prompt, max_new_tokens=body["max_tokens"], seed=seed, **options)
+        assert found.text == text, f"{sample}: expected {found.text!r}"
+        reason = "length" if found.finish_reason == "context" else found.finish_reason
+        assert reason == sample.reasons[place], f"{sample}: expected {reason}"
+        [logged] = [call["token_ids"] for call in entry["calls"] if call["seed"] == seed]
+        assert tuple(logged) == found.token_ids, sample
+
+
+def _by_kind(tally: Tally) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (kind, status), count in sorted(tally.statuses.items()):
+        found.setdefault(kind, {})[str(status)] = count
+    return found
+
+
+def _replay(log: Path) -> dict[str, int]:
+    """Replay a log, and return how many requests gave the same, or had nothing to compare."""
+    done = subprocess.run(
+        [sys.executable, "-m", "prejit.runtime", "replay", str(log), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120 + 4 * SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    report = json.loads(done.stdout)
+    assert report["differences"] == []
+    assert report["notes"] == []
+    return {name: report[name] for name in ("equal", "rounded", "skipped")}
