@@ -61,3 +61,29 @@ def test_a_prefix_of_a_longer_cache_is_not_found(bundle: Bundle) -> None:
     kept.keep(long)
     assert kept.find([*long.token_ids, 1], 24) is None
     assert kept.find([*long.token_ids, 1], 72) is long
+
+
+def test_no_more_are_kept_than_a_prompt_is_compared_with(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.prefix_cache._MOST_PREFIXES", 3)
+    kept = PrefixCache(bundle.decoder, 1 << 30)
+    all_of_them = [prefix(bundle, number) for number in range(5)]
+    for each in all_of_them:
+        kept.keep(each)
+    found = [kept.find([*each.token_ids, 1], 24) for each in all_of_them]
+    assert found == [None, None, *all_of_them[2:]]
+
+
+def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
+    kept = PrefixCache(bundle.decoder, 1 << 30)
+    common = [number % VOCABULARY for number in range(5, 23)]
+    shorter, longer, other = ([*common, *rest] for rest in ([1], [2, 3, 4], [9, 9]))
+    made = {}
+    for tokens in (longer, shorter, other):
+        made[len(tokens)] = Prefix(tokens, KVCache(bundle.decoder, 1, 24))
+        kept.keep(made[len(tokens)])
+    assert kept.find([*common, 2, 3, 7], 24) is made[21]
+    assert kept.find([*common, 9], 24) is made[20]
+    assert kept.find(common[:10], 24) is None
+    assert kept.find([0, *common], 24) is None
