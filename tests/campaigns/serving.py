@@ -233,7 +233,7 @@ class Client(threading.Thread):
         wrong: list[dict[str, Any]] = [
             {"prompt": 7},
             {"prompt": []},
-            {"prompt": [[1], "a"]},
+            {"prompt": [1, "a"]},
             {"prompt": [1_000_000]},
             {"prompt": [-1]},
             {"max_tokens": "many"},
@@ -259,7 +259,6 @@ class Client(threading.Thread):
             3,
             [],
             [3],
-            [{"role": "user"}],
             [{"content": "a"}],
             "a",
             {"a": []},

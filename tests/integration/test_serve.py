@@ -432,3 +432,27 @@ def test_a_replay_runs_more_at_once_than_the_server_had(
     found = replay(log)
     assert found.returncode == 0, found.stdout
     assert json.loads(found.stdout)["equal"] == 8
+
+
+def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir: Path) -> None:
+    """A collector of logs may die first; the signal after it must not be lost with the message about it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "prejit.runtime",
+        "serve",
+        str(bundle_dir),
+        "--port",
+        str(port),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        assert "ready in" in server.stderr.readline()
+        server.stderr.close()
+        server.send_signal(signal.SIGTERM)
+        try:
+            assert server.wait(60) == 0
+        finally:
+            server.kill()

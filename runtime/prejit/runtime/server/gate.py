@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import time
 import traceback
 import uuid
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from prejit.runtime.errors import ClosedError
 from prejit.runtime.server.errors import RETRY_SECONDS, ApiError, as_api_error, response
 from prejit.runtime.server.requestlog import KEPT_HEADERS, Entry
+from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import Settings
 
@@ -109,8 +109,8 @@ class Gate:
             )
         refused = as_api_error(error)
         if refused.status == 500:
-            print(f"request {request.id} failed:", file=sys.stderr)
-            traceback.print_exception(error, file=sys.stderr)
+            found = "".join(traceback.format_exception(error)).rstrip()
+            say(f"request {request.id} failed:\n{found}")
         if not request.started:
             await response(refused, scope["path"])(scope, request.receive, request.send)
             return

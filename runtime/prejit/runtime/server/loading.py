@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from prejit.runtime.base.process import seconds_since_exec
 from prejit.runtime.engine.memory import free_bytes
 from prejit.runtime.errors import printable
 from prejit.runtime.loader import load
+from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models, Served, State
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Loading(threading.Thread):
             if self._models.change(before, "ready"):
                 names = ", ".join(name for _, name in bundles)
                 text = f"{self._url}  {names}  ready in {seconds_since_exec():.2f} s"
-                print(printable(text), file=sys.stderr, flush=True)
+                say(printable(text))
         except BaseException as error:
             with self._lock:
                 self.error = error

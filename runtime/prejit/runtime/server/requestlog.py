@@ -20,7 +20,6 @@ import base64
 import hashlib
 import math
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ import msgspec
 import numpy as np
 
 from prejit.runtime.errors import StoreError
+from prejit.runtime.server.say import say
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
@@ -201,7 +201,7 @@ class RequestLog:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                print(f"warning: {self._path}: cannot write: {error.strerror}", file=sys.stderr)
+                say(f"warning: {self._path}: cannot write: {error.strerror}")
             self._is_failing = True
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, final
 
@@ -17,6 +16,7 @@ import uvicorn
 from prejit.runtime.server.app import make_app
 from prejit.runtime.server.connections import HEAD_SECONDS, Connection
 from prejit.runtime.server.loading import Loading
+from prejit.runtime.server.say import say
 from prejit.runtime.server.served import Models
 from prejit.runtime.server.settings import BACKLOG, Settings
 
@@ -114,18 +114,14 @@ class _Server(uvicorn.Server):
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._ending is not None:
-            print(f"{number.name} came again: ending at once", file=sys.stderr, flush=True)
+            say(f"{number.name} came again: ending at once")
             os._exit(128 + number)
         self._ending = asyncio.get_running_loop().create_task(self._end(number))
 
     async def _end(self, number: signal.Signals) -> None:
         """Finish what runs, for a limited time, and end."""
         seconds = self._settings.drain_seconds
-        print(
-            f"{number.name}: finishing what runs, for at most {seconds:g} seconds",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{number.name}: finishing what runs, for at most {seconds:g} seconds")
         await asyncio.to_thread(self._models.drain, seconds)
         self._models.close()  # what is left fails, so that its clients get an answer
         self.stop()

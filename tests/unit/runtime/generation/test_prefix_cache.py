@@ -55,24 +55,25 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
     assert kept.size_bytes == 0
 
 
+def test_a_small_model_does_not_keep_prefixes_without_end(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.prefix_cache._MOST_PREFIXES", 3)
+    kept = PrefixCache(bundle.decoder, 1 << 20)
+    all_of_them = [prefix(bundle, number) for number in range(5)]
+    for each in all_of_them:
+        kept.keep(each)
+    found = [kept.find([*each.token_ids, 1], 24) for each in all_of_them]
+    assert found == [None, None, *all_of_them[2:]]
+    assert kept.size_bytes == sum(each.size_bytes for each in all_of_them[2:])
+
+
 def test_a_prefix_of_a_longer_cache_is_not_found(bundle: Bundle) -> None:
     kept = PrefixCache(bundle.decoder, 1 << 20)
     long = prefix(bundle, 7, context=72)
     kept.keep(long)
     assert kept.find([*long.token_ids, 1], 24) is None
     assert kept.find([*long.token_ids, 1], 72) is long
-
-
-def test_no_more_are_kept_than_a_prompt_is_compared_with(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prejit.runtime.generation.prefix_cache._MOST_PREFIXES", 3)
-    kept = PrefixCache(bundle.decoder, 1 << 30)
-    all_of_them = [prefix(bundle, number) for number in range(5)]
-    for each in all_of_them:
-        kept.keep(each)
-    found = [kept.find([*each.token_ids, 1], 24) for each in all_of_them]
-    assert found == [None, None, *all_of_them[2:]]
 
 
 def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
