@@ -26,6 +26,8 @@ LEFT_OUT = {
     "test_fleet.py": "fingerprints compared with each other",
     "test_import_rules.py": "the text of modules",
     "test_import_graph.py": "the text of modules",
+    "test_alerts.py": "rules of Prometheus, by promtool",
+    "test_with_prometheus.py": "pages read by Prometheus",
 }
 """Files, and why they cannot differ."""
 ALL_CASES = ("tests/unit/runtime/device/", "tests/unit/runtime/base/", "tests/format/")

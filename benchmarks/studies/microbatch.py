@@ -1,9 +1,9 @@
-"""Measure what sharing runs gives to many callers: a tiny program, an MLP and an encoder, one row per call.
+"""Measure what sharing runs gives to many callers: a tiny program, two MLPs and an encoder, one row per call.
 
     python -m benchmarks.studies.microbatch [--rounds 7] [--seconds 1.0] [--name NAME]
 
 Writes benchmarks/results/NAME.json and .md. In each round the ways take turns, each for some seconds: threads
-that call the bundle, and threads that call its engine. The programs have buckets of 1, 4 and 16 rows.
+that call the bundle, and threads that call its engine. The programs have buckets of 1 to 16 rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,13 @@ from prejit.compiler import Program, build
 from prejit.runtime import Bundle, load
 
 THREADS = (1, 16)
-BUCKETS = (1, 4, 16)
-WIDTH, INNER = 512, 2048
-SENTENCE = "several words of one short sentence"
+BUCKETS = (1, 2, 4, 8, 16)
+WIDTHS = {"small": (512, 2048), "large": (2048, 8192)}
+"""Width and inner width of the MLPs, whose weights are 8 and 134 MB."""
+SENTENCE = "a few short words"
 
 Call = Callable[[], Any]
+Samples = dict[str, dict[str, list["Found"]]]
 
 
 def tiny(x: Any) -> Any:
@@ -41,22 +44,22 @@ def tiny(x: Any) -> Any:
 
 
 def mlp(weights: Any, x: Any) -> Any:
-    """Return one layer of 512 x 2048 x 512, whose weights are 8 MB."""
+    """Return one layer of a network."""
     return jax.nn.gelu(x @ weights["up"]) @ weights["down"]
 
 
 def programs(bench: Bench) -> Bundle:
-    """Build the two programs and load them."""
+    """Build the programs and load them."""
     random = np.random.default_rng(0)
-    weights = {
-        "up": random.standard_normal((WIDTH, INNER), np.float32) / WIDTH**0.5,
-        "down": random.standard_normal((INNER, WIDTH), np.float32) / INNER**0.5,
-    }
     how: Any = {"buckets": {"batch": BUCKETS}, "pad": ["batch"]}
-    made = [
-        Program("tiny", fn=tiny, args=["float32[{batch}, 128]"], **how),
-        Program("mlp", fn=mlp, args=[f"float32[{{batch}}, {WIDTH}]"], params=weights, **how),
-    ]
+    made = [Program("tiny", fn=tiny, args=["float32[{batch}, 128]"], **how)]
+    for name, (width, inner) in WIDTHS.items():
+        weights = {
+            "up": random.standard_normal((width, inner), np.float32) / width**0.5,
+            "down": random.standard_normal((inner, width), np.float32) / inner**0.5,
+        }
+        args = [f"float32[{{batch}}, {width}]"]
+        made.append(Program(name, fn=mlp, args=args, params=weights, **how))
     cache = bench.directory / "build-cache"
     built = build(made, bench.directory / "bundles", name="shared", cache=cache, quiet=True)
     return load(built.path, on_mismatch="error")
@@ -78,16 +81,17 @@ def calls(bench: Bench) -> dict[str, dict[str, Call]]:
     functions, sentences = programs(bench), encoder(bench)
     sentences.prepare()
     of_functions, of_sentences = functions.engine(), sentences.engine()
-    row, wide = np.ones((1, 128), np.float32), np.ones((1, WIDTH), np.float32)
-    return {
-        "tiny: tanh of 128 numbers": {
-            "bundle": lambda: functions.call("tiny", row),
-            "engine": lambda: of_functions.call("tiny", row),
-        },
-        "MLP 512 x 2048 x 512": {
-            "bundle": lambda: functions.call("mlp", wide),
-            "engine": lambda: of_functions.call("mlp", wide),
-        },
+    of_program = {"tiny": ("tanh of 128 numbers", 128)}
+    for name, (width, inner) in WIDTHS.items():
+        of_program[name] = (f"MLP {width} x {inner} x {width}", width)
+    ways: dict[str, dict[str, Call]] = {
+        what: {
+            "bundle": partial(functions.call, name, np.ones((1, width), np.float32)),
+            "engine": partial(of_functions.call, name, np.ones((1, width), np.float32)),
+        }
+        for name, (what, width) in of_program.items()
+    }
+    return ways | {
         "encoder of MiniLM's shape, 16 tokens": {
             "bundle": lambda: sentences.encode_batch(SENTENCE),
             "engine": lambda: of_sentences.encode(SENTENCE),
@@ -95,8 +99,20 @@ def calls(bench: Bench) -> dict[str, dict[str, Call]]:
     }
 
 
-def rate(call: Call, threads: int, seconds: float) -> float:
-    """Return how many calls a second some threads make together."""
+class Found(NamedTuple):
+    """What some threads measured together.
+
+    Attributes:
+        calls_per_second: how many calls a second they made.
+        cpu_seconds: CPU of the process for each call.
+    """
+
+    calls_per_second: float
+    cpu_seconds: float
+
+
+def measured(call: Call, threads: int, seconds: float) -> Found:
+    """Let some threads call for some seconds."""
     counts = [0] * threads
     begun = threading.Barrier(threads + 1)
     end = [0.0]
@@ -111,49 +127,59 @@ def rate(call: Call, threads: int, seconds: float) -> float:
     for worker in workers:
         worker.start()
     end[0] = time.perf_counter() + seconds
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     begun.wait()
     for worker in workers:
         worker.join()
-    return sum(counts) / (time.perf_counter() - started)
+    took, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return Found(sum(counts) / took, cpu / sum(counts))
 
 
-def measure(
-    ways: dict[str, dict[str, Call]], rounds: int, seconds: float
-) -> dict[str, dict[str, list[float]]]:
-    """Return calls a second by call, threads and way: `{"tiny: ...": {"16 bundle": [...]}}`."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+def measure(ways: dict[str, dict[str, Call]], rounds: int, seconds: float) -> Samples:
+    """Return what was measured by call, threads and way: `{"tiny: ...": {"16 bundle": [...]}}`."""
+    found: Samples = {name: {} for name in ways}
     for number in range(rounds + 1):
         for name, both in ways.items():
             for threads in THREADS:
                 order = list(both.items())
                 for way, call in order if number % 2 else order[::-1]:
-                    value = rate(call, threads, seconds if number else min(seconds, 0.3))
+                    value = measured(call, threads, seconds if number else min(seconds, 0.3))
                     if number:
                         found[name].setdefault(f"{threads} {way}", []).append(value)
         progress(f"round {number}/{rounds}" if number else "warm-up")
     return found
 
 
-def table(found: dict[str, dict[str, list[float]]]) -> Table:
+def table(found: Samples) -> Table:
     """Return medians, least and greatest, and the median of the ratios within each round."""
     rows = []
     for name, samples in found.items():
         for threads in THREADS:
             alone, shared = samples[f"{threads} bundle"], samples[f"{threads} engine"]
-            ratio = float(np.median([b / a for a, b in zip(alone, shared, strict=True)]))
-            rows.append((name, str(threads), _cell(alone), _cell(shared), f"{ratio:.2f}"))
+            pairs = list(zip(alone, shared, strict=True))
+            ratio = float(np.median([b.calls_per_second / a.calls_per_second for a, b in pairs]))
+            cells = [_rate(each) for each in (alone, shared)]
+            costs = [_cpu(each) for each in (alone, shared)]
+            rows.append((name, str(threads), *cells, f"{ratio:.2f}", *costs))
     return Table(
-        "One row a call: calls a second",
-        ("call", "threads", "`Bundle`", "`Engine`", "ratio"),
+        "One row a call",
+        (
+            *("call", "threads", "`Bundle`, calls/s", "`Engine`, calls/s", "ratio"),
+            *("`Bundle`, CPU us/call", "`Engine`, CPU us/call"),
+        ),
         rows,
         "Medians, with the least and the greatest of the rounds. The ratio is the median of those within "
         "each round.",
     )
 
 
-def _cell(values: list[float]) -> str:
-    spread = Spread.of(values)
+def _rate(values: list[Found]) -> str:
+    spread = Spread.of([each.calls_per_second for each in values])
+    return f"{spread.median:,.0f} [{spread.low:,.0f}..{spread.high:,.0f}]"
+
+
+def _cpu(values: list[Found]) -> str:
+    spread = Spread.of([each.cpu_seconds * 1e6 for each in values])
     return f"{spread.median:,.0f} [{spread.low:,.0f}..{spread.high:,.0f}]"
 
 

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, final
@@ -99,19 +99,6 @@ class Ran(NamedTuple):
     """
 
     returned: Sequence[Any]
-    padded_rows: int = 0
-    batches: int = 1
-
-
-@dataclass(slots=True)
-class Alone:
-    """What a run in a caller's own thread took.
-
-    Attributes:
-        padded_rows: rows that only filled the bucket.
-        batches: how many runs of the program it took.
-    """
-
     padded_rows: int = 0
     batches: int = 1
 
@@ -218,33 +205,36 @@ class Lane(Generic[_P]):
             job.future.cancel()  # ctrl-C; where the job itself failed this does nothing
             raise
 
-    @contextlib.contextmanager
-    def alone(self, rows: int) -> Iterator[Alone | None]:
-        """Let the caller's own thread run the program, if nothing runs and nothing waits.
+    def alone(self, rows: int) -> Alone:
+        """Let the caller's own thread run the program, if a run may begin and nothing waits.
 
-            with lane.alone(rows) as ran:
-                if ran is not None:
-                    return ...  # the program ran, and ran.padded_rows are counted
+        with lane.alone(rows) as ran:
+            if ran is not None:
+                return ...  # the program ran, and ran.padded_rows are counted
+        """
+        return Alone(self, rows)
+
+    def begin_alone(self) -> bool:
+        """Return whether the caller's thread may run the program now. See `alone`.
 
         Raises:
             ClosedError: the lane is closed or draining.
         """
         with self._changed:
             self._check_open()
-            mine = not (self._is_busy or self._waiting or self._delay)
-            if mine:
-                self._is_busy = True
-        if not mine:
-            yield None
-            return
-        ran, started = Alone(), time.monotonic()
-        try:
-            yield ran
-            with self._changed:
-                seconds = time.monotonic() - started
-                self._count(1, rows, ran.padded_rows, ran.batches, seconds)
-        finally:
-            self._set_idle()
+            if self._is_busy or self._waiting or self._delay:
+                return False
+            self._is_busy = True
+            return True
+
+    def end_alone(self, ran: Alone | None, seconds: float) -> None:
+        """Count a run of a caller's thread, and let the next run begin; None: the run failed."""
+        with self._changed:
+            self._is_busy = False
+            if ran is not None:
+                self._count(1, ran.rows, ran.padded_rows, ran.batches, seconds)
+            if self._waiting or self._is_draining:
+                self._changed.notify_all()
 
     # ------------------------------------------------------------------ the end
 
@@ -298,12 +288,9 @@ class Lane(Generic[_P]):
     def _work(self) -> None:
         while shares := self._next():
             self._run_shares(shares)
-            self._set_idle()
-
-    def _set_idle(self) -> None:
-        with self._changed:
-            self._is_busy = False
-            self._changed.notify_all()
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
 
     def _next(self) -> list[Share[_P]]:
         """Wait for jobs and return the shares of the next run; none: the lane is closed."""
@@ -412,3 +399,34 @@ class Lane(Generic[_P]):
         self._padded_rows += padded
         self._batches += batches
         self._seconds += _WEIGHT_OF_LAST * (seconds - self._seconds)
+
+
+@final
+class Alone:
+    """A run in a caller's own thread. Made by `Lane.alone`.
+
+    Attributes:
+        rows: rows of the caller.
+        padded_rows: rows that only filled the bucket.
+        batches: how many runs of the program it took.
+    """
+
+    __slots__ = ("_began", "_lane", "batches", "padded_rows", "rows")
+
+    def __init__(self, lane: Lane[Any], rows: int) -> None:
+        self._lane = lane
+        self._began = 0.0
+        self.rows = rows
+        self.padded_rows = 0
+        self.batches = 1
+
+    def __enter__(self) -> Alone | None:
+        if not self._lane.begin_alone():
+            return None
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._began:
+            seconds = time.monotonic() - self._began
+            self._lane.end_alone(self if kind is None else None, seconds)

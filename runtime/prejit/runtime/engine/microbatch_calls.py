@@ -22,6 +22,7 @@ from prejit.runtime.engine.metrics import MicroMetrics
 from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.trees import Path
 from prejit.runtime.programs.calls import Calls, ChosenBucket, Fitted
 from prejit.runtime.programs.dispatched import DispatchedCalls
 
@@ -68,6 +69,20 @@ _Call = _Rows | ChosenBucket
 """A call whose rows may share a run, or the bucket that runs it alone."""
 
 
+class _Glance(NamedTuple):
+    """Where the number of rows of a call is seen at a glance.
+
+    Attributes:
+        path: path of the first argument with a batch axis.
+        axis: its batch axis.
+        sizes: the numbers of rows of the buckets that every call of the program can take, ascending.
+    """
+
+    path: Path
+    axis: int
+    sizes: tuple[int, ...]
+
+
 @final
 class Calling:
     """The shared calls of a bundle's programs. Safe to use from many threads.
@@ -94,6 +109,7 @@ class Calling:
         self._delay = delay
         self._lanes: dict[str, Lane[_Call]] = {}
         self._families: dict[str, tuple[_Family, ...]] = {}
+        self._glances: dict[str, _Glance] = {}
         self._end: str = ""
         self._lock = threading.Lock()
 
@@ -188,6 +204,8 @@ class Calling:
         with self._lock:
             if name not in self._lanes:
                 self._families[name] = families
+                if families:
+                    self._glances[name] = self._glance(families)
                 lane = Lane(name, self._run, queue=self._queue, delay=self._delay)
                 if self._end:  # the lane refuses every job
                     lane.drain(0.0)
@@ -229,21 +247,26 @@ class Calling:
 
         None: a glance does not tell, or the rows do not fit into one bucket.
         """
-        if not (families := self._families[name]):
+        if (glance := self._glances.get(name)) is None:
             return 0, 0
-        family = families[0]
-        place = next(place for place, axis in enumerate(family.axes) if axis is not None)
-        path = self._calls.programs.arguments(family.programs[-1].name)[place].path
-        value: Any = args if isinstance(path[0], int) else kwargs
+        value: Any = args if isinstance(glance.path[0], int) else kwargs
         try:
-            for key in path:
+            for key in glance.path:
                 value = value[key]
-            rows = int(value.shape[family.axes[place]])
+            rows = int(value.shape[glance.axis])
         except (LookupError, TypeError, AttributeError):
             return None
-        if not 0 < rows <= min(family.sizes[-1] for family in families):
+        if not 0 < rows <= glance.sizes[-1]:
             return None
-        return rows, family.sizes[family.bucket_for(rows)] - rows
+        return rows, glance.sizes[bisect_left(glance.sizes, rows)] - rows
+
+    def _glance(self, families: Sequence[_Family]) -> _Glance:
+        family = families[0]
+        place, axis = next(pair for pair in enumerate(family.axes) if pair[1] is not None)
+        assert axis is not None
+        array = self._calls.programs.arguments(family.programs[-1].name)[place]
+        most = min(each.sizes[-1] for each in families)
+        return _Glance(array.path, axis, tuple(size for size in family.sizes if size <= most))
 
     def _job(
         self,

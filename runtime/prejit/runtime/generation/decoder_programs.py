@@ -158,12 +158,15 @@ class DecoderPrograms:
         The last token is always computed, for its logits. A state serves only if the prompt continues exactly
         what it has seen. What an encoder-decoder holds belongs to one source.
         """
+        return self.reusable_of(common_length(cached, prompt), len(cached), len(prompt))
+
+    def reusable_of(self, common: int, cached: int, prompt: int) -> int:
+        """Return what `reusable` does, given how many tokens both have in common, and their lengths."""
         if self.source is not None:
             return 0
-        common = common_length(cached, prompt)
         if self.is_rewindable:
-            return min(common, len(prompt) - 1)
-        return common if common == len(cached) < len(prompt) else 0
+            return min(common, prompt - 1)
+        return common if common == cached < prompt else 0
 
     def copy_for(
         self, source_batch: int, source_context: int, batch: int, context: int

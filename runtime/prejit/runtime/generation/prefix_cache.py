@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, NamedTuple, final
+
+import numpy as np
 
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import Prefix
 
 _FEWEST_TOKENS = 16
 """Prompts with fewer tokens than this are computed again: copying them would not save much."""
-MOST_PREFIXES = 1000
-"""How many prefixes are kept at most. Each new prompt is compared with all of them while the others wait."""
+_MOST_PREFIXES = 256
+"""How many prefixes are kept. A prompt is compared with each of them, which takes about 4 microseconds."""
+
+
+class _Kept(NamedTuple):
+    """A prefix, and its tokens as an array, int32."""
+
+    prefix: Prefix
+    tokens: np.ndarray[Any, np.dtype[np.int32]]
 
 
 @final
 class PrefixCache:
     """The prefixes of earlier prompts, within a number of bytes. For one thread.
 
-    If they take more, or are more than MOST_PREFIXES, the one that was used the longest time ago goes first.
+    If they take more, the prefix that was used the longest time ago goes first.
 
     Attributes:
         size_bytes: how much the prefixes took when they were last trimmed.
@@ -33,7 +42,7 @@ class PrefixCache:
         """
         self._decoder = decoder
         self._most_bytes = most_bytes
-        self._prefixes: list[Prefix] = []  # the one that was used last comes last
+        self._prefixes: list[_Kept] = []  # the one that was used last comes last
         self.size_bytes = 0
 
     def find(self, prompt: Sequence[int], context: int) -> Prefix | None:
@@ -43,17 +52,22 @@ class PrefixCache:
             prompt: the prompt.
             context: of the cache that the prompt enters. A prefix with a longer one cannot be copied there.
         """
+        given = np.asarray(prompt, np.int32)
         saved, best = 0, None
-        for prefix in self._prefixes:
-            if prefix.context > context:
+        for kept in self._prefixes:
+            if kept.prefix.context > context:
                 continue
-            if (tokens := self._decoder.reusable(prefix.token_ids, prompt)) > saved:
-                saved, best = tokens, prefix
+            both = min(len(given), len(kept.tokens))
+            different = given[:both] != kept.tokens[:both]
+            common = int(different.argmax()) if different.any() else both
+            tokens = self._decoder.reusable_of(common, len(kept.tokens), len(given))
+            if tokens > saved:
+                saved, best = tokens, kept
         if best is None or saved < _FEWEST_TOKENS:
             return None
-        self._prefixes.remove(best)
+        self._prefixes = [kept for kept in self._prefixes if kept is not best]
         self._prefixes.append(best)
-        return best
+        return best.prefix
 
     def keep(self, prefix: Prefix) -> None:
         """Keep a prefix, unless it is short, larger than all may be, or the beginning of a kept one."""
@@ -62,22 +76,21 @@ class PrefixCache:
         if len(tokens) < _FEWEST_TOKENS or self._decoder.source is not None:
             return
         if self._decoder.is_rewindable:
-            if any(known.token_ids[: len(tokens)] == tokens for known in self._prefixes):
+            kept = self._prefixes
+            if any(one.prefix.token_ids[: len(tokens)] == tokens for one in kept):
                 return
             self._prefixes = [
-                known
-                for known in self._prefixes
-                if tokens[: len(known.token_ids)] != known.token_ids
+                one for one in kept if tokens[: len(one.tokens)] != one.prefix.token_ids
             ]
-        self._prefixes.append(prefix)
+        self._prefixes.append(_Kept(prefix, np.asarray(tokens, np.int32)))
         self.trim()
 
     def trim(self) -> None:
         """Drop prefixes until the rest takes no more than it may: prefixes grow when they serve."""
         # Counted here, once for each prompt: an engine reads the size with each step, and may keep thousands.
-        sizes = [prefix.size_bytes for prefix in self._prefixes]
+        sizes = [kept.prefix.size_bytes for kept in self._prefixes]
         self.size_bytes, dropped = sum(sizes), 0
-        while self.size_bytes > self._most_bytes or len(sizes) - dropped > MOST_PREFIXES:
+        while self.size_bytes > self._most_bytes or len(sizes) - dropped > _MOST_PREFIXES:
             self.size_bytes -= sizes[dropped]
             dropped += 1
         del self._prefixes[:dropped]

@@ -634,6 +634,8 @@ def _scalar(value: complex, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 def _key_name(value: Any) -> str:
     """Return the name of the dtype of a random key of jax; empty for any other value."""
+    if isinstance(value, np.ndarray):  # the usual case; to spell a dtype of NumPy takes 3 us
+        return ""
     name = str(getattr(value, "dtype", ""))
     return name if name.startswith("key<") else ""
 

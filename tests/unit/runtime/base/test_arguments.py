@@ -182,7 +182,7 @@ def calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> Any:
         raise Checked
 
-    monkeypatch.setattr(engine.Batch, "_insert", stop)
+    monkeypatch.setattr(engine.Batch, "_reserve", stop)
     monkeypatch.setattr(bundle, "compute_prefix", stop)
     monkeypatch.setattr(EncoderPrograms, "encode", stop)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -346,3 +346,23 @@ def test_sixteen_threads_get_their_own_rows(bundle: Bundle, calling: Calling) ->
     (found,) = calling.metrics()
     assert found.calls == 16 * 50
     assert found.rows == sum((n + t) % 8 + 1 for n in range(16) for t in range(50))
+
+
+EXIT = """
+import sys
+import numpy as np
+from prejit.runtime import load
+
+engine = load(sys.argv[1]).engine()
+engine.submit_call("rows", x=np.ones((3, 8), "f")).result(30)
+futures = [engine.submit_call("rows", x=np.ones((8, 8), "f")) for _ in range(200)]
+print("end")
+"""
+
+
+def test_a_process_that_does_not_close_its_engine_ends_by_itself(
+    path: Path, run_python: Callable[..., Any]
+) -> None:
+    ran = run_python(EXIT, path, timeout=60)
+    assert ran.stdout == "end\n"
+    assert "Traceback" not in ran.stderr

@@ -69,8 +69,8 @@ def test_a_cache_that_grows_keeps_its_rows_and_is_another(bundle: Bundle) -> Non
 
 
 def test_a_copy_that_no_program_makes_is_an_error(bundle: Bundle) -> None:
-    with pytest.raises(UsageError, match="copies caches of 3 x 72 to 1 x 72, found none"):
-        numbered(bundle, 1, 72).copy_rows(numbered(bundle, 3, 72), {0: 0})
+    with pytest.raises(UsageError, match="copies caches of 3 x 72 to 3 x 24, found none"):
+        numbered(bundle, 3, 24).copy_rows(numbered(bundle, 3, 72), {0: 0})
 
 
 def test_a_prefix_is_kept_once_for_each_context(bundle: Bundle) -> None:

@@ -58,7 +58,7 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
 def test_a_small_model_does_not_keep_prefixes_without_end(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prejit.runtime.generation.prefix_cache.MOST_PREFIXES", 3)
+    monkeypatch.setattr("prejit.runtime.generation.prefix_cache._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
     all_of_them = [prefix(bundle, number) for number in range(5)]
     for each in all_of_them:
@@ -74,3 +74,17 @@ def test_a_prefix_of_a_longer_cache_is_not_found(bundle: Bundle) -> None:
     kept.keep(long)
     assert kept.find([*long.token_ids, 1], 24) is None
     assert kept.find([*long.token_ids, 1], 72) is long
+
+
+def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
+    kept = PrefixCache(bundle.decoder, 1 << 30)
+    common = [number % VOCABULARY for number in range(5, 23)]
+    shorter, longer, other = ([*common, *rest] for rest in ([1], [2, 3, 4], [9, 9]))
+    made = {}
+    for tokens in (longer, shorter, other):
+        made[len(tokens)] = Prefix(tokens, KVCache(bundle.decoder, 1, 24))
+        kept.keep(made[len(tokens)])
+    assert kept.find([*common, 2, 3, 7], 24) is made[21]
+    assert kept.find([*common, 9, 9, 5], 24) is made[20]
+    assert kept.find(common[:10], 24) is None
+    assert kept.find([0, *common], 24) is None

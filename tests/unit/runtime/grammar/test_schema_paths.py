@@ -25,7 +25,7 @@ BAD: dict[str, Any] = {"type": "string", "pattern": "(?=a)b"}
          "/$defs/n/additionalProperties"),
         ({"properties": {"k": {"$ref": "#/$defs/none"}}}, "/properties/k"),
         ({"properties": {"k": {"$ref": "https://other.example/s"}}}, "/properties/k"),
-        ({"properties": {"self": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
+        ({"properties": {"all": {"$ref": "#"}, "bad": {"type": "string", "format": "shoe-size"}}},
          "/properties/bad"),
         ({"properties": {"a": False}, "type": "object", "required": ["a"]}, ""),
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, ""),

@@ -240,16 +240,18 @@ def _answer(asked: InferRequest, name: str, arrays: dict[str, np.ndarray[Any, An
     in_bytes = asked.parameters.get("binary_data_output") is True
     wanted = [(each, in_bytes) for each in arrays]
     if asked.outputs is not None:
-        wanted = [
-            (o.name, o.parameters.get("binary_data", in_bytes) is True) for o in asked.outputs
-        ]
-        for each in asked.outputs:
-            if each.name not in arrays:
-                raise UsageError(f"outputs: expected {', '.join(arrays)}, found {each.name!r:.80}")
-            if (foreign := _foreign(each.parameters)) is not None:
+        wanted = []
+        for output in asked.outputs:
+            if output.name not in arrays:
                 raise UsageError(
-                    f"outputs: {each.name!r}: expected the result itself, found the parameter {foreign!r}"
+                    f"outputs: expected {', '.join(arrays)}, found {output.name!r:.80}"
                 )
+            if (foreign := _foreign(output.parameters)) is not None:
+                raise UsageError(
+                    f"outputs: {output.name!r}: expected the result itself, found the parameter {foreign!r}"
+                )
+            binary = output.parameters.get("binary_data", in_bytes) is True
+            wanted.append((output.name, binary))
     described: list[InferResult] = []
     behind: list[bytes] = []
     for each, binary in wanted:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from inspect import cleandoc
 from typing import Any
 
 import msgspec
@@ -39,11 +40,9 @@ class ErrorBody(ResponseFields, frozen=True, kw_only=True):
     error: ErrorFields
 
 
-_ATTRIBUTES = "\n\n    Attributes:\n"
+_ATTRIBUTES = "\n\nAttributes:\n"
 """Where a docstring begins to describe attributes."""
-_ATTRIBUTE = re.compile(
-    r"^ {8}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {12,}.*)*)$", re.MULTILINE
-)
+_ATTRIBUTE = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8,}.*)*)$", re.MULTILINE)
 """An attribute in a docstring. Its further lines are indented."""
 
 
@@ -108,7 +107,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         _describe_fields(schema, schema.get("description", ""))
         if "description" in schema:
             schema["description"] = " ".join(
-                schema["description"].partition(_ATTRIBUTES)[0].split()
+                cleandoc(schema["description"]).partition(_ATTRIBUTES)[0].split()
             )
     by_kind = dict(zip(unique, references, strict=True))
     paths: dict[str, Any] = {}
@@ -127,9 +126,12 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _describe_fields(schema: dict[str, Any], docstring: str) -> None:
-    """Give the properties of a schema their descriptions from a docstring."""
+    """Give the properties of a schema their descriptions from a docstring.
+
+    Python 3.13 removes the indentation of docstrings, older ones keep it.
+    """
     properties = schema.get("properties", {})
-    for found in _ATTRIBUTE.finditer(docstring.partition(_ATTRIBUTES)[2]):
+    for found in _ATTRIBUTE.finditer(cleandoc(docstring).partition(_ATTRIBUTES)[2]):
         for name in found["names"].split(", "):
             if name in properties:
                 properties[name]["description"] = " ".join(found["text"].split())

@@ -235,8 +235,8 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
         schemathesis.specs.openapi.checks.status_code_conformance,
         schemathesis.specs.openapi.checks.response_schema_conformance,
     )
-    paths = [o for o in schema.include(path_regex="^/v2").get_all_operations()]
-    assert len(paths) == 3
+    paths = list(schema.include(path_regex="^/v2").get_all_operations())
+    assert len(paths) >= 6
     for operation in paths:
         api = operation.ok()
 
