@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,17 +24,41 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from benchmarks.harness.measure import progress
+from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.workload import VOCABULARY
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, median, prompt_of
 
 REQUESTS = 4
 """Requests of each client, the first of which is not counted."""
 MODULE = "benchmarks.studies.serving"
+
+
+def with_tokenizer(bench: Bench) -> Path:
+    """Return the directory of GPT-2 with a byte-level tokenizer, whose tokens are words of four letters."""
+    source = bench.model("gpt2")
+    directory = bench.directory / "gpt2-text"
+    if not directory.is_dir():
+        letters = "abcdefghijklmnopqrst"
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words = ("\u0120" + "".join(word) for word in itertools.product(letters, repeat=4))
+        names = itertools.islice(itertools.chain(alphabet, words), VOCABULARY)
+        made = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        partial = directory.with_suffix(".partial")
+        shutil.copytree(source, partial, copy_function=os.link, dirs_exist_ok=True)
+        made.save(str(partial / "tokenizer.json"))
+        partial.rename(directory)
+    return directory
 
 
 def ask_all(clients: int, ask: Callable[[list[int]], Iterator[int]]) -> dict[str, float]:
@@ -88,12 +114,13 @@ def as_client(port: int, clients: int) -> None:
 
     def ask(prompt: list[int]) -> Iterator[int]:
         body = {
-            "model": "engine-gpt2",
+            "model": "serving-gpt2",
             "prompt": prompt,
             "max_tokens": TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.request(
@@ -102,9 +129,15 @@ def as_client(port: int, clients: int) -> None:
         response = connection.getresponse()
         if response.status != 200:
             raise SystemExit(f"{response.status}: {response.read()!r}")
+        counted, last = 0, b""
         while data := response.read1():
-            yield data.count(b"data: {")
+            last = last[-500:] + data
+            yield (new := data.count(b"data: {"))
+            counted += new
         connection.close()
+        # A token that completes no character has no event; the last event counts all tokens.
+        usage = json.loads(last.split(b"data: ")[-2])["usage"]
+        yield usage["completion_tokens"] - counted
 
     print(json.dumps(ask_all(clients, ask)))
 
@@ -167,7 +200,8 @@ def main() -> None:
     use_two_cores()
     facts = begin(given.rounds)
     bench = Bench(bench_directory(), given.rounds, quick=False)
-    path = bench.built("engine-gpt2", "gpt2", "float32", GPT2)
+    manifest = decoder_manifest("serving-gpt2", str(with_tokenizer(bench)), "float32", GPT2)
+    path = bench.built_manifest("serving-gpt2", manifest)
     ways: dict[str, Callable[[str, int], dict[str, float]]] = {
         "engine": in_a_process,
         "server": served,
