@@ -315,9 +315,10 @@ class Loop:
         wakers: list[Waker] = []
         for slot, found in by_slot.items():
             ticket = self._running[slot]
-            if ticket.guard is not None and ticket.guard.error is not None:
+            if ticket.guard is not None and (error := ticket.guard.error) is not None:
                 self._batch.evict(slot)
-                self._fail(slot, ticket.guard.error)
+                ticket.guard.error = None  # its traceback refers to the guard
+                self._fail(slot, error)
                 continue
             pieces = self._pieces(slot, ticket, found)
             if not ticket.last:

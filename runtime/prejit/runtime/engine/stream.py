@@ -33,6 +33,8 @@ class Answer(Future[Result]):
 
     def __init__(self) -> None:
         super().__init__()
+        # It refers to the request, which refers to this: it is dropped at the end, so that the memory of a
+        # request, such as its grammar, does not wait for the garbage collector.
         self.on_cancel: Callable[[], None] = _nothing
 
     def cancel(self) -> bool:
@@ -40,16 +42,19 @@ class Answer(Future[Result]):
         cancelled = super().cancel()
         if cancelled:
             self.on_cancel()
+            self.on_cancel = _nothing
         return cancelled
 
     def take(self, generation: Generation, pieces: list[Piece]) -> None:
         """Set the result with the last piece."""
         if pieces[-1].finish_reason is not None:
+            self.on_cancel = _nothing
             with contextlib.suppress(InvalidStateError):  # cancelled in this moment
                 self.set_result(generation.result())
 
     def fail(self, error: BaseException) -> None:
         """Set the error."""
+        self.on_cancel = _nothing
         with contextlib.suppress(InvalidStateError):
             self.set_exception(error)
 
@@ -60,7 +65,7 @@ class Pipe:
 
     def __init__(self) -> None:
         """Begin empty."""
-        self.on_cancel: Callable[[], None] = _nothing
+        self.on_cancel: Callable[[], None] = _nothing  # as that of Answer
         self._items: deque[Piece | BaseException] = deque()
         self._arrived = threading.Condition()
         self._waker: Waker | None = None
@@ -78,6 +83,8 @@ class Pipe:
     def _put(self, items: list[Piece] | list[BaseException]) -> Waker | None:
         with self._arrived:
             self._items.extend(items)
+            if _is_last(items[-1]):
+                self.on_cancel = _nothing
             self._arrived.notify()
             waker, self._waker = self._waker, None
             return waker
@@ -111,7 +118,7 @@ class Pipe:
         if self._ended:
             return None
         item = self._items.popleft()
-        self._ended = isinstance(item, BaseException) or item.finish_reason is not None
+        self._ended = _is_last(item)
         if isinstance(item, BaseException):
             raise item
         return item
@@ -124,6 +131,7 @@ class Pipe:
             self._ended = True
             self._arrived.notify_all()
         self.on_cancel()
+        self.on_cancel = _nothing
 
 
 @final
@@ -178,6 +186,10 @@ class Stream:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_last(item: Piece | BaseException) -> bool:
+    return isinstance(item, BaseException) or item.finish_reason is not None
 
 
 def wake(wakers: list[Waker]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -384,6 +386,42 @@ def test_no_memory_for_a_slot_ends_that_request(
 
 
 # ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("how", ["submit", "stream", "failed", "cancelled"])
+def test_a_request_that_ended_is_freed_without_the_garbage_collector(
+    engine: Engine, how: str
+) -> None:
+    """Its grammar may have memory that the collector does not see."""
+
+    class Mask:
+        def __call__(self, ids: Any) -> Any:
+            if how == "failed" and ids:
+                raise ZeroDivisionError
+            return None
+
+    mask = Mask()
+    freed = weakref.ref(mask)
+    gc.collect()
+    gc.disable()
+    try:
+        asked = {"max_new_tokens": 6, "stop_token_ids": (), "token_mask": mask}
+        if how == "submit":
+            engine.submit([1], **asked).result(60)
+        elif how == "stream":
+            list(engine.stream([1], **asked))
+        elif how == "cancelled":
+            engine.submit([1], **asked).cancel()
+        else:
+            future = engine.submit([1], **asked)
+            with contextlib.suppress(ZeroDivisionError):
+                future.result(60)
+            del future
+        del mask, asked
+        engine.generate([2], max_new_tokens=1)  # the loop has dropped what ended before
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
