@@ -125,6 +125,8 @@ define environment
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel]' --group test --group lint
+	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
 endef
 

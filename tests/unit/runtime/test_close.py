@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -96,9 +97,11 @@ def test_a_call_is_dispatched_no_more(functions_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["decoder", "functions"])
 def test_nothing_keeps_weights_or_files_of_a_closed_bundle(
-    decoder_dir: Path, functions_dir: Path, kind: str
+    decoder_dir: Path, functions_dir: Path, kind: str, tmp_path: Path
 ) -> None:
-    path = decoder_dir if kind == "decoder" else functions_dir
+    # A copy: other tests of this process may have loaded the directory of all.
+    path = tmp_path / "copied"
+    shutil.copytree(decoder_dir if kind == "decoder" else functions_dir, path)
     bundle = load(path)
     if kind == "decoder":
         session = bundle.session()
