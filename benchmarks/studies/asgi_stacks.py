@@ -57,7 +57,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one turn of a stack gave: seconds, microseconds, pieces a second."""
+    """The figures of one turn of a stack: seconds, microseconds, pieces a second."""
 
     import_seconds: float
     start_seconds: float

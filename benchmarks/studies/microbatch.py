@@ -100,7 +100,7 @@ def calls(bench: Bench) -> dict[str, dict[str, Call]]:
 
 
 class Found(NamedTuple):
-    """What some threads measured together.
+    """The figures that some threads measured together.
 
     Attributes:
         calls_per_second: how many calls a second they made.

@@ -38,7 +38,7 @@ from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, median, prompt_of
 
 REQUESTS = 4
-"""Requests of each client, the first of which is not counted."""
+"""Requests of each client. The first one is not counted."""
 MODULE = "benchmarks.studies.serving"
 
 

@@ -86,7 +86,7 @@ class LoadTimes(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What an open bundle works with, and what `close` drops.
+    """The parts of an open bundle, which `close` drops.
 
     Attributes:
         layers: verified layers by media type.

@@ -53,7 +53,7 @@ class RequestOptions(Options, Place, total=False):
 
 @dataclass(frozen=True, slots=True)
 class BundleParts:
-    """What an engine uses of its bundle.
+    """The parts of a bundle that its engine uses.
 
     Attributes:
         name: of the bundle.

@@ -27,7 +27,7 @@ _ENTERING = 2
 _SHRINK_SECONDS = 1.0
 """How long fewer requests must run before they move to a smaller batch. Moving costs about one step."""
 _NEW_TOKEN_COST = 2.0
-"""What a new token counts beside a token of a prompt, for fair shares (Sheng et al., OSDI 2024)."""
+"""For fair shares, one new token counts as this many tokens of a prompt (Sheng et al., OSDI 2024)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What an engine measures, as values: `EngineMetrics` for callers, `Recorder` for the loop that counts.
+"""The figures of an engine: `EngineMetrics` for callers, `Recorder` for the loop that counts.
 
 The histograms have all bounds of vLLM's, so that its dashboards show prejit too, and finer ones below them,
 because small models give a token in a few milliseconds.
@@ -182,7 +182,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class MicroMetrics:
-    """What the shared calls of one program have done.
+    """Counts of the shared calls of one program.
 
     Attributes:
         name: the program, or `encode`.
@@ -201,7 +201,7 @@ class MicroMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What an engine has done since it was made, and its state now.
+    """Counts of an engine since it was made, and its state now.
 
     Counts only grow. Histograms of a request's times have one value for each request that ended by itself;
     requests that were cancelled, refused or failed count in `finished` alone.

@@ -90,7 +90,7 @@ class Share(NamedTuple, Generic[_P]):
 
 
 class Ran(NamedTuple):
-    """What a run of a program returned.
+    """The results of one run of a program.
 
     Attributes:
         returned: one result for each share.

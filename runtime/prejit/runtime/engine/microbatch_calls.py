@@ -70,7 +70,7 @@ _Call = _Rows | ChosenBucket
 
 
 class _Glance(NamedTuple):
-    """Where the number of rows of a call is seen at a glance.
+    """The place of the array that shows how many rows a call has.
 
     Attributes:
         path: path of the first argument with a batch axis.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.served import stats
 
 from prejit.runtime.engine.metrics import (
     REASONS,
@@ -19,28 +20,7 @@ from prejit.runtime.engine.metrics import (
     host_memory_bytes,
     host_memory_limit_bytes,
 )
-from prejit.runtime.generation.generate import Stats
 from prejit.runtime.programs.ready import ProgramReport
-
-
-def stats(**changed: Any) -> Stats:
-    values: dict[str, Any] = {
-        "prompt_tokens": 5,
-        "new_tokens": 3,
-        "reused_tokens": 2,
-        "queue_seconds": 0.1,
-        "prefill_seconds": 0.02,
-        "decode_seconds": 0.04,
-        "first_token_seconds": 0.12,
-        "tokens_per_second": 50.0,
-        "passes": 2,
-        "drafted_tokens": 0,
-        "accepted_tokens": 0,
-        "padding": 0.0,
-        "programs": (),
-        "obtained": (),
-    }
-    return Stats(**{**values, **changed})
 
 
 def snapshot(recorder: Recorder, **changed: Any) -> EngineMetrics:
