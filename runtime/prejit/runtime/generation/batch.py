@@ -5,10 +5,11 @@
     step     return the next token, or several, of every live slot
     evict    free a slot; a slot whose request is finished is free by itself
 
-All rows share one cache, which grows to the next context bucket when its longest text needs it. Cache,
-tokens and positions stay on the device; the host reads only the new tokens. The tokens of a request do not
-depend on the other rows of its batch or on when it joined: the programs compute rows independently, and the
-random numbers of a row come from its seed and its position alone.
+All rows share one cache, which grows to the next context bucket when its longest text needs it. A large one
+is allocated in pieces by the steps before that. Cache, tokens and positions stay on the device; the host
+reads only the new tokens. The tokens of a request do not depend on the other rows of its batch or on when it
+joined: the programs compute rows independently, and the random numbers of a row come from its seed and its
+position alone.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.generation.decode import Call, Decoding, Masks
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.insertion import Arrival, choose_slots, inserting
-from prejit.runtime.generation.kv_cache import KVCache
+from prejit.runtime.generation.kv_cache import Allocation, KVCache, piece_count
 from prejit.runtime.generation.options import Request
-from prejit.runtime.generation.prefill import Entering, Limit, no_limit
+from prejit.runtime.generation.prefill import Chunks, Entering, Limit, no_limit, whole
 from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Row, Token, admit
 from prejit.runtime.generation.sampling import Logprob
@@ -36,6 +37,9 @@ from prejit.runtime.generation.sampling import Logprob
 _LASTING_TOKENS = 32
 """A new cache uses the smallest context bucket with room for this many more tokens; growing it costs about
 one decode step."""
+_TOKENS_PER_PIECE = 4
+"""The longer cache is allocated, a piece with each step, once the longest text has room for no more than this
+many tokens for each piece."""
 PREFILL_TOKENS = 64
 """How many positions of prompts a step computes while other slots decode, if nothing else is said."""
 
@@ -102,6 +106,7 @@ class Batch:
         self._decodes_next = False  # whether a step decodes before it computes more of the prompts
         self._decoding = Decoding(decoder)
         self._growing = 0  # the context whose successor is being made ready
+        self._allocation: Allocation | None = None  # of the cache that the rows move to next
         self._lock = threading.RLock()
 
     @property
@@ -120,10 +125,14 @@ class Batch:
         return sum(len(insertion.slots) for insertion in self._insertions)
 
     def occupied(self) -> tuple[int, int]:
-        """Return how many tokens live requests have in the cache, and how many bytes the cache takes."""
+        """Return how many tokens live requests have in the cache, and how many bytes the cache takes.
+
+        The bytes include those that are allocated for the next cache.
+        """
         with self._lock:
             tokens = sum(row.cached for row in self._rows if row is not None)
-            return tokens, 0 if self._cache is None else self._cache.size_bytes
+            caches = (self._cache, self._allocation)
+            return tokens, sum(each.size_bytes for each in caches if each is not None)
 
     def _free_slots(self) -> list[int]:
         """Return free slots, excluding those with tokens not yet returned by `step`."""
@@ -218,10 +227,11 @@ class Batch:
                 self._vacate(slot)
             for insertion in [one for one in self._insertions if slot in one.slots]:
                 self._insertions.remove(insertion)
+                self._rest()
             self._pending = [token for token in self._pending if token.slot != slot]
 
     def is_ready_for(self, slots: int) -> bool:
-        """Return whether `resize` would not have to wait. If not, begin to make its programs ready."""
+        """Return whether `resize` would not have to wait. If not, prepare its programs, or a piece of its cache."""
         with self._lock:
             cache, batch = self._cache, self._decoder.batch_for(slots)
             if cache is None or not any(self._rows):
@@ -235,7 +245,7 @@ class Batch:
             )
             missing = [name for name in needed if not programs.ready(name)]
             programs.prepare_later(*missing)
-            return not missing
+            return not missing and self._allocate(batch, cache.context)
 
     def resize(self, slots: int) -> dict[int, int]:
         """Move to the smallest batch bucket with this many slots.
@@ -277,9 +287,24 @@ class Batch:
 
     def _moved(self, batch: int, rows: Mapping[int, int]) -> KVCache:
         old = self._current()
-        moved = KVCache(self._decoder, batch, old.context)
+        moved = self._allocated(batch, old.context)
         moved.copy_rows(old, {new: slot for slot, new in rows.items()})
         return moved
+
+    def _allocate(self, batch: int, context: int) -> bool:
+        """Allocate a piece of the cache that the rows are to move to; return whether it is complete."""
+        if self._allocation is None or self._allocation.bucket != (batch, context):
+            self._allocation = None  # its memory goes first
+            self._allocation = Allocation(self._decoder, batch, context)
+        return self._allocation.advance()
+
+    def _allocated(self, batch: int, context: int) -> KVCache:
+        """Return an empty cache, of which `_allocate` may have allocated a part."""
+        while not self._allocate(batch, context):
+            pass
+        assert self._allocation is not None
+        made, self._allocation = self._allocation, None
+        return KVCache(self._decoder, batch, context, made.arrays())
 
     def close(self) -> None:
         """Free all slots and the memory of the cache. The batch can be used again."""
@@ -289,7 +314,7 @@ class Batch:
             self._pending = []
             self._insertions.clear()
             self._decodes_next = False
-            self._cache = None
+            self._cache = self._allocation = None
             self._decoding.reset()
             self._decoding.reset_counts()
 
@@ -318,13 +343,13 @@ class Batch:
         masks = [row.mask(self._decoder.decoder.vocab_size) for row in rows]
         started = time.perf_counter()
         with self._closed_on_error():
-            self._reserve(rows)
+            context = self._reserve(rows)
         slots = choose_slots(self._decoder, rows, self._free_slots(), dict(enumerate(self._held)))
         held = {slot: self._held[slot] for slot in slots}
         for slot in slots:
             self._held[slot] = []
-        arrival = Arrival(rows, masks, slots, held)
-        work = inserting(self._decoder, self._current, arrival, limit, self._prefixes)
+        arrival = Arrival(rows, masks, slots, held, context)
+        work = inserting(self._decoder, self._current, self._grow, arrival, limit, self._prefixes)
         insertion = _Insertion(slots, work, time.perf_counter() - started)
         self._insertions.append(insertion)
         return insertion
@@ -370,8 +395,8 @@ class Batch:
     def _limit(self) -> int | None:
         return self._prefill_tokens if any(self._rows) else None
 
-    def _reserve(self, rows: Sequence[Row]) -> KVCache:
-        """Return the cache, allocated or grown so that these rows fit."""
+    def _reserve(self, rows: Sequence[Row]) -> int:
+        """Return the context that these rows need. A first cache is allocated; another one can grow later."""
         decoder, limit = self._decoder, self._longest
         need = 1
         for row in rows:
@@ -396,23 +421,38 @@ class Batch:
             self._rows += [None] * (bucket[0] - len(self._rows))
             self._held += [[] for _ in range(bucket[0] - len(self._held))]
             self._cache = KVCache(decoder, *bucket)
-        elif self._cache.context < need:
-            self._grow(decoder.context_for(need))
-        return self._current()
+            return bucket[1]
+        context = decoder.context_for(need)
+        if not decoder.copies and self._cache.context < context:
+            self._replace(context)
+        return context
 
-    def _grow(self, context: int) -> None:
+    def _replace(self, context: int) -> None:
+        """Allocate a longer cache in place of one that cannot grow."""
         assert self._cache is not None
-        if self._decoder.copies:
-            self._cache = self._cache.grown(context)
-        elif self.free == self.slots:
-            self._cache = KVCache(self._decoder, self._cache.batch, context)
-            self._held = [[] for _ in self._rows]
-        else:
+        if self.free < self.slots:
             raise UsageError(
                 f"expected a bundle whose caches can grow from {self._cache.context} to {context}, "
                 "found an older one",
                 hint="build the bundle again with this version of prejit",
             )
+        self._cache = KVCache(self._decoder, self._cache.batch, context)
+        self._held = [[] for _ in self._rows]
+
+    def _grow(self, context: int) -> Chunks:
+        """Let the cache grow. A piece of it counts as all the positions that a step may compute."""
+        while self._current().context < context:
+            if self._allocate(*self._longer()):
+                longer = self._allocated(*self._longer())
+                longer.copy_rows(self._current(), {row: row for row in range(longer.batch)})
+                self._cache = longer
+            else:
+                yield self._prefill_tokens
+
+    def _longer(self) -> tuple[int, int]:
+        """Return the bucket of the next longer cache."""
+        cache = self._current()
+        return cache.batch, self._decoder.context_after(cache.context)
 
     # ------------------------------------------------------------------ decoding
 
@@ -421,8 +461,8 @@ class Batch:
         assert self._cache is not None
         longest = max(len(row.token_ids) for row in live.values())
         if longest > self._cache.context:
-            self._grow(self._decoder.context_for(longest))
-        self._prepare_growth(self._cache, longest, live)
+            whole(self._grow(self._decoder.context_for(longest)))
+        self._prepare_growth(longest, live)
         call = self._decoding.run(self._cache, self._rows, masks)
         seconds = time.perf_counter() - started
         return [
@@ -454,17 +494,27 @@ class Batch:
                 break
         return found
 
-    def _prepare_growth(self, cache: KVCache, longest: int, live: Mapping[int, Row]) -> None:
-        """Begin to load the programs of the next context, once, when half of this one is full."""
-        if 2 * longest <= cache.context or cache.context in (self._growing, self._longest):
+    def _prepare_growth(self, longest: int, live: Mapping[int, Row]) -> None:
+        """Load the programs of the next context when half of this one is full; allocate it near the end."""
+        context = self._current().context
+        if context == self._longest or not self._decoder.copies:
             return
         ends = (
-            len(row.token_ids) + row.left - 1 if row.left is not None else cache.context + 1
+            len(row.token_ids) + row.left - 1 if row.left is not None else context + 1
             for row in live.values()
         )
-        if max(ends) > cache.context:
-            self._growing = cache.context
-            self._decoder.prepare_growth(cache.batch, cache.context)
+        longer = self._longer()
+        begun = self._allocation is not None and self._allocation.bucket == longer
+        if max(ends) <= context:
+            if begun and not self._insertions:
+                self._allocation = None  # the request that needed it is gone
+            return
+        if 2 * longest > context and self._growing != context:
+            self._growing = context
+            self._decoder.prepare_growth(self.slots, context)
+        is_near = context - longest < _TOKENS_PER_PIECE * piece_count(self._decoder, *longer)
+        if is_near and (begun or self._allocation is None):  # a move to another batch comes first
+            self._allocate(*longer)
 
     def _take(self, slot: int, row: Row, token: int, logprob: Logprob | None) -> Token:
         """Add a token to a row's text; free the slot if that finishes its request."""
@@ -497,6 +547,12 @@ class Batch:
         self._held[slot] = row.token_ids[: row.cached] if exact else []
         self._rows[slot] = None
         self._decoding.reset()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Free what is allocated for the next cache if no request is left that could need it."""
+        if not any(self._rows) and not self._insertions:
+            self._allocation = None
 
     def _clear(self, slot: int) -> None:
         """Reset a slot to zeros. Masked attention multiplies by 0, and NaN * 0 is NaN, so NaNs would leak."""

@@ -87,6 +87,10 @@ class DecoderPrograms:
         """Return the smallest context bucket for this many tokens, or the largest one there is."""
         return next((c for c in self.contexts if c >= tokens), self.contexts[-1])
 
+    def context_after(self, context: int) -> int:
+        """Return the next longer context bucket. There must be one."""
+        return next(c for c in self.contexts if c > context)
+
     def bucket_for(
         self, rows: int, tokens: int, largest: tuple[int, int] | None = None
     ) -> tuple[int, int]:
@@ -237,8 +241,8 @@ class DecoderPrograms:
 
     def prepare_growth(self, batch: int, context: int) -> None:
         """Begin to make the programs ready that let a cache of this bucket grow and continue."""
-        longer = next((c for c in self.contexts if c > context), None)
-        if longer is not None and self.copies:
+        if context < self.contexts[-1] and self.copies:
+            longer = self.context_after(context)
             copy = self._copy[batch, context, batch, longer]
             self.programs.prepare(copy.name, self._decode[batch, longer].name)
 

@@ -12,6 +12,7 @@ from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_l
 from prejit.runtime.generation.kv_cache import KVCache, Prefix
 from prejit.runtime.generation.prefill import (
     Entering,
+    Grow,
     Limit,
     computing_prefix,
     filling,
@@ -36,12 +37,14 @@ class Arrival:
         masks: the token masks for their first new tokens; None: all may come.
         slots: where they go, in the same order.
         held: what these slots have cached.
+        context: the shortest cache that they fit into, one of the buckets.
     """
 
     rows: Sequence[Row]
     masks: Sequence[np.ndarray[Any, Any] | None]
     slots: Sequence[int]
     held: Held
+    context: int
 
 
 def choose_slots(
@@ -60,15 +63,19 @@ def choose_slots(
 def inserting(
     decoder: DecoderPrograms,
     cache: Callable[[], KVCache],
+    grow: Grow,
     arrival: Arrival,
     limit: Limit,
     prefixes: PrefixCache | None,
 ) -> Generator[int, None, dict[int, Entering]]:
     """Put prompts into the rows of a cache: copy the cached parts, compute the rest in chunks.
 
+    The cache grows when a prompt is about to enter it: until then, its other rows decode in the shorter one.
+
     Args:
         decoder: the programs.
         cache: returns the cache. It may grow between two chunks.
+        grow: lets it grow.
         arrival: the requests.
         limit: how much a chunk may compute.
         prefixes: earlier prompts, and where to keep these ones; None: nothing is kept.
@@ -76,7 +83,7 @@ def inserting(
     Returns:
         The rows by slot, with their first tokens; a row that `can_decode` gets it from a decode step.
     """
-    batch, context = cache().batch, cache().context
+    batch, context = cache().batch, max(cache().context, arrival.context)
     shared = yield from _shared_prefix(decoder, batch, context, arrival, limit)
     if shared is not None and prefixes is not None:
         prefixes.keep(shared)
@@ -86,6 +93,8 @@ def inserting(
     # Texts about a source begin in the cache that its encoder makes.
     reads = decoder.source is not None
     aside = members if reads else _aside(decoder, batch, context, waiting)
+    if len(aside) < len(members):
+        yield from grow(context)
     copied: dict[Prefix, dict[int, int]] = {}
     for slot, member in members.items():
         if member.prefix is not None and slot not in aside:
@@ -94,7 +103,7 @@ def inserting(
         cache().copy_rows(prefix.at(cache().context), to)
     in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
     yield from filling(decoder, cache, in_place, limit)
-    yield from filling_aside(decoder, cache, aside, limit, prefixes)
+    yield from filling_aside(decoder, cache, aside, context, grow, limit, prefixes)
     if prefixes is not None:
         prefixes.trim()
     return members

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -20,6 +21,9 @@ from prejit.runtime.programs.ready import Programs
 _LARGE_BYTES = 256 << 20
 """If a cache takes more than this many bytes, with the biases and histories of its rows, it is allocated only
 after its decode program is loaded."""
+_PIECE_BYTES = 64 << 20
+"""How much of a cache is allocated between two decode steps. The first write to fresh memory makes its pages:
+64 MiB take 40 ms on a CPU, about as long as a step of a model with such a cache."""
 
 
 @final
@@ -44,18 +48,9 @@ class KVCache:
         self.batch = batch
         self.context = context
         self.size_bytes = cache_bytes(decoder, batch, context)
-        self.arrays: list[DeviceArray] = self._zeros() if arrays is None else arrays
-
-    def _zeros(self) -> list[DeviceArray]:
-        decoder, sizes = self._decoder, {"batch": self.batch, "context": self.context}
-        arrays = [sized(array, sizes) for array in decoder.cache]
-        if self.size_bytes + beside_bytes(decoder, self.batch) > _LARGE_BYTES:
-            # Loading compares the program with the table. The table alone could ask for any amount of memory.
-            decoder.programs[decoder.decode_for(self.batch, self.context).name]
-        sharding = decoder.cache_sharding(self.batch, self.context)
-        return [
-            decoder.device.zeros(array.shape, dtype_of(array.dtype), sharding) for array in arrays
-        ]
+        self.arrays: list[DeviceArray] = (
+            Allocation(decoder, batch, context).arrays() if arrays is None else arrays
+        )
 
     @property
     def programs(self) -> Programs:
@@ -104,10 +99,71 @@ class KVCache:
         return cache
 
 
+@final
+class Allocation:
+    """An empty cache that is allocated in pieces, so that no step of a batch waits for the whole of it.
+
+    Attributes:
+        bucket: its batch and context.
+        size_bytes: how much it takes so far.
+    """
+
+    def __init__(self, decoder: DecoderPrograms, batch: int, context: int) -> None:
+        """Allocate nothing yet."""
+        self.bucket = (batch, context)
+        self.size_bytes = 0
+        self._decoder = decoder
+        sizes = {"batch": batch, "context": context}
+        self._left = deque(sized(array, sizes) for array in decoder.cache)
+        self._arrays: list[DeviceArray] = []
+        if cache_bytes(decoder, batch, context) + beside_bytes(decoder, batch) > _LARGE_BYTES:
+            # Loading compares the program with the table. The table alone could ask for any amount of memory.
+            decoder.programs[decoder.decode_for(batch, context).name]
+        self._sharding = decoder.cache_sharding(batch, context)
+
+    def advance(self) -> bool:
+        """Allocate the next piece, at least one array; return whether all are there."""
+        enough = self.size_bytes + _PIECE_BYTES
+        while self._left and self.size_bytes < enough:
+            array = self._left.popleft()
+            zeros = self._decoder.device.zeros(array.shape, dtype_of(array.dtype), self._sharding)
+            self._arrays.append(zeros)
+            self.size_bytes += _bytes(array)
+        return not self._left
+
+    def arrays(self) -> list[DeviceArray]:
+        """Allocate what is left, and return all arrays. Call it once: programs take them donated."""
+        while not self.advance():
+            pass
+        return self._arrays
+
+
+def allocating(
+    decoder: DecoderPrograms, batch: int, context: int, limit: Callable[[], int | None]
+) -> Generator[int, None, KVCache]:
+    """Allocate an empty cache in pieces. A piece counts as all the positions that a step may compute.
+
+    Args:
+        decoder: the programs.
+        batch: B.
+        context: S.
+        limit: how many positions a step may compute; None: any number.
+    """
+    allocation = Allocation(decoder, batch, context)
+    while not allocation.advance():
+        yield limit() or 0
+    return KVCache(decoder, batch, context, allocation.arrays())
+
+
 def cache_bytes(decoder: DecoderPrograms, batch: int, context: int) -> int:
     """Return how much a cache of a bucket takes on the device."""
     sizes = {"batch": batch, "context": context}
     return sum(_bytes(sized(array, sizes)) for array in decoder.cache)
+
+
+def piece_count(decoder: DecoderPrograms, batch: int, context: int) -> int:
+    """Return in about how many pieces a cache is allocated; 0 if it is small."""
+    return cache_bytes(decoder, batch, context) // _PIECE_BYTES
 
 
 def beside_bytes(decoder: DecoderPrograms, batch: int) -> int:

@@ -13,7 +13,7 @@ from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.cache_arrays import sized
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import KVCache, Prefix
+from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating
 from prejit.runtime.generation.options import Request, Sampling
 from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Row, Usage
@@ -64,6 +64,9 @@ Chunks = Generator[int, None, None]
 
 Limit = Callable[[], int | None]
 """Returns how many positions the next chunk may compute, if a program is that small; None: any number."""
+
+Grow = Callable[[int], Chunks]
+"""Makes the cache of a batch at least so long, in pieces between which it may decode."""
 
 
 def no_limit() -> None:
@@ -122,6 +125,8 @@ def filling_aside(
     decoder: DecoderPrograms,
     cache: Callable[[], KVCache],
     members: Mapping[int, Entering],
+    context: int,
+    grow: Grow,
     limit: Limit = no_limit,
     prefixes: PrefixCache | None = None,
 ) -> Chunks:
@@ -134,6 +139,8 @@ def filling_aside(
         decoder: the programs.
         cache: as `filling`.
         members: as `filling`.
+        context: of the cache in which they are computed, with room for the longest.
+        grow: makes the cache of the batch at least as long, before the rows are copied.
         limit: as `filling`.
         prefixes: where to keep the prompts, for later ones that begin with them.
     """
@@ -143,15 +150,16 @@ def filling_aside(
         group, waiting = waiting[:batch], waiting[batch:]
         # A new cache for each group: a NaN that one group leaves would reach the next.
         if decoder.source is None:
-            aside = KVCache(decoder, batch, cache().context)
+            aside = yield from allocating(decoder, batch, context, limit)
         else:
-            aside = encode(decoder, cache().context, [members[slot].row for slot in group])
+            aside = encode(decoder, context, [members[slot].row for slot in group])
         for place, slot in enumerate(group):
             if (prefix := members[slot].prefix) is not None:
                 aside.copy_rows(prefix.at(aside.context), {place: 0})
         entering = {place: members[slot] for place, slot in enumerate(group)}
         computed = {at: member for at, member in entering.items() if not member.can_decode}
         yield from filling(decoder, partial(_same, aside), computed, limit)
+        yield from grow(context)
         if aside.context < cache().context:
             aside = aside.grown(cache().context)
         cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
@@ -210,7 +218,7 @@ def computing_prefix(
         known: a prefix whose beginning may be the same, to reuse.
         limit: how much a chunk may compute.
     """
-    cache = KVCache(decoder, decoder.batches[0], context)
+    cache = yield from allocating(decoder, decoder.batches[0], context, limit)
     start = 0
     if known is not None:
         cache.copy_rows(known.at(context), {0: 0})
