@@ -231,7 +231,7 @@ class Batch:
             self._pending = [token for token in self._pending if token.slot != slot]
 
     def is_ready_for(self, slots: int) -> bool:
-        """Return whether `resize` would not have to wait. If not, prepare its programs, or a piece of its cache."""
+        """Return whether `resize` can move at once. If not, prepare its programs, or a piece of its cache."""
         with self._lock:
             cache, batch = self._cache, self._decoder.batch_for(slots)
             if cache is None or not any(self._rows):
