@@ -27,7 +27,7 @@ _ENTERING = 2
 _SHRINK_SECONDS = 1.0
 """How long fewer requests must run before they move to a smaller batch. Moving costs about one step."""
 _PAUSE_SECONDS = 0.05
-"""After so long without a request, what the slots hold is copied to the prefixes, while nobody waits for it."""
+"""After so long without a request, what the slots hold is copied to the prefixes, as nobody waits then."""
 _NEW_TOKEN_COST = 2.0
 """For fair shares, one new token counts as this many tokens of a prompt (Sheng et al., OSDI 2024)."""
 
