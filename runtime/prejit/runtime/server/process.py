@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 _MAX_FILES = 65_536
 _M_ARENA_MAX = -8
 _ARENAS = 2
-"""How many arenas of glibc serve all threads, as MALLOC_ARENA_MAX says it. With the default of 8 for each core,
-what one thread frees does not serve the others: after minutes of mixed requests half of the heap was free."""
+"""How many arenas of glibc serve all threads, as MALLOC_ARENA_MAX says it. The default is 8 for each core:
+what one thread frees then does not serve the others, and after minutes of mixed requests half of the heap was
+free."""
 
 
 def serve(
@@ -129,7 +130,7 @@ def _url(listening: socket.socket, host: str) -> str:
 
 
 def use_few_arenas() -> None:
-    """Let the threads that begin from now on share two arenas of glibc (mallopt(3)); other allocators have none.
+    """Let the threads that begin from now on share two arenas of glibc (mallopt(3)).
 
     A number in the environment is left as it is.
     """
