@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from prejit.runtime import Bundle, Sampling, load
 from prejit.runtime.errors import ContextError, PrejitWarning, UsageError
-from prejit.runtime.generation import decode
+from prejit.runtime.generation import decode, kv_cache
 from prejit.runtime.generation.batch import Batch
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.options import Request
@@ -885,6 +885,96 @@ def test_a_prompt_that_is_evicted_half_computed_leaves_nothing(
     batch.close()
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each array of a cache is a piece, as in a cache of gigabytes."""
+    monkeypatch.setattr(kv_cache, "_PIECE_BYTES", 1)
+
+
+def test_others_decode_in_a_short_cache_until_a_long_prompt_enters_a_long_one(
+    bundle: Bundle, short_chunks: Batch, small_pieces: None
+) -> None:
+    batch = short_chunks
+    [first] = batch.insert(request([1, 2, 3], 20))
+    batch.step()
+    short = batch.occupied()[1]
+    slot = batch.begin(request(TEXT[:30], 5))
+    found: dict[int, list[Token]] = {first: [], slot: []}
+    sizes = []
+    while batch.entering:
+        for token in batch.step():
+            found[token.slot].append(token)
+        sizes.append((len(found[first]), batch.occupied()[1]))
+    assert sizes[8] == (9, short), "the prompt is computed aside, and the other text goes on"
+    grows = [(count, size / short) for count, size in sizes if size > short]
+    tokens = grows[0][0]
+    arrays = [(tokens, 1.75), (tokens + 1, 2.5), (tokens + 2, 3.25)]
+    assert grows[:4] == [*arrays, (tokens + 2, 3)], (
+        "a step allocates an array and decodes, then they move"
+    )
+    for rest, more in finish(batch).items():
+        found[rest] += more
+    assert tuple(ids(found[slot])) == greedy(bundle, TEXT[:30], 5).token_ids
+    assert tuple(ids(found[first])) == greedy(bundle, [1, 2, 3], 20).token_ids[1:]
+
+
+def test_a_text_that_grows_finds_the_longer_cache_allocated(
+    bundle: Bundle, short_chunks: Batch, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of 24 and 72: the last step in the short cache leaves nothing to allocate."""
+    monkeypatch.setattr("prejit.runtime.generation.batch._LASTING_TOKENS", 1)
+    monkeypatch.setattr("prejit.runtime.generation.batch.piece_count", lambda *_: 4)
+    batch = short_chunks
+    batch.insert(request(TEXT[:5], 40))
+    found, sizes = batch.step(), {}
+    while batch.free < 3:
+        found += batch.step()
+        sizes[5 + len(found)] = batch.occupied()[1]
+    short = sizes[7]
+    pieces = [sizes[length] / short for length in (9, 10, 11, 12, 13, 24)]
+    assert pieces == [1, 1.75, 2.5, 3.25, 4, 4]
+    assert sizes[26] == 3 * short
+    assert tuple(ids(found)) == greedy(bundle, TEXT[:5], 40).token_ids
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_was_allocated_for_a_request_that_left_is_freed(
+    bundle: Bundle, short_chunks: Batch, small_pieces: None, alone: bool
+) -> None:
+    batch = short_chunks
+    [first] = batch.insert(request([1, 2, 3], 18))
+    batch.step()
+    short = batch.occupied()[1]
+    slot = batch.begin(request(TEXT[:30], 1))
+    while batch.occupied()[1] == short:
+        batch.step()
+    batch.evict(slot)
+    if alone:
+        batch.evict(first)
+    else:
+        assert [token.slot for token in batch.step()] == [first]
+    assert batch.occupied()[1] == short
+    batch.close()
+
+
+def test_slots_move_when_the_larger_cache_is_allocated(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, small_pieces: None
+) -> None:
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
+    bundle.prepare()
+    batch = Batch(bundle.decoder, 1)
+    [slot] = batch.insert(request(TEXT[:7], 16))
+    found = batch.step()
+    asked = 1
+    while not batch.is_ready_for(3):
+        asked += 1
+        found += batch.step()
+    assert asked == len(bundle.decoder.cache)
+    moved = batch.resize(3)
+    found += finish(batch)[moved[slot]]
+    assert tuple(ids(found)) == greedy(bundle, TEXT[:7], 16).token_ids
+
+
 @pytest.mark.parametrize("context", [24, 72])
 def test_slots_move_to_another_batch_and_back(
     bundle: Bundle, context: int, monkeypatch: pytest.MonkeyPatch
@@ -914,6 +1004,22 @@ def test_slots_move_to_another_batch_and_back(
     assert len(ids(found)) == min(16, context - len(prompt) + 1)
 
 
+def test_what_idle_slots_held_is_found_after_they_moved(bundle: Bundle) -> None:
+    """Nobody runs, so the cache is not copied but dropped: three rows computed in place, then one."""
+    bundle.prepare()
+    kept = PrefixCache(bundle.decoder, 1 << 20)
+    batch = Batch(bundle.decoder, 3, prefixes=kept)
+    prompts = [TEXT[:20], TEXT[20:40]]
+    batch.insert(*(request(prompt, 3) for prompt in prompts))
+    finish(batch)
+    batch.resize(1)
+    for prompt in prompts:
+        [slot] = batch.insert(request([*prompt, 1], 3))
+        found = finish(batch)[slot]
+        assert found[-1].usage.reused_tokens == 20
+        assert tuple(ids(found)) == greedy(bundle, [*prompt, 1], 3).token_ids
+
+
 def test_slots_do_not_move_while_more_are_live_or_prompts_are_computed(bundle: Bundle) -> None:
     batch = bundle.batch(3)
     batch.insert(request([1], 9), request([2], 9))
@@ -933,6 +1039,7 @@ _ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 3)),
         st.tuples(st.just("evict"), st.integers(0, 2)),
         st.tuples(st.just("resize"), st.sampled_from([1, 3])),
+        st.tuples(st.just("keep"), st.just(0)),
     ),
     min_size=4,
     max_size=25,
@@ -940,11 +1047,23 @@ _ACTIONS = st.lists(
 
 
 @settings(max_examples=int(os.environ.get("PREJIT_BATCH_EXAMPLES", "25")), deadline=None)
-@given(actions=_ACTIONS, prefixes=st.booleans())
+@given(actions=_ACTIONS, prefixes=st.booleans(), piece_bytes=st.sampled_from([1, 64 << 20]))
 def test_texts_do_not_depend_on_what_happens_beside_them(
-    bundle: Bundle, expected: Callable[[int], list[int]], actions: list[Any], prefixes: bool
+    bundle: Bundle,
+    expected: Callable[[int], list[int]],
+    actions: list[Any],
+    prefixes: bool,
+    piece_bytes: int,
 ) -> None:
     """Requests come whole or in chunks, leave early, and move between batches, in any order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_cache, "_PIECE_BYTES", piece_bytes)
+        _in_any_order(bundle, expected, actions, prefixes)
+
+
+def _in_any_order(
+    bundle: Bundle, expected: Callable[[int], list[int]], actions: list[Any], prefixes: bool
+) -> None:
     bundle.prepare()
     kept = PrefixCache(bundle.decoder, 1 << 20) if prefixes else None
     batch = Batch(bundle.decoder, 1, prefill_tokens=3, prefixes=kept)
@@ -967,10 +1086,13 @@ def test_texts_do_not_depend_on_what_happens_beside_them(
             running.pop(number % batch.slots, None)
         elif name == "resize":
             step()  # no token waits any more
-            fits = batch.entering == 0 and len(running) <= number and batch.is_ready_for(number)
+            fits = batch.entering == 0 and len(running) <= number
+            fits = fits and any(batch.is_ready_for(number) for _ in bundle.decoder.cache)
             moved = batch.resize(number) if fits else {}
             if moved:
                 running = {moved[slot]: one for slot, one in running.items()}
+        elif name == "keep":
+            batch.keep()
         elif name == "step":
             for _ in range(number):
                 step()
