@@ -21,10 +21,7 @@ import pytest
 import schemathesis
 from hypothesis import strategies as st
 from schemathesis import checks as schemathesis_checks
-from tests.parity.encoder_cases import Case
 from tests.unit.runtime.server.running import Running, running, wait_for
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers.models import WordPiece
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
@@ -112,38 +109,9 @@ def stories_bundle(
 
 
 @pytest.fixture(scope="module")
-def encoder_bundle(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def encoder_bundle(encoder_dir: Path) -> Bundle:
     """A tiny encoder with a tokenizer of letters."""
-    directory = tmp_path_factory.mktemp("tiny")
-    config = {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-        "hidden_size": 12,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "vocab_size": 40,
-        "max_position_embeddings": 40,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    }
-    Case("tiny", config, 77, pooling=("mean_tokens",), normalize=True).write(directory / "model")
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
-    made = Tokenizer(
-        WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.save(str(directory / "model" / "tokenizer.json"))
-    manifest = directory / "tiny.toml"
-    manifest.write_text(
-        '[bundle]\nname = "tiny"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return load(directory / "tiny")
+    return load(encoder_dir)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.parity.encoder_cases import Case
 from tests.recipes import Recipe
 from tests.unit.runtime.server.running import running
 from tests.webdriver import Browser, missing
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers.models import WordPiece
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
@@ -24,44 +21,7 @@ from prejit.runtime.server.keys import Keys
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
-from .conftest import Run
-
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ENCODER = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_act": "gelu",
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 3,
-    "vocab_size": 30,
-    "max_position_embeddings": 64,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
-
-
-@pytest.fixture(scope="module")
-def encoder_dir(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny sentence encoder whose words are letters."""
-    directory = tmp_path_factory.mktemp("page-encoder")
-    Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True).write(directory / "model")
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS]
-    made = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.save(str(directory / "model" / "tokenizer.json"))
-    manifest = directory / "encoder.toml"
-    manifest.write_text(
-        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return directory / "sentences"
 
 
 @pytest.fixture(scope="module")
