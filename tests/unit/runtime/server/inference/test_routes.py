@@ -262,6 +262,49 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
         check()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "/v2/models/nothing", 404),
+        ("GET", "/v2/models/nothing/ready", 404),
+        ("POST", "/v2/models/nothing/infer", 404),
+        ("GET", "/v2/models/score/versions/2", 404),
+        ("GET", "/v2/models/score/versions/2/ready", 404),
+        ("POST", "/v2/models/score/versions/2/infer", 404),
+        ("GET", "/v2/models/score/infer", 405),
+        ("POST", "/v2/models/score", 405),
+        ("POST", "/v2/health/ready", 405),
+    ],
+)
+def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    found = httpx.request(method, server.url + path, json=of() if method == "POST" else None)
+    assert found.status_code == status
+    assert found.json().keys() == {"error"}
+
+
+def test_version_1_is_the_model(server: Running) -> None:
+    for path in ("/v2/models/score", "/v2/models/score/versions/1"):
+        assert httpx.get(server.url + path).json()["versions"] == ["1"]
+        assert httpx.get(f"{server.url}{path}/ready").json() == {"name": "score", "ready": True}
+        found = httpx.post(f"{server.url}{path}/infer", json=of(data=X.ravel().tolist()))
+        assert found.json()["model_version"] == "1"
+
+
+def test_a_server_that_is_not_ready_says_so(bundle: Bundle) -> None:
+    models = Models()
+    with running(models, Settings()) as server:
+        for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
+            found = httpx.get(server.url + path)
+            assert found.status_code == 503
+            assert int(found.headers["retry-after"]) > 0
+            assert found.json() in ({"ready": False}, {"error": "the server is loading"})
+        assert httpx.get(f"{server.url}/v2/health/live").json() == {"live": True}
+
+
 class Never(CallingEngine):
     """An engine whose calls wait forever."""
 
