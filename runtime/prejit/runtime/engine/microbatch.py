@@ -1,8 +1,8 @@
 """Rows of several callers in one run of a program: a queue, and a thread that takes what waits.
 
 A call that finds the program idle runs at once. While a program runs, other calls collect, and the next run
-takes as many of their rows as fit. So a lone caller never waits, and many callers share runs. Calls of a
-program that takes less time than handing rows to another thread do not share: all callers run it themselves.
+takes as many of their rows as fit. So a lone caller never waits, and many callers share runs. Where that
+saves no time, because a run is short or each row costs as much as the first, callers run it side by side.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _WEIGHT_OF_LAST = 0.2
 """Share of the last run in the mean duration of a run."""
 _HAND_OVER_SECONDS = 5e-5
 """What a call costs that another thread runs. Sharing cannot save more than a run takes."""
+_LEAST_SAVING = 0.1
+"""Callers share runs if a row then costs less by at least this share."""
+_TRIED_RUNS = 8
+"""How many runs of half the largest bucket or more decide whether sharing saves time."""
 _PATIENCE = 0.1
 """How long callers who shared a run may take to come again, as a share of the shortest run. Without it the
 first of them would run alone each time, while the others wait for it."""
@@ -109,6 +113,42 @@ class Ran(NamedTuple):
     batches: int = 1
 
 
+@dataclass(slots=True)
+class _Costs:
+    """The least durations of runs so far. Others have waited for the CPU or for a compile.
+
+    Attributes:
+        run: seconds of a run.
+        row: seconds of a row in a run by its caller.
+        shared_row: seconds of a row in a shared run of half the largest bucket or more, with its handover.
+        tried: how many runs were such ones.
+    """
+
+    run: float = _FIRST_GUESS_SECONDS
+    row: float = math.inf
+    shared_row: float = math.inf
+    tried: int = 0
+
+    def take(self, seconds: float, rows: int) -> None:
+        """Add a run by its caller."""
+        self.run = min(self.run, seconds)
+        if rows:
+            self.row = min(self.row, seconds / rows)
+
+    def take_shared(self, seconds: float, calls: int, rows: int, most: int) -> None:
+        """Add a run for several calls."""
+        self.run = min(self.run, seconds)
+        if calls > 1 and 2 * rows >= most:
+            self.tried += 1
+            self.shared_row = min(self.shared_row, (seconds + calls * _HAND_OVER_SECONDS) / rows)
+
+    def sharing_saves(self) -> bool:
+        """Return whether callers should wait for a run that they share."""
+        if self.run <= _HAND_OVER_SECONDS:
+            return False
+        return self.tried < _TRIED_RUNS or self.shared_row < (1 - _LEAST_SAVING) * self.row
+
+
 class _Company(NamedTuple):
     """The callers who shared a run, and will probably come again.
 
@@ -169,7 +209,8 @@ class Lane(Generic[_P]):
         self._company = _Company(0, 0.0)
         self._is_draining = self._is_closed = False
         self._calls = self._rows = self._padded_rows = self._batches = 0
-        self._seconds = self._least_seconds = _FIRST_GUESS_SECONDS
+        self._seconds = _FIRST_GUESS_SECONDS
+        self._costs = _Costs()
         # Entering the lock itself is quicker than entering the condition, which is Python's.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -226,7 +267,7 @@ class Lane(Generic[_P]):
             raise
 
     def alone(self, rows: int) -> Alone:
-        """Let the caller's own thread run the program, if it is idle or takes less than a handover.
+        """Let the caller's own thread run the program, if it is idle or sharing saves nothing.
 
         with lane.alone(rows) as ran:
             if ran is not None:
@@ -242,7 +283,8 @@ class Lane(Generic[_P]):
         """
         with self._lock:
             self._check_open()
-            if not self._is_short() and (self._running or self._waiting or self._patience()):
+            is_taken = self._running or self._waiting or self._patience()
+            if is_taken and self._costs.sharing_saves():
                 return False
             self._running += 1
             return True
@@ -252,6 +294,7 @@ class Lane(Generic[_P]):
         with self._lock:
             self._running -= 1
             if ran is not None:
+                self._costs.take(seconds, ran.rows)
                 self._count(1, ran.rows, ran.padded_rows, ran.batches, seconds)
             if self._waiting or self._is_draining:
                 self._changed.notify_all()
@@ -310,7 +353,7 @@ class Lane(Generic[_P]):
             self._run_shares(shares)
             with self._changed:
                 self._running -= 1
-                until = time.monotonic() + _PATIENCE * self._least_seconds
+                until = time.monotonic() + _PATIENCE * self._costs.run
                 self._company = _Company(len(shares), until)
                 self._changed.notify_all()
 
@@ -346,13 +389,9 @@ class Lane(Generic[_P]):
             return 0.0
         return max(0.0, company.until - time.monotonic())
 
-    def _is_short(self) -> bool:
-        """Return whether a run takes less time than to hand it to another thread."""
-        return self._least_seconds <= _HAND_OVER_SECONDS
-
     def _may_run(self) -> bool:
         """Return whether a run may begin beside those that run now."""
-        return not self._running or self._is_short()
+        return not self._running or not self._costs.sharing_saves()
 
     def _take(self) -> list[Share[_P]]:
         """Remove from the queue what the next run takes: rows of the first job and of those with its key.
@@ -399,6 +438,8 @@ class Lane(Generic[_P]):
                 finished += self._finish(share.job, ended)
         rows = sum(share.rows for share in shares if share.job.most)
         with self._changed:
+            most = shares[0].job.most or rows
+            self._costs.take_shared(ended - started, len(shares), rows, most)
             self._count(finished, rows, ran.padded_rows, ran.batches, ended - started)
 
     def _finish(self, job: SharedJob[_P], now: float) -> bool:
@@ -426,7 +467,6 @@ class Lane(Generic[_P]):
         self._padded_rows += padded
         self._batches += batches
         self._seconds += _WEIGHT_OF_LAST * (seconds - self._seconds)
-        self._least_seconds = min(self._least_seconds, seconds)
 
 
 @final

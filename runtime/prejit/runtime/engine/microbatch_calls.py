@@ -87,7 +87,7 @@ class _Glance(NamedTuple):
 class Calling:
     """The shared calls of a bundle's programs. Safe to use from many threads.
 
-    Programs with a batch axis share runs. Calls of all others run one after another: those without a padded
+    Programs with a batch axis share runs. Calls of all others run one by one: those without a padded
     variable `batch`, with results that have no batch axis, with donated arguments, or with a mask over rows,
     which says that rows depend on each other.
     """

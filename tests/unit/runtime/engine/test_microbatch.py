@@ -280,6 +280,26 @@ def test_a_program_is_idle_again_after_an_error_of_a_caller(lane: Lane[Any]) -> 
     assert lane.metrics().calls == 1
 
 
+@pytest.mark.parametrize("costs_by_row", [False, True])
+def test_callers_wait_for_each_other_only_where_that_saves_time(costs_by_row: bool) -> None:
+    def run(shares: Sequence[Share[Any]]) -> Ran:
+        time.sleep(0.004 * (1.5 * sum(share.rows for share in shares) if costs_by_row else 1))
+        return Ran([share.job.payload for share in shares])
+
+    lane: Lane[Any] = Lane("sleeper", run, queue=64)
+    for _ in range(5):
+        with lane.alone(1):
+            time.sleep(0.004)
+    for _ in range(10):
+        for future in [submit(lane, [number]) for number in range(MOST)]:
+            future.result(PATIENCE)
+    time.sleep(0.1)  # the last run is over, and so is the patience after it
+    with lane.alone(1) as first, lane.alone(1) as second:
+        assert first is not None
+        assert (second is not None) is costs_by_row
+    lane.close()
+
+
 def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Program) -> None:
     running = program.hold(lane)
     waiting = submit(lane, [1])
