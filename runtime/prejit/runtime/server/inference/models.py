@@ -113,9 +113,8 @@ class InferenceModel:
         missing = sorted(names - self._forms[0].optional - given.keys())
         unknown = sorted(given.keys() - names)
         found = f"{missing[0]!r} missing" if missing else f"{unknown[0]!r:.200}"
-        raise UsageError(
-            f"inputs: expected {', '.join(sorted(names)) or 'none'} for {self.program!r}, found {found}"
-        )
+        expected = ", ".join(map(repr, sorted(names))) or "none"
+        raise UsageError(f"inputs: expected {expected} for {self.program!r}, found {found}")
 
 
 @final
