@@ -36,6 +36,7 @@ from prejit.runtime.server.openai.fields import (
     StreamOptions,
     Tokens,
     TokenUsage,
+    check_stream_options,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
@@ -235,10 +236,7 @@ def _check(body: ChatRequest) -> None:
         raise unsupported("store", body.store)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: expected logprobs beside it", param="top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400, "stream_options: expected them with stream only", param="stream_options"
-        )
+    check_stream_options(body.stream, body.stream_options)
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise ApiError(

@@ -32,6 +32,7 @@ from prejit.runtime.server.openai.fields import (
     StreamOptions,
     Tokens,
     TokenUsage,
+    check_stream_options,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
@@ -169,10 +170,7 @@ def _check(body: CompletionRequest) -> None:
             param="logprobs",
             code="unsupported_parameter",
         )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400, "stream_options: expected them with stream only", param="stream_options"
-        )
+    check_stream_options(body.stream, body.stream_options)
 
 
 async def _token_ids(served: Served, prompt: str | list[int]) -> list[int]:
