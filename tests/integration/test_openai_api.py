@@ -43,7 +43,7 @@ TEMPLATE = """\
 {{ call.function.arguments.a }}{% endfor %}
 {% endfor %}"""
 ONCE = "Once upon a time"
-HERMES = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
