@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prejit.runtime.text.token_bytes import byte_alphabet
+from prejit.runtime.text.vocabulary import byte_alphabet
 
 from .parity.cases import Case
 

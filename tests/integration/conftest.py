@@ -8,14 +8,34 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
+from tests.parity.encoder_cases import Case
 from tests.warm import WarmPython
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordPiece
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("PREJIT_SHARED", ROOT.parent / "shared"))
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+ENCODER = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "vocab_size": 30,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+"""Configuration of the encoder of `encoder_dir`."""
 
 
 @pytest.fixture(scope="session")
@@ -103,3 +123,22 @@ def demo(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("-o", output, "--target", "cpu-host")
     run("build", ROOT / "manifests" / "demo.toml", *options, quick=True)
     return output / "demo"
+
+
+@pytest.fixture(scope="session")
+def encoder_dir(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny sentence encoder whose words are letters."""
+    directory = tmp_path_factory.mktemp("letters-encoder")
+    Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True).write(directory / "model")
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *ascii_lowercase]
+    made = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    made.save(str(directory / "model" / "tokenizer.json"))
+    manifest = directory / "encoder.toml"
+    manifest.write_text(
+        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
+        '[[target]]\nname = "cpu-host"\n'
+    )
+    run("build", manifest, "-o", directory, quick=True)
+    return directory / "sentences"

@@ -21,10 +21,7 @@ import pytest
 import schemathesis
 from hypothesis import strategies as st
 from schemathesis import checks as schemathesis_checks
-from tests.parity.encoder_cases import Case
 from tests.unit.runtime.server.running import Running, running, wait_for
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers.models import WordPiece
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
@@ -41,12 +38,12 @@ from .conftest import Run, write_manifest
 
 TEMPLATE = """\
 {{ bos_token }}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}
-{% if tools %}{{ tools[0].function.name }} {% endif %}{% for message in messages %}
+{% if tools %}{{ tools[0].function.name }} <tool_call> {% endif %}{% for message in messages %}
 {{ message.content or '' }}{% for call in message.tool_calls or [] %}
 {{ call.function.arguments.a }}{% endfor %}
 {% endfor %}"""
 ONCE = "Once upon a time"
-HERMES = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -65,7 +62,7 @@ USER: list[Any] = [{"role": "user", "content": ONCE}]
 
 
 class ScriptedEngine:
-    """An engine whose model writes a given text: a token mask allows nothing else."""
+    """An engine whose model writes a given text, where the request's own token mask allows that."""
 
     def __init__(self, bundle: Bundle, engine: Engine, text: str) -> None:
         self._engine: Any = engine
@@ -76,17 +73,26 @@ class ScriptedEngine:
         return getattr(self._engine, name)
 
     def submit(self, prompt: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = self._engine.submit(prompt, **options | {"token_mask": self._mask})
+        future: Future[Any] = self._engine.submit(prompt, **self._scripted(options))
         return future
 
     def stream(self, prompt: Any, **options: Any) -> Any:
-        return self._engine.stream(prompt, **options | {"token_mask": self._mask})
+        return self._engine.stream(prompt, **self._scripted(options))
 
-    def _mask(self, token_ids: Any) -> np.ndarray[Any, Any]:
-        mask = np.zeros(self._decoder.vocab_size, bool)
-        done = len(token_ids)
-        mask[self._ids[done] if done < len(self._ids) else self._decoder.eos_token_ids[0]] = True
-        return mask
+    def _scripted(self, options: dict[str, Any]) -> dict[str, Any]:
+        wanted = options.get("token_mask")
+
+        def script(token_ids: Any) -> np.ndarray[Any, Any] | None:
+            mask = np.zeros(self._decoder.vocab_size, bool)
+            done = len(token_ids)
+            eos = self._decoder.eos_token_ids[0]
+            mask[self._ids[done] if done < len(self._ids) else eos] = True
+            if wanted is None:
+                return mask
+            allowed: np.ndarray[Any, Any] | None = wanted(token_ids)
+            return mask if allowed is None or (mask & allowed).any() else allowed
+
+        return options | {"token_mask": script}
 
 
 @pytest.fixture(scope="module")
@@ -112,38 +118,9 @@ def stories_bundle(
 
 
 @pytest.fixture(scope="module")
-def encoder_bundle(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def encoder_bundle(encoder_dir: Path) -> Bundle:
     """A tiny encoder with a tokenizer of letters."""
-    directory = tmp_path_factory.mktemp("tiny")
-    config = {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "hidden_act": "gelu",
-        "hidden_size": 12,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "vocab_size": 40,
-        "max_position_embeddings": 40,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    }
-    Case("tiny", config, 77, pooling=("mean_tokens",), normalize=True).write(directory / "model")
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
-    made = Tokenizer(
-        WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.save(str(directory / "model" / "tokenizer.json"))
-    manifest = directory / "tiny.toml"
-    manifest.write_text(
-        '[bundle]\nname = "tiny"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return load(directory / "tiny")
+    return load(encoder_dir)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +136,7 @@ def server(engine: Engine, stories_bundle: Bundle, encoder_bundle: Bundle) -> It
         "hermes": f"I add. {HERMES}\n{HERMES}",
         "llama": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
         "mistral": '[{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+        "wrong": 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 7, "b": "x"}}\n</tool_call>',
         "prose": "I do not need a tool, 1 < 2.",
     }
     scripted: Any = {
@@ -432,6 +410,34 @@ def test_many_asynchronous_streams_get_their_own_texts(
 
 
 # ---------------------------------------------------------------------- tools
+
+
+def test_arguments_of_a_strict_function_follow_its_schema(client: openai.OpenAI) -> None:
+    options: Any = {"messages": USER, "max_tokens": 100, "temperature": 0}
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    loose, tight = (
+        client.chat.completions.create(model="wrong", tools=[tool], **options).choices[0]
+        for tool in (ADD, strict)
+    )
+    found = [
+        json.loads(call.function.arguments)
+        for each in (loose, tight)
+        for call in each.message.tool_calls or []
+    ]
+    assert len(found) == 2
+    assert found[0] == {"a": 7, "b": "x"}  # what the model writes
+    assert found[1]["a"] in (1, 2)
+    assert found[1]["b"] in (2, 3)
+    for each in (loose, tight):
+        assert each.message.content == "I add."
+        assert each.finish_reason == "tool_calls"
+    prose = client.chat.completions.create(model="prose", tools=[strict], **options).choices[0]
+    assert prose.message.tool_calls is None  # the model decides
+    assert prose.message.content.strip() == "I do not need a tool, 1 < 2."
+    wrong = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
+    refused = {"type": "function", "function": {"name": "a", "parameters": wrong, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].function.parameters"):
+        client.chat.completions.create(model="wrong", tools=[refused], **options)
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])

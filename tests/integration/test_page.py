@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.parity.encoder_cases import Case
 from tests.recipes import Recipe
 from tests.unit.runtime.server.running import running
 from tests.webdriver import Browser, missing
-from tokenizers import Tokenizer, pre_tokenizers, processors
-from tokenizers.models import WordPiece
 
+from prejit.compiler import Program, build
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.generation.batch import Batch
@@ -24,53 +22,33 @@ from prejit.runtime.server.keys import Keys
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
-from .conftest import Run
-
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ENCODER = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "hidden_act": "gelu",
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 3,
-    "vocab_size": 30,
-    "max_position_embeddings": 64,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
 
-
-@pytest.fixture(scope="module")
-def encoder_dir(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny sentence encoder whose words are letters."""
-    directory = tmp_path_factory.mktemp("page-encoder")
-    Case("tiny", ENCODER, 7, pooling=("mean_tokens",), normalize=True).write(directory / "model")
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *LETTERS]
-    made = Tokenizer(WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.save(str(directory / "model" / "tokenizer.json"))
-    manifest = directory / "encoder.toml"
-    manifest.write_text(
-        '[bundle]\nname = "sentences"\n[model]\nsource = "model"\n[encode]\nshapes = [[4, 16]]\n'
-        '[[target]]\nname = "cpu-host"\n'
-    )
-    run("build", manifest, "-o", directory, quick=True)
-    return directory / "sentences"
+def powered(x: Any, power: int, way: str) -> Any:
+    return x**power if way == "up" else -(x**power)
 
 
 @pytest.fixture(scope="module")
 def bundles(
-    lettered_dir: Path, encoder_dir: Path, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory
+    lettered_dir: Path,
+    encoder_dir: Path,
+    recipe: Recipe,
+    build_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Bundle]:
-    """The served bundles by name: decoder, sentences, example."""
-    functions = recipe.write(tmp_path_factory.mktemp("page-functions") / "example")
-    loaded = [load(path) for path in (lettered_dir, encoder_dir, functions)]
+    """The served bundles by name: decoder, sentences, example, powers."""
+    directory = tmp_path_factory.mktemp("page-functions")
+    functions = recipe.write(directory / "example")
+    static = {"power": (1, 2), "way": ("up", "down")}
+    powers = build(
+        [Program("powered", fn=powered, args=["float32[2]"], static=static)],
+        directory,
+        name="powers",
+        cache=build_cache,
+        quiet=True,
+    )
+    loaded = [load(path) for path in (lettered_dir, encoder_dir, functions, powers.path)]
     return {one.name: one for one in loaded}
 
 
@@ -248,6 +226,23 @@ def test_a_function_is_called_with_what_the_form_has(
     page.click("#call-form button")
     page.wait(lambda: "16" in page.text("#error"), "the error of the server")
     assert [message for message in shared.console() if "400" not in message] == []
+
+
+def test_static_arguments_are_chosen_among_those_of_the_bundle(page: Browser) -> None:
+    page.choose("#model", "powers")
+    page.wait(lambda: page.visible("#input-0"), "the form")
+    chosen = '#inputs select[data-name="{}"]'
+    offered = (
+        "return [...document.querySelectorAll('#inputs select')].map(s => s.innerText.split('\\n'))"
+    )
+    assert page.run(offered) == [["1", "2"], ["up", "down"]]
+    page.type("#input-0", "[3, 4]")
+    page.click("#call-form button")
+    page.wait(lambda: said(page, "#results pre") == "3  4", "the result of the first values")
+    page.click(f"{chosen.format('power')} option[value='2']")
+    page.click(f"{chosen.format('way')} option[value='\"down\"']")
+    page.click("#call-form button")
+    page.wait(lambda: said(page, "#results pre") == "-9  -16", "the result of the others")
 
 
 def test_the_bundle_and_its_programs_are_shown(page: Browser, bundles: dict[str, Bundle]) -> None:

@@ -260,7 +260,8 @@ class Engine:
         """Run a program as `Bundle.call` does. Rows of several callers share runs of its largest bucket.
 
         A program declares that its rows may share a run by `batch` in the manifest's `pad`. Then a call may
-        also have more rows than the largest bucket. Calls of other programs run one after another.
+        also have more rows than the largest bucket. Calls of other programs run one by one. Where sharing
+        saves no time, calls run side by side in the threads of their callers.
 
         Raises:
             UsageError, RejectError: as `Bundle.call`.

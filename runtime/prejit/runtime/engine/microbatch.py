@@ -1,7 +1,8 @@
 """Rows of several callers in one run of a program: a queue, and a thread that takes what waits.
 
 A call that finds the program idle runs at once. While a program runs, other calls collect, and the next run
-takes as many of their rows as fit. So a lone caller never waits, and many callers share runs.
+takes as many of their rows as fit. So a lone caller never waits, and many callers share runs. Where that
+saves no time, because a run is short or each row costs as much as the first, callers run it side by side.
 """
 
 from __future__ import annotations
@@ -27,6 +28,15 @@ _FIRST_GUESS_SECONDS = 0.1
 """The duration of a run before one was measured, for `QueueFullError.retry_after`."""
 _WEIGHT_OF_LAST = 0.2
 """Share of the last run in the mean duration of a run."""
+_HAND_OVER_SECONDS = 5e-5
+"""What a call costs that another thread runs. Sharing cannot save more than a run takes."""
+_LEAST_SAVING = 0.1
+"""Callers share runs if a row then costs less by at least this share."""
+_TRIED_RUNS = 8
+"""How many runs of half the largest bucket or more decide whether sharing saves time."""
+_PATIENCE = 0.1
+"""How long callers who shared a run may take to come again, as a share of the shortest run. Without it the
+first of them would run alone each time, while the others wait for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +113,54 @@ class Ran(NamedTuple):
     batches: int = 1
 
 
+@dataclass(slots=True)
+class _Costs:
+    """The least durations of runs so far. Others have waited for the CPU or for a compile.
+
+    Attributes:
+        run: seconds of a run.
+        row: seconds of a row in a run by its caller.
+        shared_row: seconds of a row in a shared run of half the largest bucket or more, with its handover.
+        tried: how many runs were such ones.
+    """
+
+    run: float = _FIRST_GUESS_SECONDS
+    row: float = math.inf
+    shared_row: float = math.inf
+    tried: int = 0
+
+    def take(self, seconds: float, rows: int) -> None:
+        """Add a run by its caller."""
+        self.run = min(self.run, seconds)
+        if rows:
+            self.row = min(self.row, seconds / rows)
+
+    def take_shared(self, seconds: float, calls: int, rows: int, most: int) -> None:
+        """Add a run for several calls."""
+        self.run = min(self.run, seconds)
+        if calls > 1 and 2 * rows >= most:
+            self.tried += 1
+            self.shared_row = min(self.shared_row, (seconds + calls * _HAND_OVER_SECONDS) / rows)
+
+    def sharing_saves(self) -> bool:
+        """Return whether callers should wait for a run that they share."""
+        if self.run <= _HAND_OVER_SECONDS:
+            return False
+        return self.tried < _TRIED_RUNS or self.shared_row < (1 - _LEAST_SAVING) * self.row
+
+
+class _Company(NamedTuple):
+    """The callers who shared a run, and will probably come again.
+
+    Attributes:
+        calls: how many.
+        until: when the next run begins without them, by time.monotonic.
+    """
+
+    calls: int
+    until: float
+
+
 def deadline_after(timeout: float | None) -> float | None:
     """Return the time.monotonic at which a timeout in seconds ends; None: never.
 
@@ -134,7 +192,6 @@ class Lane(Generic[_P]):
         run: Callable[[Sequence[Share[_P]]], Ran],
         *,
         queue: int,
-        delay: float = 0.0,
     ) -> None:
         """Make a lane without a thread.
 
@@ -142,19 +199,21 @@ class Lane(Generic[_P]):
             name: of the program, for metrics and errors.
             run: runs the shares of one run, whose jobs have equal keys.
             queue: the most jobs that may wait.
-            delay: seconds that a job may wait for company while fewer rows wait than a run takes.
         """
         self.name = name
         self._run = run
         self._queue = queue
-        self._delay = delay
         self._waiting: deque[SharedJob[_P]] = deque()
         self._thread: threading.Thread | None = None
-        self._is_busy = False
+        self._running = 0
+        self._company = _Company(0, 0.0)
         self._is_draining = self._is_closed = False
         self._calls = self._rows = self._padded_rows = self._batches = 0
         self._seconds = _FIRST_GUESS_SECONDS
-        self._changed = threading.Condition()
+        self._costs = _Costs()
+        # Entering the lock itself is quicker than entering the condition, which is Python's.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     # ------------------------------------------------------------------ callers
 
@@ -183,7 +242,9 @@ class Lane(Generic[_P]):
                 self._thread = thread
                 atexit.register(self.close)
             self._waiting.append(job)
-            self._changed.notify_all()
+            # The end of a run wakes the thread, too. To wake it for each job would cost more than the job.
+            if self._may_run() and (len(self._waiting) == 1 or not self._patience()):
+                self._changed.notify_all()
 
     def result(self, job: SharedJob[_P]) -> Any:
         """Submit a job and wait for its result. It is cancelled if the caller is interrupted.
@@ -206,7 +267,7 @@ class Lane(Generic[_P]):
             raise
 
     def alone(self, rows: int) -> Alone:
-        """Let the caller's own thread run the program, if a run may begin and nothing waits.
+        """Let the caller's own thread run the program, if it is idle or sharing saves nothing.
 
         with lane.alone(rows) as ran:
             if ran is not None:
@@ -220,18 +281,20 @@ class Lane(Generic[_P]):
         Raises:
             ClosedError: the lane is closed or draining.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
-            if self._is_busy or self._waiting or self._delay:
+            is_taken = self._running or self._waiting or self._patience()
+            if is_taken and self._costs.sharing_saves():
                 return False
-            self._is_busy = True
+            self._running += 1
             return True
 
     def end_alone(self, ran: Alone | None, seconds: float) -> None:
         """Count a run of a caller's thread, and let the next run begin; None: the run failed."""
-        with self._changed:
-            self._is_busy = False
+        with self._lock:
+            self._running -= 1
             if ran is not None:
+                self._costs.take(seconds, ran.rows)
                 self._count(1, ran.rows, ran.padded_rows, ran.batches, seconds)
             if self._waiting or self._is_draining:
                 self._changed.notify_all()
@@ -244,7 +307,7 @@ class Lane(Generic[_P]):
             self._is_draining = True
             self._changed.notify_all()
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            return self._changed.wait_for(lambda: not (self._waiting or self._is_busy), left)
+            return self._changed.wait_for(lambda: not (self._waiting or self._running), left)
 
     def close(self) -> None:
         """Fail the jobs that wait with ClosedError, and wait for the run that is under way."""
@@ -289,7 +352,9 @@ class Lane(Generic[_P]):
         while shares := self._next():
             self._run_shares(shares)
             with self._changed:
-                self._is_busy = False
+                self._running -= 1
+                until = time.monotonic() + _PATIENCE * self._costs.run
+                self._company = _Company(len(shares), until)
                 self._changed.notify_all()
 
     def _next(self) -> list[Share[_P]]:
@@ -299,12 +364,12 @@ class Lane(Generic[_P]):
                 if self._is_closed:
                     return []
                 self._drop()
-                if self._is_busy or not self._waiting:
+                if not self._waiting or not self._may_run():
                     self._changed.wait()
                 elif (wait := self._patience()) > 0:
                     self._changed.wait(wait)
                 else:
-                    self._is_busy = True
+                    self._running += 1
                     return self._take()
 
     def _drop(self) -> None:
@@ -316,16 +381,17 @@ class Lane(Generic[_P]):
             self._changed.notify_all()  # `drain` waits for an empty queue
 
     def _patience(self) -> float:
-        """Return how many seconds the next run waits for more rows."""
-        if not self._delay or self._is_draining:
+        """Return how many seconds the next run waits for callers who shared the last one."""
+        company, waiting = self._company, self._waiting
+        if company.calls < 2 or len(waiting) >= company.calls or self._is_draining:
             return 0.0
-        first = self._waiting[0]
-        company = [job for job in self._waiting if job.key == first.key]
-        if sum(job.rows - job.taken for job in company) >= first.most:
+        if waiting and sum(job.rows - job.taken for job in waiting) >= waiting[0].most:
             return 0.0
-        deadlines = [job.deadline for job in company if job.deadline is not None]
-        latest = min(deadlines, default=math.inf) - 2 * self._seconds  # early enough to be in time
-        return min(first.submitted + self._delay, latest) - time.monotonic()
+        return max(0.0, company.until - time.monotonic())
+
+    def _may_run(self) -> bool:
+        """Return whether a run may begin beside those that run now."""
+        return not self._running or not self._costs.sharing_saves()
 
     def _take(self) -> list[Share[_P]]:
         """Remove from the queue what the next run takes: rows of the first job and of those with its key.
@@ -372,6 +438,8 @@ class Lane(Generic[_P]):
                 finished += self._finish(share.job, ended)
         rows = sum(share.rows for share in shares if share.job.most)
         with self._changed:
+            most = shares[0].job.most or rows
+            self._costs.take_shared(ended - started, len(shares), rows, most)
             self._count(finished, rows, ran.padded_rows, ran.batches, ended - started)
 
     def _finish(self, job: SharedJob[_P], now: float) -> bool:

@@ -87,26 +87,22 @@ class _Glance(NamedTuple):
 class Calling:
     """The shared calls of a bundle's programs. Safe to use from many threads.
 
-    Programs with a batch axis share runs. Calls of all others run one after another: those without a padded
+    Programs with a batch axis share runs. Calls of all others run one by one: those without a padded
     variable `batch`, with results that have no batch axis, with donated arguments, or with a mask over rows,
     which says that rows depend on each other.
     """
 
-    def __init__(
-        self, calls: Calls, dispatched: DispatchedCalls, *, queue: int, delay: float = 0.0
-    ) -> None:
+    def __init__(self, calls: Calls, dispatched: DispatchedCalls, *, queue: int) -> None:
         """Make no lane yet.
 
         Args:
             calls: the programs.
             dispatched: the quickest way to call one.
             queue: the most calls of a program that may wait.
-            delay: seconds that a call may wait for company.
         """
         self._calls = calls
         self._dispatched = dispatched
         self._queue = queue
-        self._delay = delay
         self._lanes: dict[str, Lane[_Call]] = {}
         self._families: dict[str, tuple[_Family, ...]] = {}
         self._glances: dict[str, _Glance] = {}
@@ -206,7 +202,7 @@ class Calling:
                 self._families[name] = families
                 if families:
                     self._glances[name] = self._glance(families)
-                lane = Lane(name, self._run, queue=self._queue, delay=self._delay)
+                lane = Lane(name, self._run, queue=self._queue)
                 if self._end:  # the lane refuses every job
                     lane.drain(0.0)
                 if self._end == "close":

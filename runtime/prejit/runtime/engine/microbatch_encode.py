@@ -50,7 +50,6 @@ class Encoding:
         finish: Callable[[], object],
         *,
         queue: int,
-        delay: float = 0.0,
     ) -> None:
         """Make an empty queue.
 
@@ -59,13 +58,12 @@ class Encoding:
             text: the tokenizer of the bundle.
             finish: waits until all files of the target are verified, before a caller gets a result.
             queue: the most calls that may wait.
-            delay: seconds that a call may wait for company.
         """
         self._encoder = encoder
         self._text = text
         self._finish = finish
         self._most = max(bucket.batch for bucket in encoder.buckets)
-        self._lane: Lane[_Sentences] = Lane("encode", self._run, queue=queue, delay=delay)
+        self._lane: Lane[_Sentences] = Lane("encode", self._run, queue=queue)
 
     def submit(
         self,

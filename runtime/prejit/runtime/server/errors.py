@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import (
@@ -25,6 +25,8 @@ from prejit.runtime.server.served import ModelNotFoundError
 
 RETRY_SECONDS = 1
 """Retry-After of a server that loads or ends. It is short, because another server may answer at once."""
+GONE = 499
+"""Status of a request whose client has closed its connection, as nginx has it in its log."""
 
 
 class ApiError(Exception):
@@ -95,6 +97,10 @@ def as_api_error(error: Exception) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
+    if isinstance(
+        error, ClientDisconnect
+    ):  # nobody reads the answer; the log of requests has its status
+        return ApiError(GONE, "expected a client that waits for the answer, found it gone")
     if isinstance(error, HTTPException):  # Starlette's own: no such path, or another method
         return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
     if isinstance(error, msgspec.ValidationError):

@@ -21,7 +21,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ import numpy as np
 
 from prejit.runtime.errors import StoreError
 from prejit.runtime.server.say import say
+from prejit.runtime.server.watched_stream import WatchedStream
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
@@ -233,7 +234,7 @@ class RecordedEngine:
         """Stream, as `Engine.stream`."""
         call = self._generation(options)
         stream = self._engine.stream(prompt, **options)
-        return stream if call is None else _RecordedStream(stream, call)
+        return stream if call is None else WatchedStream(stream, _noter(call))
 
     def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
         """Encode, as `Engine.submit_encode`."""
@@ -279,53 +280,20 @@ class RecordedEngine:
         return call
 
 
-@final
-class _RecordedStream:
-    """A stream that notes each token."""
+def _noter(call: RecordedCall) -> Callable[[Piece], None]:
+    """Return a function that adds the pieces of a stream to the record of a call."""
+    token_ids: list[int] = []
+    call.token_ids = token_ids
 
-    def __init__(self, stream: Any, call: RecordedCall) -> None:
-        self._stream = stream
-        self._call = call
-        call.token_ids = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return self._note(next(self._stream))
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self
-
-    async def __anext__(self) -> Piece:
-        return self._note(await anext(self._stream))
-
-    def __enter__(self) -> _RecordedStream:
-        self._stream.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> Any:
-        return self._stream.__exit__(*error)
-
-    async def __aenter__(self) -> _RecordedStream:
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> Any:
-        return await self._stream.__aexit__(*error)
-
-    def _note(self, piece: Piece) -> Piece:
-        assert self._call.token_ids is not None
+    def note(piece: Piece) -> None:
         if piece.token_id is not None:
-            self._call.token_ids.append(piece.token_id)
+            token_ids.append(piece.token_id)
         if piece.finish_reason is not None:
-            self._call.finish_reason = piece.finish_reason
+            call.finish_reason = piece.finish_reason
             if piece.stats is not None:
-                self._call.stats = _of_stats(piece.stats)
-        return piece
+                call.stats = _of_stats(piece.stats)
+
+    return note
 
 
 def _of_stats(stats: Stats) -> dict[str, float]:

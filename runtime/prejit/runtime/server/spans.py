@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from prejit.runtime.engine.metrics import TOKEN_BOUNDS
+from prejit.runtime.server.watched_stream import WatchedStream
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -352,7 +353,12 @@ class TracedEngine:
         stream = self._engine.stream(prompt, **options)
         if request is None:
             return stream
-        return _TracedStream(stream, request, submitted, self._telemetry)
+
+        def watch(piece: Piece) -> None:
+            if piece.finish_reason is not None and piece.stats is not None:
+                self._telemetry.generated(request, submitted, piece.finish_reason, piece.stats)
+
+        return WatchedStream(stream, watch)
 
     def submit_encode(self, sentences: Any, **options: Any) -> Future[Any]:
         """Encode, as `Engine.submit_encode`."""
@@ -397,52 +403,3 @@ class TracedEngine:
 
         future.add_done_callback(ended)
         return future
-
-
-@final
-class _TracedStream:
-    """A stream that records its end."""
-
-    def __init__(
-        self, stream: Any, request: _Request, submitted: int, telemetry: Telemetry
-    ) -> None:
-        self._stream = stream
-        self._request = request
-        self._submitted = submitted
-        self._telemetry = telemetry
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        return self._watch(next(self._stream))
-
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self
-
-    async def __anext__(self) -> Piece:
-        return self._watch(await anext(self._stream))
-
-    def __enter__(self) -> _TracedStream:
-        self._stream.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> Any:
-        return self._stream.__exit__(*error)
-
-    async def __aenter__(self) -> _TracedStream:
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> Any:
-        return await self._stream.__aexit__(*error)
-
-    def _watch(self, piece: Piece) -> Piece:
-        if piece.finish_reason is not None and piece.stats is not None:
-            self._telemetry.generated(
-                self._request, self._submitted, piece.finish_reason, piece.stats
-            )
-        return piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
@@ -130,9 +129,7 @@ class Tokenizer:
         """
         from prejit.runtime.text.vocabulary import bytes_by_decoder  # only grammars need it
 
-        decoder = self._tokenizer.decoder
-        state = None if decoder is None else json.loads(decoder.__getstate__())
-        bytes_of = bytes_by_decoder(state, self._path)
+        bytes_of = bytes_by_decoder(self._tokenizer, self._path)
         table: list[bytes | None] = [None] * vocab_size
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if token_id < vocab_size and token_id not in self._special:

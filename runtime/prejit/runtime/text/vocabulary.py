@@ -1,16 +1,27 @@
-"""The bytes that all tokens of a vocabulary add to a text; grammars need every one of them to be right."""
+"""How a tokenizer spells the bytes that a token adds to a text: by the rule of its decoder."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from tokenizers import Tokenizer as _Tokenizer
+
 from prejit.runtime.errors import UsageError
-from prejit.runtime.text.token_bytes import byte_alphabet
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's alphabet (bytes_to_unicode of its encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _byte_level(token: str) -> bytes:
@@ -32,18 +43,20 @@ def _bytes_or_text(token: str) -> bytes:
     return bytes.fromhex(match[1]) if match else token.encode()
 
 
-def bytes_by_decoder(decoder: Mapping[str, Any] | None, path: str) -> Callable[[str], bytes]:
+def bytes_by_decoder(tokenizer: _Tokenizer, path: str) -> Callable[[str], bytes]:
     """Return the function that turns a token of the vocabulary into the bytes that it adds to a text.
 
     It is for tokens in the middle of a text: decoders that strip a space do so at the beginning only.
 
     Args:
-        decoder: the object `decoder` of a tokenizer.json.
+        tokenizer: has a decoder, or none.
         path: of the tokenizer.json, for errors.
 
     Raises:
         UsageError: the bytes of a token depend on its neighbours (WordPiece), or the decoder is not known.
     """
+    # The object `decoder` of a tokenizer.json.
+    decoder = None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     match decoder:
         case {"type": "ByteLevel"}:
             return _byte_level

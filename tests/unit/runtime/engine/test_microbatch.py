@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prejit.runtime import ClosedError, DeadlineError, QueueFullError, UsageError
+from prejit.runtime.engine import microbatch
 from prejit.runtime.engine.microbatch import Lane, Ran, Share, SharedJob, deadline_after
 
 MOST = 8
@@ -21,17 +22,20 @@ PATIENCE = 30.0
 
 
 class Program:
-    """Doubles rows, of which -1 cannot be doubled; records each run, and waits for `go`."""
+    """Doubles rows, of which -1 cannot be doubled; records each run, waits for `go`, and
+    takes some seconds."""
 
     def __init__(self) -> None:
         self.runs: list[list[int]] = []
         self.began = threading.Semaphore(0)
         self.go = threading.Event()
         self.go.set()
+        self.seconds = 0.0
 
     def __call__(self, shares: Sequence[Share[np.ndarray[Any, Any]]]) -> Ran:
         self.began.release()
         assert self.go.wait(PATIENCE)
+        time.sleep(self.seconds)
         rows = [share.job.payload[share.start : share.end] for share in shares]
         self.runs.append([len(each) for each in rows])
         if any((each == -1).any() for each in rows):
@@ -199,19 +203,60 @@ def test_a_full_queue_says_how_long_to_wait(program: Program) -> None:
     lane.close()
 
 
-def test_a_delay_lets_a_call_wait_for_company(program: Program) -> None:
-    lane: Lane[Any] = Lane("double", program, queue=16, delay=PATIENCE)
-    futures = [submit(lane, [number]) for number in range(MOST)]  # as many rows as a run takes
-    for number, future in enumerate(futures):
-        assert future.result(PATIENCE).tolist() == [2 * number]
-    assert program.runs == [[1] * MOST]
-    lane.close()
+def test_callers_who_shared_a_run_share_the_next(
+    lane: Lane[Any], program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch, "_PATIENCE", 1000 * PATIENCE)
+    program.seconds = 0.001
+    program.hold(lane)
+    first = [submit(lane, [number]) for number in range(3)]
+    program.go.set()
+    for future in first:
+        future.result(PATIENCE)
+    with lane.alone(1) as ran:
+        assert ran is None  # it would run alone while the others wait
+    again = [submit(lane, [number]) for number in range(3)]
+    for future in again:
+        future.result(PATIENCE)  # nobody else is expected
+    assert submit(lane, range(MOST)).result(PATIENCE).tolist() == [*range(0, 2 * MOST, 2)]
+    assert program.runs == [[1], [1] * 3, [1] * 3, [MOST]]
 
 
-def test_a_delay_ends_before_a_deadline(program: Program) -> None:
-    lane: Lane[Any] = Lane("double", program, queue=16, delay=2 * PATIENCE)
-    assert submit(lane, [1], timeout=1).result(PATIENCE).tolist() == [2]
-    lane.close()
+def test_a_caller_whose_company_is_gone_waits_no_longer(
+    lane: Lane[Any], program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch, "_PATIENCE", 0.1)
+    program.seconds = 0.01
+    program.hold(lane)
+    first = [submit(lane, [number]) for number in range(3)]
+    program.go.set()
+    for future in first:
+        future.result(PATIENCE)
+    assert submit(lane, [3]).result(PATIENCE).tolist() == [6]
+
+    def is_idle() -> bool:
+        with lane.alone(1) as ran:
+            return ran is not None
+
+    until = time.monotonic() + PATIENCE
+    while not is_idle():  # the result comes just before the end of the run
+        assert time.monotonic() < until
+
+
+def test_calls_shorter_than_a_handover_do_not_wait_for_each_other(lane: Lane[Any]) -> None:
+    def short() -> bool:
+        with lane.alone(1) as outer, lane.alone(1) as inner:
+            return outer is not None and inner is not None
+
+    assert not short()  # the duration is not known yet
+    until = time.monotonic() + PATIENCE
+    while not short():
+        assert time.monotonic() < until
+    with lane.alone(1) as ran:
+        assert ran is not None
+        assert submit(lane, [4]).result(PATIENCE).tolist() == [8]  # nor does a future wait
+        assert not lane.drain(deadline_after(0.01))
+    assert lane.drain(deadline_after(PATIENCE))
 
 
 def test_a_caller_runs_an_idle_program_itself(lane: Lane[Any], program: Program) -> None:
@@ -233,6 +278,26 @@ def test_a_program_is_idle_again_after_an_error_of_a_caller(lane: Lane[Any]) -> 
         raise KeyError
     assert submit(lane, [4]).result(PATIENCE).tolist() == [8]
     assert lane.metrics().calls == 1
+
+
+@pytest.mark.parametrize("costs_by_row", [False, True])
+def test_callers_wait_for_each_other_only_where_that_saves_time(costs_by_row: bool) -> None:
+    def run(shares: Sequence[Share[Any]]) -> Ran:
+        time.sleep(0.004 * (1.5 * sum(share.rows for share in shares) if costs_by_row else 1))
+        return Ran([share.job.payload for share in shares])
+
+    lane: Lane[Any] = Lane("sleeper", run, queue=64)
+    for _ in range(5):
+        with lane.alone(1):
+            time.sleep(0.004)
+    for _ in range(10):
+        for future in [submit(lane, [number]) for number in range(MOST)]:
+            future.result(PATIENCE)
+    time.sleep(0.1)  # the last run is over, and so is the patience after it
+    with lane.alone(1) as first, lane.alone(1) as second:
+        assert first is not None
+        assert (second is not None) is costs_by_row
+    lane.close()
 
 
 def test_close_fails_what_waits_and_ends_the_thread(lane: Lane[Any], program: Program) -> None:

@@ -34,3 +34,10 @@ def test_pieces_of_sentencepiece_keep_their_space_and_their_bytes() -> None:
 def test_padding_of_a_vocabulary_has_no_bytes() -> None:
     made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     assert TokenBytes(made)[7] == b""
+
+
+def test_a_tokenizer_of_pieces_with_neighbours_has_bytes_all_the_same() -> None:
+    made = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    found = TokenBytes(made)
+    assert [found[1], found[2]] == [b"play", b"##ing"]

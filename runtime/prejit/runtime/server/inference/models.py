@@ -19,7 +19,7 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format import trees
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
-from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.format.schema import Config, ProgramEntry
 from prejit.runtime.programs import pytree
 from prejit.runtime.server.inference.schema import TensorMetadata
 from prejit.runtime.server.inference.tensors import datatype_of
@@ -64,14 +64,10 @@ class InferenceModel:
         """
         self.served = served
         self.program = program
-        self.static: dict[str, list[trees.Constant]] = {}
+        self.static = static_values(buckets)
         forms: dict[str, list[ProgramEntry]] = {}
         for bucket in buckets:
             forms.setdefault(bucket.arguments_tree or "", []).append(bucket)
-            for name, value in check_static(bucket, bucket.name).items():
-                known = self.static.setdefault(name, [])
-                if value not in known:
-                    known.append(value)
         self._forms = [self._form(each) for each in forms.values()]
 
     def _form(self, buckets: Sequence[ProgramEntry]) -> _Form:
@@ -117,9 +113,8 @@ class InferenceModel:
         missing = sorted(names - self._forms[0].optional - given.keys())
         unknown = sorted(given.keys() - names)
         found = f"{missing[0]!r} missing" if missing else f"{unknown[0]!r:.200}"
-        raise UsageError(
-            f"inputs: expected {', '.join(sorted(names)) or 'none'} for {self.program!r}, found {found}"
-        )
+        expected = ", ".join(map(repr, sorted(names))) or "none"
+        raise UsageError(f"inputs: expected {expected} for {self.program!r}, found {found}")
 
 
 @final
@@ -131,11 +126,7 @@ class InferenceModels:
         self._by_name: dict[str, InferenceModel] = {}
         alone: dict[str, list[InferenceModel]] = {}
         for served in models:
-            buckets: dict[str, list[ProgramEntry]] = {}
-            for entry in served.bundle.config.programs:
-                if entry.kind == "call":
-                    buckets.setdefault(entry.name.partition("/")[0], []).append(entry)
-            for name, entries in buckets.items():
+            for name, entries in functions_of(served.bundle.config).items():
                 model = InferenceModel(served, name, entries)
                 alone.setdefault(name, []).append(model)
                 self._by_name[f"{served.name}.{name}"] = model
@@ -153,6 +144,26 @@ class InferenceModels:
             known = ", ".join(sorted(self._by_name)) or "none: the bundles hold no [[program]]"
             raise ModelNotFoundError(f"expected one of the models ({known}), found {name!r:.200}")
         return found
+
+
+def functions_of(config: Config) -> dict[str, list[ProgramEntry]]:
+    """Return the user's programs of a bundle by name, each with its buckets."""
+    buckets: dict[str, list[ProgramEntry]] = {}
+    for entry in config.programs:
+        if entry.kind == "call":
+            buckets.setdefault(entry.name.partition("/")[0], []).append(entry)
+    return buckets
+
+
+def static_values(buckets: Sequence[ProgramEntry]) -> dict[str, list[trees.Constant]]:
+    """Return the values that buckets have for each static argument, by its name."""
+    found: dict[str, list[trees.Constant]] = {}
+    for bucket in buckets:
+        for name, value in check_static(bucket, bucket.name).items():
+            known = found.setdefault(name, [])
+            if value not in known:
+                known.append(value)
+    return found
 
 
 def results(value: Any) -> dict[str, np.ndarray[Any, Any]]:

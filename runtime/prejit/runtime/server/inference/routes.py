@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prejit.runtime.errors import UsageError
+from prejit.runtime.errors import DeadlineError, UsageError
+from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import RETRY_SECONDS, ApiError
 from prejit.runtime.server.inference import tensors
 from prejit.runtime.server.inference.models import InferenceModel, InferenceModels, results
@@ -64,7 +65,7 @@ OPERATIONS = (
 
 def routes(models: Models, settings: Settings) -> list[Route]:
     """Return the routes of /v2."""
-    protocol = _Protocol(models)
+    protocol = _Protocol(models, settings)
     model = "/v2/models/{model}"
     versioned = model + "/versions/{version}"
     found = [
@@ -85,8 +86,9 @@ def routes(models: Models, settings: Settings) -> list[Route]:
 class _Protocol:
     """The handlers."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, settings: Settings) -> None:
         self._models = models
+        self._settings = settings
         self._known: tuple[int, InferenceModels] | None = None
 
     async def server(self, request: Request) -> Response:
@@ -135,9 +137,18 @@ class _Protocol:
             asked, given = _read(body, length, model)
         args, kwargs = model.arguments(given)
         kwargs |= _static(asked, model)
-        value = await asyncio.wrap_future(
-            model.served.engine.submit_call(model.program, *args, **kwargs)
-        )
+        future = model.served.engine.submit_call(model.program, *args, **kwargs)
+        seconds = self._settings.timeout_seconds
+        try:
+            # A call that waits in the engine is cancelled with the wait; one that runs ends by itself.
+            async with asyncio.timeout(seconds):
+                value = await unless_gone(request.receive, asyncio.wrap_future(future))
+        except TimeoutError:
+            raise DeadlineError(
+                f"{model.program}: expected a result within {seconds:g} seconds, found the call still "
+                "waiting or running",
+                hint="send fewer calls at once, or start the server with a longer --timeout",
+            ) from None
         name = request.path_params["model"]
         arrays = results(value)
         if sum(array.nbytes for array in arrays.values()) > _SMALL_BYTES:

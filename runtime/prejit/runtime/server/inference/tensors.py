@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -109,6 +110,8 @@ def from_json(
     if not given.size:
         return np.empty(shape, dtype)
     kinds = {"b": "b", "i": "iu", "u": "iu"}.get(dtype.kind, "iuf")
+    if given.dtype.kind not in kinds and (wide := _large(data, dtype)) is not None:
+        given = wide
     if given.dtype.kind not in kinds:
         wanted = {"b": "true and false", "iu": "integers"}.get(kinds, "numbers")
         raise UsageError(
@@ -124,6 +127,24 @@ def from_json(
             )
     with np.errstate(over="ignore"):  # beyond the largest FP16 is infinity, as elsewhere
         return given.astype(dtype).reshape(shape)
+
+
+def _large(data: list[Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+    """Return the array of numbers of which NumPy finds no common dtype without the wanted one; None: refuse.
+
+    These are integers above 2**63 beside smaller ones, and integers above 2**64 for floats: JavaScript
+    writes 1e20 so.
+    """
+    values = np.array(data, object).ravel().tolist()
+    if dtype.kind == "u" and all(type(value) is int and value >= 0 for value in values):
+        wide: type[Any] = np.uint64
+    elif dtype.kind not in "biu" and all(type(value) in (int, float) for value in values):
+        wide = np.float64
+    else:
+        return None
+    with contextlib.suppress(OverflowError):
+        return np.array(data, wide)
+    return None
 
 
 def to_json(array: np.ndarray[Any, Any]) -> list[Any]:

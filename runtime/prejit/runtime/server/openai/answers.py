@@ -12,6 +12,7 @@ from prejit.runtime.server.openai.constraints import (
     Tool,
     forced_calls,
     mask_of,
+    mask_of_calls,
 )
 from prejit.runtime.server.openai.messages import Function
 from prejit.runtime.server.openai.tool_calls import ForcedReader, Parts, ToolReader
@@ -132,7 +133,8 @@ async def masks(
 
     Args:
         served: the model.
-        tools: the tools of the request. A call that is forced is forced whatever the format is.
+        tools: the tools of the request. A call that is forced is forced whatever the format is. If one is
+            strict and the template's form of calls is known, calls that the model may make are right, too.
         format_constraint: what an answer in text must be.
         stop_token_ids: of the request; None: those of the model.
 
@@ -150,4 +152,10 @@ async def masks(
                 param=constraint.field,
                 code="unsupported_parameter",
             )
-    return None if constraint is None else await mask_of(served, constraint, stop_token_ids)
+    if constraint is not None:
+        return await mask_of(served, constraint, stop_token_ids)
+    if any(each.strict for each in tools.functions):
+        return await mask_of_calls(
+            served, tools.functions, only_one=tools.only_one, stop_token_ids=stop_token_ids
+        )
+    return None

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.requests import Request
 
 from prejit.runtime.errors import NumbersError
 from prejit.runtime.generation.generate import Piece, Result, Stats
-from prejit.runtime.server.openai.fields import PromptTokensDetails, TokenUsage
+from prejit.runtime.server.disconnect import unless_gone
+from prejit.runtime.server.openai.fields import PromptTokensDetails, Sampled, TokenUsage
+from prejit.runtime.server.served import Served
+from prejit.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
     from prejit.runtime.engine.engine import Engine
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.generation.options import TokenMask
-
-T = TypeVar("T")
 
 Reason = Literal["stop", "length"]
 """Why a text ended, as OpenAI's API has it."""
@@ -101,6 +101,41 @@ class TextCall:
         }
 
 
+def text_call(
+    request: Request,
+    settings: Settings,
+    served: Served,
+    body: Sampled,
+    *,
+    prompt: Sequence[int],
+    options: dict[str, Any],
+    choices: int = 1,
+    mask: Callable[[], TokenMask] | None = None,
+) -> TextCall:
+    """Return what a request for text asks of the engine.
+
+    Args:
+        request: has the name of its key.
+        settings: has the time that a request may take.
+        served: the model.
+        body: has the priority.
+        prompt: as of `TextCall`.
+        options: as of `TextCall`.
+        choices: as of `TextCall`.
+        mask: as of `TextCall`.
+    """
+    return TextCall(
+        engine=served.engine,
+        prompt=prompt,
+        options=options,
+        choices=choices,
+        mask=mask,
+        priority=body.priority or 0,
+        client=request.state.client,
+        timeout=settings.timeout_seconds,
+    )
+
+
 async def pieces(calls: Sequence[TextCall]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yield the pieces of all continuations as they come, each with its number: first call first.
 
@@ -151,30 +186,6 @@ async def results(request: Request, calls: Sequence[TextCall]) -> list[list[Resu
         for result in each:
             check_numbers(result.finish_reason)
     return found
-
-
-async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T:
-    """Wait for a value, and stop waiting when the client is gone.
-
-    Raises:
-        ClientDisconnect: the client is gone. What was waited for is cancelled.
-    """
-    work = asyncio.ensure_future(wanted)
-    gone = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return work.result()
-    finally:
-        gone.cancel()
-        work.cancel()
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return when the client is gone. The body of the request has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def check_numbers(reason: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.generation.generate import Piece, Result, Stats
@@ -27,7 +27,7 @@ from prejit.runtime.server.openai.bodies import (
     served_model,
     unsupported,
 )
-from prejit.runtime.server.openai.calls import TextCall
+from prejit.runtime.server.openai.calls import TextCall, text_call
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
@@ -36,6 +36,7 @@ from prejit.runtime.server.openai.fields import (
     StreamOptions,
     Tokens,
     TokenUsage,
+    check_stream_options,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
@@ -211,25 +212,22 @@ async def chat(models: Models, settings: Settings, request: Request) -> Response
     options["max_new_tokens"] = new_tokens(getattr(body, most), served, settings, name=most)
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = TextCall(
-        engine=served.engine,
+    wanted = text_call(
+        request,
+        settings,
+        served,
+        body,
         prompt=await prompts.off_loop(
             len(await request.body()), lambda: _prompt(body, served, tools)
         ),
         options=options,
         choices=body.n or 1,
         mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
-        priority=body.priority or 0,
-        client=request.state.client,
-        timeout=settings.timeout_seconds,
     )
     answer = _Answer(body, served, tools)
     if body.stream:
         return EventStream(answer.events(wanted))
-    try:
-        [found] = await calls.results(request, [wanted])
-    except ClientDisconnect:
-        return Response(status_code=499)
+    [found] = await calls.results(request, [wanted])
     return answered(answer.completion(found))
 
 
@@ -238,10 +236,7 @@ def _check(body: ChatRequest) -> None:
         raise unsupported("store", body.store)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: expected logprobs beside it", param="top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400, "stream_options: expected them with stream only", param="stream_options"
-        )
+    check_stream_options(body.stream, body.stream_options)
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise ApiError(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.generation.generate import Piece, Result, Stats
@@ -24,7 +24,7 @@ from prejit.runtime.server.openai.bodies import (
     read,
     served_model,
 )
-from prejit.runtime.server.openai.calls import TextCall
+from prejit.runtime.server.openai.calls import TextCall, text_call
 from prejit.runtime.server.openai.events import DONE, EventStream
 from prejit.runtime.server.openai.fields import (
     Logprobs,
@@ -32,6 +32,7 @@ from prejit.runtime.server.openai.fields import (
     StreamOptions,
     Tokens,
     TokenUsage,
+    check_stream_options,
     new_tokens,
 )
 from prejit.runtime.server.openai.logprobs import (
@@ -117,25 +118,21 @@ async def complete(models: Models, settings: Settings, request: Request) -> Resp
             param="prompt",
         )
     wanted = [
-        TextCall(
-            engine=served.engine,
+        text_call(
+            request,
+            settings,
+            served,
+            body,
             prompt=await _token_ids(served, each),
             options=options,
             choices=body.n or 1,
-            mask=None,
-            priority=body.priority or 0,
-            client=request.state.client,
-            timeout=settings.timeout_seconds,
         )
         for each in given
     ]
     answer = _Answer(body, served, [_echo(body, served, each) for each in given])
     if body.stream:
         return EventStream(answer.events(wanted))
-    try:
-        return answered(answer.completion(await calls.results(request, wanted)))
-    except ClientDisconnect:
-        return Response(status_code=499)
+    return answered(answer.completion(await calls.results(request, wanted)))
 
 
 def as_prompts(field: PromptField) -> list[str | list[int]]:
@@ -173,10 +170,7 @@ def _check(body: CompletionRequest) -> None:
             param="logprobs",
             code="unsupported_parameter",
         )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400, "stream_options: expected them with stream only", param="stream_options"
-        )
+    check_stream_options(body.stream, body.stream_options)
 
 
 async def _token_ids(served: Served, prompt: str | list[int]) -> list[int]:

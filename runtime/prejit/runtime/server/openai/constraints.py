@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 
+from prejit.runtime.errors import UsageError
+from prejit.runtime.grammar.tools import ToolForm
 from prejit.runtime.server.errors import ApiError
+from prejit.runtime.server.openai.messages import Function, plain_tools
 from prejit.runtime.server.served import Served
 
 if TYPE_CHECKING:
@@ -50,7 +53,62 @@ async def mask_of(
             constraint.schema, lenient=not constraint.strict, stop_token_ids=stop_token_ids
         )
 
-    # The first mask of a schema compiles it, and the first of a bundle reads the vocabulary.
+    return await _compiled(make)
+
+
+async def mask_of_calls(
+    served: Served,
+    functions: Sequence[Function],
+    *,
+    only_one: bool,
+    stop_token_ids: Sequence[int] | None,
+) -> Callable[[], TokenMask] | None:
+    """Return a function that returns a new token mask for answers that may have calls, with right arguments.
+
+    None: the bundle's chat template does not teach a form of calls that a grammar can follow.
+
+    Args:
+        served: the model.
+        functions: the tools. Only the arguments of those that are strict follow every keyword.
+        only_one: whether one call is the most.
+        stop_token_ids: of the request; None: those of the model.
+
+    Raises:
+        UsageError: as `mask_of`; the message names the tool.
+    """
+    form = ToolForm()
+    if not _teaches(served, form.begin.strip()):
+        return None
+    tools = [
+        {"function": {"name": each.name, "parameters": each.parameters, "strict": each.strict}}
+        for each in functions
+    ]
+
+    def make() -> TokenMask:
+        return served.bundle.grammars.tools(
+            tools, form, parallel=not only_one, stop_token_ids=stop_token_ids
+        )
+
+    return await _compiled(make)
+
+
+def _teaches(served: Served, mark: str) -> bool:
+    """Return whether the chat template shows a mark of calls, which is then in the text of an answer."""
+    bundle = served.bundle
+    if bundle.tokenizer.special_id(mark) is not None:  # the text of an answer has no special tokens
+        return False
+    probe = plain_tools([Function(name="probe")])
+    try:
+        return mark in bundle.render_chat_template([{"role": "user", "content": ""}], tools=probe)
+    except UsageError:
+        return False
+
+
+async def _compiled(make: Callable[[], TokenMask]) -> Callable[[], TokenMask]:
+    """Return what makes masks, after the first was made in a thread.
+
+    The first mask of a grammar compiles it, and the first of a bundle reads the vocabulary.
+    """
     first: list[TokenMask] = [await run_in_threadpool(make)]
     return lambda: first.pop() if first else make()
 

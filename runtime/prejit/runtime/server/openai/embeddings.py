@@ -10,10 +10,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import NumbersError
+from prejit.runtime.server.disconnect import unless_gone
 from prejit.runtime.server.errors import ApiError
 from prejit.runtime.server.openai.bodies import (
     RequestFields,
@@ -22,7 +23,6 @@ from prejit.runtime.server.openai.bodies import (
     read,
     served_model,
 )
-from prejit.runtime.server.openai.calls import unless_gone
 from prejit.runtime.server.openai.prompts import INLINE_CHARACTERS
 from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
@@ -89,10 +89,7 @@ async def embed(models: Models, settings: Settings, request: Request) -> Respons
     characters = sum(len(each) for each in inputs)
     # The engine tokenizes in the caller's thread.
     future = await run_in_threadpool(submit) if characters > INLINE_CHARACTERS else submit()
-    try:
-        encoded = await unless_gone(request.receive, asyncio.wrap_future(future))
-    except ClientDisconnect:
-        return Response(status_code=499)
+    encoded = await unless_gone(request.receive, asyncio.wrap_future(future))
     vectors = np.ascontiguousarray(encoded.embeddings, np.dtype("<f4"))
     if not np.isfinite(vectors).all():
         raise NumbersError("the model returned embeddings that are not numbers")

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from prejit.runtime.errors import PrejitError
+from prejit.runtime.server.disconnect import disconnected
 from prejit.runtime.server.errors import as_api_error, error_json
 from prejit.runtime.server.openai.bodies import encode
-from prejit.runtime.server.openai.calls import disconnected
 
 DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's older streams."""

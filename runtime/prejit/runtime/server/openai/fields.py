@@ -36,6 +36,18 @@ class StreamOptions(RequestFields, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Check that a request without a stream has no options of one.
+
+    Raises:
+        ApiError: it has.
+    """
+    if options is not None and not stream:
+        raise ApiError(
+            400, "stream_options: expected them with stream only", param="stream_options"
+        )
+
+
 class Sampled(RequestFields, frozen=True, kw_only=True):
     """What all endpoints take that generate text.
 

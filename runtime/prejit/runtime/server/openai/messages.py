@@ -80,8 +80,8 @@ class Function(RequestFields, frozen=True, kw_only=True):
         name: of the function.
         description: what it does.
         parameters: the JSON Schema of its arguments.
-        strict: for calls that are forced: whether keywords that a grammar cannot enforce are an error; if
-            not, they are ignored.
+        strict: whether the arguments must follow the schema; keywords that a grammar cannot enforce are an
+            error then. Arguments of forced calls always follow what a grammar can enforce.
     """
 
     name: ToolName

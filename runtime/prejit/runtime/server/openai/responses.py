@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from prejit.runtime.errors import PrejitError
@@ -20,7 +20,7 @@ from prejit.runtime.server.errors import ApiError, as_api_error
 from prejit.runtime.server.openai import calls, prompts
 from prejit.runtime.server.openai.answers import Tools, chosen_tools, masks
 from prejit.runtime.server.openai.bodies import answered, encode, read, served_model, unsupported
-from prejit.runtime.server.openai.calls import TextCall
+from prejit.runtime.server.openai.calls import TextCall, text_call
 from prejit.runtime.server.openai.constraints import Constraint
 from prejit.runtime.server.openai.events import EventStream
 from prejit.runtime.server.openai.fields import new_tokens
@@ -75,25 +75,21 @@ async def respond(models: Models, settings: Settings, request: Request) -> Respo
     )
     if body.include:
         options["logprobs"] = body.top_logprobs or 0
-    wanted = TextCall(
-        engine=served.engine,
+    wanted = text_call(
+        request,
+        settings,
+        served,
+        body,
         prompt=await prompts.off_loop(
             len(await request.body()), lambda: _prompt(body, served, tools)
         ),
         options=options,
-        choices=1,
         mask=await masks(served, tools, _constraint(body), options["stop_token_ids"]),
-        priority=body.priority or 0,
-        client=request.state.client,
-        timeout=settings.timeout_seconds,
     )
     answer = _Answer(body, served, tools)
     if body.stream:
         return EventStream(answer.events(wanted), answer.failed)
-    try:
-        [[result]] = await calls.results(request, [wanted])
-    except ClientDisconnect:
-        return Response(status_code=499)
+    [[result]] = await calls.results(request, [wanted])
     return answered(answer.whole(result))
 
 

@@ -6,8 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prejit.runtime.server.inference.models import functions_of, static_values
+
 if TYPE_CHECKING:
     from prejit.runtime.engine.metrics import EngineMetrics, HistogramValue
+    from prejit.runtime.format.trees import Constant
     from prejit.runtime.server.served import Models, Served
 
 
@@ -35,6 +38,7 @@ class PageModel:
         chat, complete, embed: whether the page can do that with it.
         max_tokens: the longest context; None: it holds no decoder.
         calls: its functions. The Open Inference Protocol has them as NAME.FUNCTION.
+        static: for each function, the values of each static argument.
         programs: how each program became ready.
     """
 
@@ -50,6 +54,7 @@ class PageModel:
     embed: bool
     max_tokens: int | None
     calls: tuple[str, ...]
+    static: dict[str, dict[str, list[Constant]]]
     programs: tuple[ProgramState, ...]
 
 
@@ -95,6 +100,7 @@ def figures_of(models: Models) -> dict[str, Figures]:
 
 def _model(one: Served) -> PageModel:
     bundle = one.bundle
+    functions = functions_of(bundle.config)
     has_decoder = bundle.config.decoder is not None and bundle.config.decoder.source is None
     return PageModel(
         name=one.name,
@@ -108,9 +114,8 @@ def _model(one: Served) -> PageModel:
         complete=has_decoder and bundle.has_tokenizer,
         embed=bundle.config.encoder is not None and bundle.has_tokenizer,
         max_tokens=bundle.decoder.contexts[-1] if has_decoder else None,
-        calls=tuple(
-            sorted({e.name.partition("/")[0] for e in bundle.config.programs if e.kind == "call"})
-        ),
+        calls=tuple(sorted(functions)),
+        static={name: static_values(buckets) for name, buckets in functions.items()},
         programs=tuple(
             ProgramState(each.program, each.source, each.seconds) for each in bundle.report()
         ),

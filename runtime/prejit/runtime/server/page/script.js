@@ -266,7 +266,15 @@ async function describeFunction() {
   if (!$("function").value) return;
   try {
     const described = await get(functionPath());
-    $("inputs").replaceChildren(...described.inputs.map((input, i) => {
+    const fixed = Object.entries(page.model.static[$("function").value]).map(([name, values]) => {
+      const label = document.createElement("label");
+      const choice = document.createElement("select");
+      choice.append(...values.map((value) => new Option(value, JSON.stringify(value))));
+      choice.dataset.name = name;
+      label.append(`${name} `, choice);
+      return label;
+    });
+    $("inputs").replaceChildren(...fixed, ...described.inputs.map((input, i) => {
       const shape = input.shape.map((size) => (size < 1 ? 1 : size));
       const label = document.createElement("label");
       const area = document.createElement("textarea");
@@ -313,7 +321,9 @@ async function call(event) {
       }
       return { name, datatype, shape: shapeOf(value, name), data: [value].flat(Infinity) };
     });
-    const answer = await (await request(`${functionPath()}/infer`, { inputs })).json();
+    const choices = [...$("inputs").querySelectorAll("select")];
+    const parameters = Object.fromEntries(choices.map((each) => [each.dataset.name, JSON.parse(each.value)]));
+    const answer = await (await request(`${functionPath()}/infer`, { inputs, parameters })).json();
     $("results").replaceChildren(...answer.outputs.flatMap((output) => {
       const label = document.createElement("p");
       const pre = document.createElement("pre");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ import pytest
 import schemathesis
 import tritonclient.http as triton
 from schemathesis import checks as schemathesis_checks
-from tests.unit.runtime.server.running import Running, running, served
+from tests.unit.runtime.server.running import (
+    CallingEngine,
+    Running,
+    running,
+    served,
+    wait_for,
+)
 from tritonclient.utils import InferenceServerException
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.server.served import Models
+from prejit.runtime.server.served import Models, Served
 from prejit.runtime.server.settings import Settings
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
@@ -253,6 +260,92 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
             case.call_and_validate(checks=wanted)
 
         check()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/nothing", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "/v2/models/nothing", 404),
+        ("GET", "/v2/models/nothing/ready", 404),
+        ("POST", "/v2/models/nothing/infer", 404),
+        ("GET", "/v2/models/score/versions/2", 404),
+        ("GET", "/v2/models/score/versions/2/ready", 404),
+        ("POST", "/v2/models/score/versions/2/infer", 404),
+        ("GET", "/v2/models/score/infer", 405),
+        ("POST", "/v2/models/score", 405),
+        ("POST", "/v2/health/ready", 405),
+    ],
+)
+def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(
+    server: Running, method: str, path: str, status: int
+) -> None:
+    found = httpx.request(method, server.url + path, json=of() if method == "POST" else None)
+    assert found.status_code == status
+    assert found.json().keys() == {"error"}
+
+
+def test_version_1_is_the_model(server: Running) -> None:
+    for path in ("/v2/models/score", "/v2/models/score/versions/1"):
+        assert httpx.get(server.url + path).json()["versions"] == ["1"]
+        assert httpx.get(f"{server.url}{path}/ready").json() == {"name": "score", "ready": True}
+        found = httpx.post(f"{server.url}{path}/infer", json=of(data=X.ravel().tolist()))
+        assert found.json()["model_version"] == "1"
+
+
+def test_a_server_that_is_not_ready_says_so(bundle: Bundle) -> None:
+    models = Models()
+    with running(models, Settings()) as server:
+        for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
+            found = httpx.get(server.url + path)
+            assert found.status_code == 503
+            assert int(found.headers["retry-after"]) > 0
+            assert found.json() in ({"ready": False}, {"error": "the server is loading"})
+        assert httpx.get(f"{server.url}/v2/health/live").json() == {"live": True}
+
+
+class Never(CallingEngine):
+    """An engine whose calls wait forever."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
+        self.futures: list[Future[Any]] = []
+
+    def submit_call(self, name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def never(bundle: Bundle) -> tuple[Never, Models]:
+    engine = Never(bundle)
+    return engine, Models(Served(bundle.name, bundle, engine, 1))  # type: ignore[arg-type]
+
+
+def test_a_client_that_leaves_cancels_its_call(bundle: Bundle) -> None:
+    engine, models = never(bundle)
+    body = json.dumps(of()).encode()
+    with running(models, Settings()) as server:
+        with server.connect() as connection:
+            connection.sendall(
+                b"POST /v2/models/score/infer HTTP/1.1\r\nHost: a\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            wait_for(lambda: engine.futures)
+            assert not engine.futures[0].done()
+        wait_for(engine.futures[0].cancelled)
+        wait_for(lambda: not server.requests())
+    models.close()
+
+
+def test_a_call_that_takes_too_long_is_504_and_cancelled(bundle: Bundle) -> None:
+    engine, models = never(bundle)
+    with running(models, Settings(timeout_seconds=0.1)) as server:
+        found = infer(server, of())
+        assert found.status_code == 504
+        assert "expected a result within 0.1 seconds" in found.json()["error"]
+        wait_for(engine.futures[0].cancelled)
+    models.close()
 
 
 def test_two_bundles_with_one_program_are_told_apart_by_their_names(

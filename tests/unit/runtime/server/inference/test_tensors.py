@@ -146,3 +146,15 @@ def test_any_json_is_a_tensor_or_a_usage_error(
     except UsageError:
         return
     assert (found.shape, found.dtype) == (shape, dtype)
+
+
+def test_integers_larger_than_those_of_numpy_arrive() -> None:
+    found = tensors.from_json([2**63, 1, 2**64 - 1], np.dtype(np.uint64), (3,), "x")
+    assert found.tolist() == [2**63, 1, 2**64 - 1]
+    found = tensors.from_json([[10**20], [0.5]], np.dtype(np.float32), (2, 1), "x")
+    assert found.tolist() == [[np.float32(1e20)], [0.5]]
+    for wrong in ([2**63, -1], [2**64, 1], [2**63, 1.0]):
+        with pytest.raises(UsageError, match="data: expected"):
+            tensors.from_json(wrong, np.dtype(np.uint64), (2,), "x")
+    with pytest.raises(UsageError, match="data: expected"):
+        tensors.from_json([10**400], np.dtype(np.float32), (1,), "x")

@@ -1,0 +1,36 @@
+"""Waiting for a value on behalf of a client, and for no longer than the client does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+async def unless_gone(receive: Receive, wanted: Awaitable[T]) -> T:
+    """Wait for a value, and stop waiting when the client is gone.
+
+    Raises:
+        ClientDisconnect: the client is gone. What was waited for is cancelled.
+    """
+    work = asyncio.ensure_future(wanted)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client is gone. The body of the request has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
