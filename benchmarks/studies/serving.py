@@ -16,14 +16,16 @@ import http.client
 import itertools
 import json
 import os
+import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,35 +63,35 @@ def with_tokenizer(bench: Bench) -> Path:
     return directory
 
 
-def ask_all(clients: int, ask: Callable[[list[int]], Iterator[int]]) -> dict[str, float]:
-    """Return tokens a second of all clients, and the median time to the first token in ms.
+@dataclass(slots=True)
+class Times:
+    """What is counted of requests.
 
-    Args:
-        clients: how many ask at a time.
-        ask: sends a prompt, and yields the number of new tokens each time that some come.
+    Attributes:
+        firsts: times to the first token in ms.
+        spans: beginning and end of each request, in seconds.
     """
-    firsts: list[float] = []
-    times: list[tuple[float, float]] = []
 
-    def one(client: int) -> int:
-        counted = 0
-        for number in range(REQUESTS):
-            started, first, tokens = time.perf_counter(), 0.0, 0
-            for new in ask(prompt_of(100 * number + client, PROMPT, 50257)):
-                first = first or time.perf_counter()
-                tokens += new
-            if tokens != TOKENS:
-                raise SystemExit(f"expected {TOKENS} tokens, found {tokens}")
-            if number:
-                counted += tokens
-                firsts.append(1e3 * (first - started))
-                times.append((started, time.perf_counter()))
-        return counted
+    firsts: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
-    with ThreadPoolExecutor(clients) as pool:
-        counted = sum(pool.map(one, range(clients)))
-    seconds = max(end for _, end in times) - min(start for start, _ in times)
-    return {"tokens_per_second": counted / seconds, "first_ms": median(firsts)}
+    def add(self, started: float, first: float, tokens: int) -> None:
+        """Count a request that ends now."""
+        if tokens != TOKENS:
+            raise SystemExit(f"expected {TOKENS} tokens, found {tokens}")
+        self.firsts.append(1e3 * (first - started))
+        self.spans.append((started, time.perf_counter()))
+
+    def figures(self) -> dict[str, float]:
+        """Return tokens a second of all clients, and the median time to the first token in ms."""
+        seconds = max(end for _, end in self.spans) - min(start for start, _ in self.spans)
+        rate = TOKENS * len(self.spans) / seconds
+        return {"tokens_per_second": rate, "first_ms": median(self.firsts)}
+
+
+def prompt(client: int, number: int) -> list[int]:
+    """Return the prompt of a client's request."""
+    return prompt_of(100 * number + client, PROMPT, 50257)
 
 
 def in_process(path: str, clients: int) -> None:
@@ -98,48 +100,89 @@ def in_process(path: str, clients: int) -> None:
     from prejit.runtime.base.process import seconds_since_exec
 
     engine = load(path, on_mismatch="error").engine(slots=8, prefix_memory=0)
+    times = Times()
 
-    def ask(prompt: list[int]) -> Iterator[int]:
-        for piece in engine.stream(prompt, max_new_tokens=TOKENS, stop_token_ids=()):
-            yield piece.token_id is not None
+    def ask(client: int) -> None:
+        for number in range(REQUESTS):
+            started, first, tokens = time.perf_counter(), 0.0, 0
+            for piece in engine.stream(
+                prompt(client, number), max_new_tokens=TOKENS, stop_token_ids=()
+            ):
+                first = first or time.perf_counter()
+                tokens += piece.token_id is not None
+            if number:
+                times.add(started, first, tokens)
 
-    next(ask(prompt_of(7, PROMPT, 50257)))
+    next(engine.stream(prompt(7, 0), max_new_tokens=TOKENS, stop_token_ids=()))
     ready = seconds_since_exec()
-    print(json.dumps({"ready": ready, **ask_all(clients, ask)}))
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(ask, range(clients)))
+    print(json.dumps({"ready": ready, **times.figures()}))
     engine.close()
 
 
-def as_client(port: int, clients: int) -> None:
-    """Print what a server gives to clients in this process."""
+class Client:
+    """A client of a server, which sends one request after another."""
 
-    def ask(prompt: list[int]) -> Iterator[int]:
+    def __init__(self, port: int, number: int) -> None:
+        """Send the first request."""
+        self.port, self.number = port, number
+        self.request = 0
+        self.send()
+
+    def send(self) -> None:
+        """Send the next request."""
         body = {
             "model": "serving-gpt2",
-            "prompt": prompt,
+            "prompt": prompt(self.number, self.request),
             "max_tokens": TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        content = json.dumps(body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         )
-        response = connection.getresponse()
-        if response.status != 200:
-            raise SystemExit(f"{response.status}: {response.read()!r}")
-        counted, last = 0, b""
-        while data := response.read1():
-            last = last[-500:] + data
-            yield (new := data.count(b"data: {"))
-            counted += new
-        connection.close()
-        # A token that completes no character has no event; the last event counts all tokens.
-        usage = json.loads(last.split(b"data: ")[-2])["usage"]
-        yield usage["completion_tokens"] - counted
+        self.started, self.first, self.last = time.perf_counter(), 0.0, b""
+        self.socket = socket.create_connection(("127.0.0.1", self.port))
+        self.socket.sendall(head.encode() + content)
 
-    print(json.dumps(ask_all(clients, ask)))
+    def is_open_after(self, data: bytes, times: Times) -> bool:
+        """Take bytes; return whether the response goes on."""
+        if data:
+            if not self.first and b"data: " in data:
+                self.first = time.perf_counter()
+            self.last = self.last[-1000:] + data
+            return True
+        # A token that completes no character has no event; the last event counts all tokens.
+        event = self.last.split(b"data: ")[-2].splitlines()[0]
+        if self.request:
+            times.add(self.started, self.first, json.loads(event)["usage"]["completion_tokens"])
+        self.request += 1
+        self.socket.close()
+        return False
+
+
+def as_client(port: int, clients: int) -> None:
+    """Print what a server gives to clients in this process."""
+    times = Times()
+    with selectors.DefaultSelector() as selector:
+        for number in range(clients):
+            client = Client(port, number)
+            selector.register(client.socket, selectors.EVENT_READ, client)
+        while selector.get_map():
+            for key, _ in selector.select():
+                client = key.data
+                if client.is_open_after(client.socket.recv(65536), times):
+                    continue
+                selector.unregister(key.fd)
+                if client.request < REQUESTS:
+                    client.send()
+                    selector.register(client.socket, selectors.EVENT_READ, client)
+    print(json.dumps(times.figures()))
 
 
 def served(path: str, clients: int) -> dict[str, float]:

@@ -131,6 +131,8 @@ class Loop:
         self._thread: threading.Thread | None = None
         self._refuses = ""  # why no request is taken any more
         self._stops = False
+        # Of the last step: tickets with tokens that are handed out while the next step runs.
+        self._held: list[tuple[Ticket, list[Token], float]] = []
         self._smaller_since: float | None = None
         self._request_seconds = 0.1  # how long a request has a slot, on average of the last ones
         self.state = CacheState()
@@ -228,9 +230,12 @@ class Loop:
     def _round(self) -> None:
         self._end_late()
         self._admit()
+        if self._batch.entering:
+            self._hand_out()  # computing prompts may take long
         started = time.perf_counter()
-        tokens = self._batch.step()
+        tokens = self._batch.step(self._hand_out)
         now = time.perf_counter()
+        self._hand_out()  # a step that decodes nothing has not done so
         live = len({token.slot for token in tokens})
         self._recorder.step(live, self._batch.slots if live else 0, now - started)
         self._deliver(tokens, now)
@@ -254,6 +259,7 @@ class Loop:
             if ticket.cancelled:
                 self._release(slot, "cancelled")
             elif ticket.deadline is not None and ticket.deadline < now:
+                self._hand_out()
                 tokens = ticket.generation.new_tokens
                 waited = now - ticket.submitted
                 self._batch.evict(slot)
@@ -276,6 +282,7 @@ class Loop:
                     return
                 client, ticket = self._queue.take()
                 self._queue.charge(client, len(ticket.generation.request.prompt))
+            self._hand_out()  # making room in the cache may take long
             ticket.generation.enter()
             now = time.perf_counter()
             self._recorder.admitted(now - ticket.submitted)
@@ -305,6 +312,7 @@ class Loop:
         if self._running:
             batch = self._next_on_the_way(batch)
         if batch != self._batch.slots and self._batch.is_ready_for(batch):
+            self._hand_out()
             moved = self._batch.resize(batch)
             self._running = {moved[slot]: ticket for slot, ticket in self._running.items()}
 
@@ -320,7 +328,11 @@ class Loop:
     # ------------------------------------------------------------------ what comes
 
     def _deliver(self, tokens: Sequence[Token], now: float) -> None:
-        """Hand the tokens of a step to those who wait for them."""
+        """Hand the tokens of a step to those who wait for them, at once or while the next step runs.
+
+        The device waits for the host between two steps. So tokens that change nothing in the batch wait until
+        the next step is on its way; first tokens, last ones, and those that may end a text do not.
+        """
         by_slot: dict[int, list[Token]] = {}
         for token in tokens:
             by_slot.setdefault(token.slot, []).append(token)
@@ -332,6 +344,10 @@ class Loop:
                 ticket.guard.error = None  # its traceback refers to the guard
                 self._fail(slot, error)
                 continue
+            ends = found[-1].finish_reason is not None
+            if ticket.last and not ends and not ticket.generation.has_stops:
+                self._held.append((ticket, found, now))
+                continue
             pieces = self._pieces(slot, ticket, found)
             if not ticket.last:
                 prompt = len(ticket.generation.request.prompt)
@@ -341,6 +357,17 @@ class Loop:
                 seconds = now - ticket.submitted
                 self._recorder.finished(last.finish_reason, seconds, last.stats)
                 self._end(slot)
+            if (waker := ticket.receiver.take(ticket.generation, pieces)) is not None:
+                wakers.append(waker)
+        wake(wakers)
+
+    def _hand_out(self) -> None:
+        """Hand out the tokens of the last step that `_deliver` has held back."""
+        held, self._held = self._held, []
+        wakers: list[Waker] = []
+        for ticket, tokens, now in held:
+            pieces = [ticket.generation.take(token) for token in tokens]
+            self._count(ticket, pieces, now)
             if (waker := ticket.receiver.take(ticket.generation, pieces)) is not None:
                 wakers.append(waker)
         wake(wakers)
@@ -372,12 +399,14 @@ class Loop:
             self._queue.charge(ticket.client, _NEW_TOKEN_COST * new)
 
     def _release(self, slot: int, reason: str) -> None:
+        self._hand_out()
         ticket = self._running[slot]
         self._batch.evict(slot)
         self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
         self._end(slot)
 
     def _fail(self, slot: int, error: Exception, reason: str = "error") -> None:
+        self._hand_out()
         ticket = self._running[slot]
         self._recorder.finished(reason, time.perf_counter() - ticket.submitted)
         self._end(slot)

@@ -13,8 +13,8 @@ from typing import Protocol, Self, final
 
 from prejit.runtime.generation.generate import Generation, Piece, Result
 
-Waker = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-"""An event loop, and the event that a task of it waits for."""
+Waker = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
+"""An event loop, and the future that a task of it waits for."""
 
 
 class Receiver(Protocol):
@@ -67,7 +67,9 @@ class Pipe:
         """Begin empty."""
         self.on_cancel: Callable[[], None] = _nothing  # as that of Answer
         self._items: deque[Piece | BaseException] = deque()
-        self._arrived = threading.Condition()
+        # It may be taken twice: the garbage collector, which may run while it is held, calls `cancel`.
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
         self._waker: Waker | None = None
         self._ended = False
 
@@ -81,7 +83,7 @@ class Pipe:
         return self._put([error])
 
     def _put(self, items: list[Piece] | list[BaseException]) -> Waker | None:
-        with self._arrived:
+        with self._lock:
             self._items.extend(items)
             if _is_last(items[-1]):
                 self.on_cancel = _nothing
@@ -95,7 +97,7 @@ class Pipe:
         Raises:
             PrejitError: the request failed.
         """
-        with self._arrived:
+        with self._lock:
             while not self._items and not self._ended:
                 self._arrived.wait()
             return self._pop()
@@ -103,13 +105,14 @@ class Pipe:
     async def next_async(self) -> Piece | None:
         """Wait for the next piece as `next`, without blocking the event loop."""
         while True:
-            with self._arrived:
+            with self._lock:
                 if self._items or self._ended:
                     return self._pop()
-                event = asyncio.Event()
-                self._waker = asyncio.get_running_loop(), event
+                loop = asyncio.get_running_loop()
+                woken = loop.create_future()
+                self._waker = loop, woken
             try:
-                await event.wait()
+                await woken
             except asyncio.CancelledError:
                 self.cancel()  # the task that reads is gone
                 raise
@@ -125,7 +128,7 @@ class Pipe:
 
     def cancel(self) -> None:
         """End here. The engine frees the slot with its next step."""
-        with self._arrived:
+        with self._lock:
             if self._ended:
                 return
             self._ended = True
@@ -194,17 +197,18 @@ def _is_last(item: Piece | BaseException) -> bool:
 
 def wake(wakers: list[Waker]) -> None:
     """Wake tasks, with one call into each event loop."""
-    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for loop, event in wakers:
-        loops.setdefault(loop, []).append(event)
-    for loop, events in loops.items():
+    loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for loop, future in wakers:
+        loops.setdefault(loop, []).append(future)
+    for loop, futures in loops.items():
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
-            loop.call_soon_threadsafe(_set_all, events)
+            loop.call_soon_threadsafe(_set_all, futures)
 
 
-def _set_all(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+def _set_all(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():  # the task that waited was cancelled
+            future.set_result(None)
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -42,6 +42,10 @@ _TOKENS_PER_PIECE = 4
 many tokens for each piece."""
 PREFILL_TOKENS = 64
 """How many positions of prompts a step computes while other slots decode, if nothing else is said."""
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(slots=True, eq=False)
@@ -177,19 +181,23 @@ class Batch:
         with self._lock:
             return self._begin([request], self._limit).slots[0]
 
-    def step(self) -> list[Token]:
+    def step(self, meanwhile: Callable[[], object] = _nothing) -> list[Token]:
         """Return the next tokens of live slots: at least one each, in order; empty if no slot is live.
 
         The step after an insertion returns the tokens of that insertion and decodes nothing. While prompts
         are computed in chunks (`begin`), a step computes some of them first, and returns the first tokens of
         those that it finished, or else decodes.
 
+        Args:
+            meanwhile: called once while the device decodes; not called by a step that decodes nothing. It
+                must not use this batch.
+
         Raises:
             RejectError: the bundle is damaged. The last token of a request comes after all files of the
                 target were verified.
             StoreError: the disk does not give the bundle's bytes.
         """
-        tokens = self._next()
+        tokens = self._next(meanwhile)
         verification = self._decoder.programs.verification
         if any(token.finish_reason is not None for token in tokens):
             verification.finish()
@@ -198,7 +206,7 @@ class Batch:
             self._decoder.programs.answer()
         return tokens
 
-    def _next(self) -> list[Token]:
+    def _next(self, meanwhile: Callable[[], object]) -> list[Token]:
         with self._lock:
             if self._insertions and not self._pending and not self._decodes_next:
                 self._decodes_next = any(self._rows)
@@ -213,7 +221,7 @@ class Batch:
             vocab = self._decoder.decoder.vocab_size
             masks = {s: mask for s, row in live.items() if (mask := row.mask(vocab)) is not None}
             with self._closed_on_error():
-                return self._step(live, masks)
+                return self._step(live, masks, meanwhile)
 
     def evict(self, slot: int) -> None:
         """Free a slot, whatever it is doing. A free slot stays free.
@@ -482,14 +490,16 @@ class Batch:
 
     # ------------------------------------------------------------------ decoding
 
-    def _step(self, live: Mapping[int, Row], masks: Masks) -> list[Token]:
+    def _step(
+        self, live: Mapping[int, Row], masks: Masks, meanwhile: Callable[[], object]
+    ) -> list[Token]:
         started = time.perf_counter()
         assert self._cache is not None
         longest = max(len(row.token_ids) for row in live.values())
         if longest > self._cache.context:
             whole(self._grow(self._decoder.context_for(longest)))
         self._prepare_growth(longest, live)
-        call = self._decoding.run(self._cache, self._rows, masks)
+        call = self._decoding.run(self._cache, self._rows, masks, meanwhile)
         seconds = time.perf_counter() - started
         return [
             token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -76,6 +76,7 @@ class Decoding:
         self._sampling: dict[str, DeviceArray] | None = None
         self._place: dict[str, DeviceArray] | None = None
         self._history: DeviceArray = None
+        self._steps_of: dict[int, DeviceArray] = {}
 
     def reset(self) -> None:
         """Drop what depends on which rows are live. Call it when a row comes or goes."""
@@ -85,13 +86,20 @@ class Decoding:
         """Drop the token counts, so that the next call makes them from the rows' texts."""
         self._history = None
 
-    def run(self, cache: KVCache, rows: Sequence[Row | None], masks: Masks) -> Call:
+    def run(
+        self,
+        cache: KVCache,
+        rows: Sequence[Row | None],
+        masks: Masks,
+        meanwhile: Callable[[], object],
+    ) -> Call:
         """Compute the next tokens of all live rows.
 
         Args:
             cache: with room for at least one more token in each row.
             rows: the row of each slot; None: the slot is free.
             masks: of the rows whose token mask forbids something.
+            meanwhile: called once while the device computes.
         """
         live = {slot: row for slot, row in enumerate(rows) if row is not None}
         drafts = {
@@ -100,13 +108,17 @@ class Decoding:
         started = time.perf_counter()
         inputs = self._arguments(rows, masks)
         if drafts:
-            return self._verify(cache, live, drafts, inputs)
-        call = self._decode(cache, live, inputs)
+            return self._verify(cache, live, drafts, inputs, meanwhile)
+        call = self._decode(cache, live, inputs, meanwhile)
         self._step_seconds = (time.perf_counter() - started) / call.width
         return call
 
     def _decode(
-        self, cache: KVCache, live: Mapping[int, Row], inputs: dict[str, DeviceArray]
+        self,
+        cache: KVCache,
+        live: Mapping[int, Row],
+        inputs: dict[str, DeviceArray],
+        meanwhile: Callable[[], object],
     ) -> Call:
         program = self._decoder.decode_for(cache.batch, cache.context)
         steps = self._steps(program, cache, live)
@@ -117,8 +129,11 @@ class Decoding:
                 token[slot], position[slot] = row.token_ids[-1], len(row.token_ids) - 1
                 alive[slot] = 1
             self._place = {"token": put(token), "position": put(position), "live": put(alive)}
-        inputs |= {**self._place, "steps": put(np.array(steps, np.int32))}
+        if (placed := self._steps_of.get(steps)) is None:
+            placed = self._steps_of[steps] = put(np.array(steps, np.int32))
+        inputs |= {**self._place, "steps": placed}
         results = cache.run(program, inputs)
+        meanwhile()
         self._history = results.get("history", self._history)
         self._place |= {name: results[name] for name in ("token", "position")}
         # Programs of formats 1 and 2 take one step and return its tokens alone.
@@ -142,6 +157,7 @@ class Decoding:
         live: Mapping[int, Row],
         drafts: Mapping[int, list[int]],
         inputs: dict[str, DeviceArray],
+        meanwhile: Callable[[], object],
     ) -> Call:
         program = self._decoder.verify_for(cache.batch, cache.context)
         assert program is not None
@@ -155,6 +171,7 @@ class Decoding:
             start[slot], length[slot] = len(row.token_ids) - 1, len(given)
         inputs |= {"tokens": put(tokens), "start": put(start), "length": put(length)}
         results = cache.run(program, inputs)
+        meanwhile()
         self._history, self._place = results["history"], None
         accepted = to_numpy(results["accepted"])
         return Call(

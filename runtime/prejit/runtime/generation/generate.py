@@ -131,6 +131,11 @@ class Generation:
         """The number of tokens so far."""
         return sum(piece.token_id is not None for piece in self._pieces)
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether a stop string may end the text."""
+        return self._stops.is_needed
+
     def take(self, token: Token) -> Piece:
         """Return the piece of text that a token completes. The last piece has a finish_reason."""
         text, reason = "", token.finish_reason

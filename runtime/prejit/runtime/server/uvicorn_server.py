@@ -53,7 +53,8 @@ def run(
         loading.when_failed(lambda: loop.call_soon_threadsafe(server.stop))
         await server.serve([listening])
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(main())
 
 
 def configure(models: Models, settings: Settings) -> uvicorn.Config:
@@ -67,6 +68,8 @@ def configure(models: Models, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(models, settings),
         http=Connection,
+        # Beside a model that decodes, asyncio's own loop takes a quarter more CPU time for a token.
+        loop="uvloop",
         ws="none",
         lifespan="off",
         log_config=None,
@@ -94,6 +97,7 @@ class _Server(uvicorn.Server):
         self._models = models
         self._settings = settings
         self._ending: asyncio.Task[None] | None = None
+        self._exits = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -108,9 +112,19 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._when_answering()
 
+    async def main_loop(self) -> None:
+        """Set the date of responses each second, until the server ends.
+
+        uvicorn's own loop looks ten times a second whether it is to end.
+        """
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exits.wait(), 1)
+
     def stop(self) -> None:
         """End soon, without waiting for requests."""
         self.should_exit = True
+        self._exits.set()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._ending is not None:

@@ -35,6 +35,11 @@ class StopStrings:
         self._matched = [0] * len(self._stops)
         self._held = ""
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to search for."""
+        return bool(self._stops)
+
     def push(self, piece: str) -> str:
         """Add the next piece of text.
 

@@ -22,6 +22,7 @@ from prejit.runtime import Bundle, load
 from prejit.runtime.engine.engine import Engine
 from prejit.runtime.engine.loop import Loop
 from prejit.runtime.engine.memory import plan_caches
+from prejit.runtime.engine.stream import Pipe
 from prejit.runtime.errors import (
     ClosedError,
     ContextError,
@@ -30,7 +31,9 @@ from prejit.runtime.errors import (
     RejectError,
     UsageError,
 )
+from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
+from prejit.runtime.generation.kv_cache import KVCache
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
 MIB = 1 << 20
@@ -257,9 +260,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
     original = Batch.step
 
-    def step(self: Batch) -> Any:
+    def step(self: Batch, *arguments: Any) -> Any:
         time.sleep(0.02)
-        return original(self)
+        return original(self, *arguments)
 
     monkeypatch.setattr(Batch, "step", step)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
@@ -396,7 +399,7 @@ def test_a_damaged_bundle_ends_what_runs_and_the_engine_goes_on(
 ) -> None:
     original = Batch.step
 
-    def fail(self: Batch) -> Any:
+    def fail(self: Batch, *_: Any) -> Any:
         monkeypatch.setattr(Batch, "step", original)
         raise RejectError("a file", "it was cut")
 
@@ -405,6 +408,55 @@ def test_a_damaged_bundle_ends_what_runs_and_the_engine_goes_on(
         engine.generate([1], max_new_tokens=3)
     same(engine.generate(prompt_of(2), **options_of(2)), alone[2])
     assert engine.metrics().finished["error"] == 1
+
+
+def test_a_step_that_fails_loses_no_token_of_the_steps_before(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
+    original = Batch.step
+    steps = []
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        if len(steps) == 3:
+            monkeypatch.setattr(Batch, "step", original)
+            raise RejectError("a file", "it was cut")
+        steps.append(original(self, *arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(Batch, "step", step)
+    pieces = []
+
+    def read() -> None:
+        for piece in engine.stream([1], max_new_tokens=9, stop_token_ids=()):
+            pieces.append(piece.token_id)
+
+    with pytest.raises(RejectError, match="it was cut"):
+        read()
+    assert pieces == [tokens[0].token_id for tokens in steps]
+
+
+def test_the_device_does_not_wait_until_tokens_are_handed_out(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)  # one token a step
+    events: list[str] = []
+
+    def note(target: Any, name: str, event: str) -> None:
+        original = getattr(target, name)
+
+        def noted(*arguments: Any) -> Any:
+            events.append(event)
+            return original(*arguments)
+
+        monkeypatch.setattr(target, name, noted)
+
+    note(KVCache, "run", "computing")
+    note(decode, "to_numpy", "waiting")
+    note(Pipe, "take", "handed out")
+    list(engine.stream([1], max_new_tokens=5, stop_token_ids=()))
+    # The last token is handed out at once: no other step may come.
+    assert events[-10:] == [*(["computing", "handed out", "waiting"] * 3), "handed out"]
 
 
 def test_no_memory_for_a_slot_ends_that_request(
