@@ -1,8 +1,8 @@
 """Clients that send requests one after another, to a server or to an engine in this process.
 
-    peers/serving_child.py http     PORT      VOCABULARY TOKENS CLIENTS...    any server with /v1/completions
+    peers/serving_child.py http     PORT:PID  VOCABULARY TOKENS CLIENTS...    a server of /v1/completions
     peers/serving_child.py engine   BUNDLE    VOCABULARY TOKENS CLIENTS...    prejit's engine, in process
-    peers/serving_child.py openvino DIRECTORY VOCABULARY TOKENS CLIENTS...    OpenVINO GenAI's continuous batching
+    peers/serving_child.py openvino DIRECTORY VOCABULARY TOKENS CLIENTS...    OpenVINO GenAI
 
 For each number of clients it prints a line of JSON: tokens a second, times to first tokens, times between
 tokens, and the process's memory. Clients are threads. In process, one more thread drives the model, and
@@ -128,7 +128,7 @@ class Http:
 
 
 GREEDY = {"temperature": 0, "top_k": 1, "cache_prompt": False}
-"""Options of requests. The last two are those of llama.cpp's server; prejit's ignores what it does not know."""
+"""Options of requests: greedy for both servers. The last one is llama.cpp's; prejit's server ignores it."""
 
 
 def counted(found: list[tuple[float, bytes]], tokens: int) -> Tokens:
@@ -152,6 +152,13 @@ def counted(found: list[tuple[float, bytes]], tokens: int) -> Tokens:
     if usage != tokens:
         raise SystemExit(f"expected {tokens} tokens, found {usage}")
     yield found[-1][0], usage - seen
+
+
+def http_client(target: str, slots: int) -> tuple[Callable[[], Ask], Callable[[], None]]:
+    """Return how to make a client of a server at PORT:PID, and a function that closes nothing."""
+    del slots  # the server has them
+    port = int(target.partition(":")[0])
+    return lambda: Http(port), lambda: None
 
 
 def engine_client(bundle_path: str, slots: int) -> tuple[Callable[[], Ask], Callable[[], None]]:
@@ -237,13 +244,13 @@ def openvino_client(path: str, slots: int) -> tuple[Callable[[], Ask], Callable[
     return lambda: ask, close
 
 
-def memory_bytes(process: int | str) -> int:
+def memory_bytes(process: str) -> int:
     """Return the largest resident memory that a process has had, pages of mapped files included."""
     with open(f"/proc/{process}/status", encoding="ascii") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
 
 
-def cpu_seconds(process: int | str) -> float:
+def cpu_seconds(process: str) -> float:
     """Return the CPU time that all threads of a process have taken."""
     with open(f"/proc/{process}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
@@ -253,14 +260,9 @@ def cpu_seconds(process: int | str) -> float:
 def main(way: str, target: str, *sizes: str) -> None:
     """Ask with each number of clients, and print what they found."""
     vocabulary, tokens, *counts = map(int, sizes)
-    close: Callable[[], None] = lambda: None
-    process: int | str = "self"
-    if way == "http":
-        port, _, process = target.partition(":")
-        connect: Callable[[], Ask] = lambda: Http(int(port))
-    else:
-        made = {"engine": engine_client, "openvino": openvino_client}[way]
-        connect, close = made(target, max(counts))
+    make = {"http": http_client, "engine": engine_client, "openvino": openvino_client}[way]
+    connect, close = make(target, max(counts))
+    process = target.rpartition(":")[2] if way == "http" else "self"
     for clients in counts:
         before = cpu_seconds(process)
         found = ask_all(clients, vocabulary, tokens, connect)

@@ -234,7 +234,7 @@ def llama_options(prepared: Prepared) -> list[str]:
     given = ["--model", prepared.gguf, "--parallel", str(slots), "--ctx-size", str(slots * 256)]
     given += ["--threads", threads, "--threads-batch", threads]
     given += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-ram", "0"]
-    given += ["--no-webui", "--no-context-shift"]
+    given += ["--no-ui"]
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     # Its product for CPUs with AMX crashes on q8_0; see llama_cpp_child.py.
     return [*given, "--no-repack"] if " amx_int8" in flags else given
@@ -343,9 +343,10 @@ def page(facts: dict[str, Any], systems: Sequence[str]) -> str:
             tables.append(Table(f"{title}: {' / '.join(there)}", heads, rows))
     tokens = ", ".join(f"{count} of {TITLES[name]}" for name, count in facts["tokens"].items())
     head = (
-        f"# Beside the servers of peers\n\n{facts['date']}, medians of {facts['runs']} rounds of fresh processes. "
-        f"`python -m benchmarks.studies.serving_peers` repeats it. Prompts of {workload.PROMPT_TOKENS} tokens; "
-        f"new tokens of each request: {tokens}. The better figure of a pair is bold.\n\n"
+        f"# Beside the servers of peers\n\n{facts['date']}, medians of {facts['runs']} rounds "
+        "of fresh processes. `python -m benchmarks.studies.serving_peers` repeats it. Prompts of "
+        f"{workload.PROMPT_TOKENS} tokens; new tokens of each request: {tokens}. The better figure of a "
+        "pair is bold.\n\n"
     )
     return head + "\n".join(each.markdown() for each in tables)
 
