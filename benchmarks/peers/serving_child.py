@@ -99,11 +99,14 @@ def quantile(values: list[float], percent: int) -> float:
 
 
 class Http:
-    """A client with one connection, which reads bytes and parses them when nothing is timed."""
+    """A client that reads bytes, and parses them when nothing is timed.
+
+    Each request has a connection of its own: llama.cpp's server closes that of a stream.
+    """
 
     def __init__(self, port: int) -> None:
-        """Connect to a port of this machine."""
-        self._connection = http.client.HTTPConnection("127.0.0.1", port)
+        """Remember a port of this machine."""
+        self._port = port
 
     def __call__(self, prompt: list[int], tokens: int) -> Callable[[], Tokens]:
         """Stream a completion."""
@@ -115,15 +118,17 @@ class Http:
             "stream_options": {"include_usage": True},
             **GREEDY,
         }
-        self._connection.request(
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection.request(
             "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
         )
-        response = self._connection.getresponse()
+        response = connection.getresponse()
         if response.status != 200:
             raise SystemExit(f"{response.status}: {response.read()!r}")
         found = []
         while data := response.read1():
             found.append((time.perf_counter(), data))
+        connection.close()
         return lambda: counted(found, tokens)
 
 
