@@ -26,6 +26,8 @@ _ENTERING = 2
 """How many prompts are computed in turns, each in a cache of its own; the others wait in the queue."""
 _SHRINK_SECONDS = 1.0
 """How long fewer requests must run before they move to a smaller batch. Moving costs about one step."""
+_PAUSE_SECONDS = 0.05
+"""After so long without a request, what the slots hold is copied to the prefixes, as nobody waits then."""
 _NEW_TOKEN_COST = 2.0
 """For fair shares, one new token counts as this many tokens of a prompt (Sheng et al., OSDI 2024)."""
 
@@ -190,15 +192,22 @@ class Loop:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        kept = True  # whether the prefixes have what the slots hold
         while True:
             with self._changed:
                 if self._is_idle():
                     self._changed.notify_all()  # drain waits for it
-                self._changed.wait_for(lambda: self._stops or not self._is_idle())
+                pause = None if kept else _PAUSE_SECONDS
+                self._changed.wait_for(lambda: self._stops or not self._is_idle(), pause)
                 if self._stops:
                     break
+                kept = self._is_idle()
             try:
-                self._round()
+                if kept:
+                    self._batch.keep()
+                    self._observe()
+                else:
+                    self._round()
             except Exception as error:  # a damaged bundle, no memory: all that run are lost
                 self._batch.close()
                 for slot in list(self._running):
@@ -225,6 +234,9 @@ class Loop:
         live = len({token.slot for token in tokens})
         self._recorder.step(live, self._batch.slots if live else 0, now - started)
         self._deliver(tokens, now)
+        self._observe()
+
+    def _observe(self) -> None:
         self.state = CacheState(*self._batch.occupied(), self._prefixes.size_bytes)
 
     def _end_late(self) -> None:

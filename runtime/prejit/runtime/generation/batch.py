@@ -264,6 +264,8 @@ class Batch:
             kept = list(range(self.slots)) if batch >= self.slots else sorted((live + idle)[:batch])
             moved = {old: new for new, old in enumerate(kept)}
             with self._closed_on_error():
+                if not live:
+                    self.keep()
                 self._cache = self._moved(batch, moved) if live else None
             held = self._held if self._cache is not None else [[] for _ in self._held]
             new_rows: list[Row | None] = [None] * batch
@@ -280,6 +282,13 @@ class Batch:
         moved = KVCache(self._decoder, batch, old.context)
         moved.copy_rows(old, {new: slot for slot, new in rows.items()})
         return moved
+
+    def keep(self) -> None:
+        """Keep what free slots have cached among the prefixes too, for prompts that enter other slots."""
+        with self._lock:
+            if self._prefixes is not None and self._cache is not None:
+                for slot, held in enumerate(self._held):
+                    self._prefixes.keep_row(held, self._cache, slot)
 
     def close(self) -> None:
         """Free all slots and the memory of the cache. The batch can be used again."""
@@ -320,6 +329,9 @@ class Batch:
         with self._closed_on_error():
             self._reserve(rows)
         slots = choose_slots(self._decoder, rows, self._free_slots(), dict(enumerate(self._held)))
+        with self._closed_on_error():
+            for request, slot in zip(requests, slots, strict=True):
+                self._share(request.prompt, slot)
         held = {slot: self._held[slot] for slot in slots}
         for slot in slots:
             self._held[slot] = []
@@ -328,6 +340,20 @@ class Batch:
         insertion = _Insertion(slots, work, time.perf_counter() - started)
         self._insertions.append(insertion)
         return insertion
+
+    def _share(self, prompt: Sequence[int], slot: int) -> None:
+        """Keep the beginning that a prompt has in common with a row, so that other slots can have it too."""
+        if self._prefixes is None:
+            return
+        texts = [
+            self._held[at] if row is None else row.token_ids[: row.cached]
+            for at, row in enumerate(self._rows)
+        ]
+        common = [self._decoder.reusable(text, prompt) for text in texts]
+        nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
+        # A text that continues in its own slot needs no copy.
+        if nearest != slot or common[slot] < len(texts[slot]):
+            self._prefixes.keep_row(texts[nearest][: common[nearest]], self._current(), nearest)
 
     def _current(self) -> KVCache:
         assert self._cache is not None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
-from prejit.runtime.generation.kv_cache import Prefix
+from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
 
 _FEWEST_TOKENS = 16
 """Prompts with fewer tokens than this are computed again: copying them would not save much."""
@@ -72,18 +72,47 @@ class PrefixCache:
     def keep(self, prefix: Prefix) -> None:
         """Keep a prefix, unless it is short, larger than all may be, or the beginning of a kept one."""
         tokens = prefix.token_ids
-        # What an encoder-decoder holds belongs to one source.
-        if len(tokens) < _FEWEST_TOKENS or self._decoder.source is not None:
+        if not self._saves(tokens):
             return
         if self._decoder.is_rewindable:
-            kept = self._prefixes
-            if any(one.prefix.token_ids[: len(tokens)] == tokens for one in kept):
-                return
             self._prefixes = [
-                one for one in kept if tokens[: len(one.tokens)] != one.prefix.token_ids
+                one for one in self._prefixes if tokens[: len(one.tokens)] != one.prefix.token_ids
             ]
         self._prefixes.append(_Kept(prefix, np.asarray(tokens, np.int32)))
         self.trim()
+
+    def keep_row(self, token_ids: Sequence[int], cache: KVCache, row: int) -> None:
+        """Keep a copy of a row of a cache, unless `keep` would not, or no program for the copy is ready.
+
+        Args:
+            token_ids: the tokens of the row to keep, from its beginning.
+            cache: the cache; it does not change.
+            row: its row.
+        """
+        decoder, smallest = self._decoder, (self._decoder.batches[0], cache.context)
+        if (
+            not self._saves(token_ids)
+            or cache_bytes(decoder, *smallest) > self._most_bytes
+            or not decoder.can_copy((cache.batch, cache.context), smallest)
+        ):
+            return
+        name = decoder.copy_for(cache.batch, cache.context, *smallest).name
+        if not decoder.programs.ready(name):
+            decoder.programs.prepare_later(name)
+            return
+        alone = KVCache(decoder, *smallest)
+        alone.copy_rows(cache, {0: row})
+        self.keep(Prefix(token_ids, alone))
+
+    def _saves(self, token_ids: Sequence[int]) -> bool:
+        """Return whether a prefix of these tokens would save something that the kept ones do not."""
+        # What an encoder-decoder holds belongs to one source.
+        if len(token_ids) < _FEWEST_TOKENS or self._decoder.source is not None:
+            return False
+        tokens, length = tuple(token_ids), len(token_ids)
+        if not self._decoder.is_rewindable:
+            return all(one.prefix.token_ids != tokens for one in self._prefixes)
+        return all(one.prefix.token_ids[:length] != tokens for one in self._prefixes)
 
     def trim(self) -> None:
         """Drop prefixes until the rest takes no more than it may: prefixes grow when they serve."""

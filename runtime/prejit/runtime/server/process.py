@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from prejit.runtime.server.spans import Telemetry
 
 _MAX_FILES = 65_536
+_M_ARENA_MAX = -8
+_ARENAS = 2
+"""How many arenas of glibc serve all threads, as MALLOC_ARENA_MAX says it. The default is 8 for each core:
+what one thread frees then does not serve the others, and after minutes of mixed requests half of the heap was
+free."""
 
 
 def serve(
@@ -52,6 +58,7 @@ def serve(
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, _end_early)
     gc.disable()  # imports and loads make many objects and no garbage
+    use_few_arenas()
     _allow_many_connections()
     with _bind(*address) as listening:
         models = Models()
@@ -120,6 +127,17 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(listening: socket.socket, host: str) -> str:
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listening.getsockname()[1]}"
+
+
+def use_few_arenas() -> None:
+    """Let the threads that begin from now on share two arenas of glibc (mallopt(3)).
+
+    A number in the environment is left as it is.
+    """
+    chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None and not chosen:
+        mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _allow_many_connections() -> None:

@@ -162,6 +162,7 @@ def test_requests_that_come_and_go_move_between_batches(
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bundle) -> None:
+    bundle.prepare()  # a prompt does not wait for a program that copies it
     engine = bundle.engine(slots=4, prefix_memory=4 * MIB)
     common = LONG[:30]
     busy = [engine.stream([number], max_new_tokens=60, stop_token_ids=()) for number in range(2)]
@@ -178,6 +179,42 @@ def test_a_prompt_that_begins_like_an_earlier_one_computes_the_rest(bundle: Bund
     metrics = engine.metrics()
     assert metrics.cached_prompt_tokens == 60
     assert 0 < metrics.prefix_bytes <= 4 * MIB
+    engine.close()
+
+
+def test_two_conversations_in_turns_compute_only_what_is_new(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the slot of the other one, in a batch of one row whose prompts are computed in place."""
+    pauses = threading.Semaphore(0)
+    original = Batch.keep
+    monkeypatch.setattr(Batch, "keep", lambda self: (original(self), pauses.release()))
+    bundle.prepare()
+    engine = bundle.engine(slots=1, prefix_memory=4 * MIB)
+    few: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+    texts = [LONG[:20], LONG[10:30]]
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            found = engine.generate(text, **few)
+            assert found.token_ids == bundle.generate(text, **few).token_ids
+            if turn:
+                assert found.stats.reused_tokens == len(text) - 3  # all but what came since
+            assert pauses.acquire(timeout=60)
+            texts[number] = [*text, *found.token_ids, 3, 4]
+    engine.close()
+
+
+def test_a_prompt_begins_with_that_of_a_request_that_runs(bundle: Bundle) -> None:
+    bundle.prepare()
+    engine = bundle.engine(slots=2, prefix_memory=4 * MIB)
+    running = engine.stream([*LONG[:30], 1], max_new_tokens=40, stop_token_ids=())
+    next(running)
+    for number in (2, 3):  # the other slot, then that slot again
+        found = engine.generate([*LONG[:30], number], max_new_tokens=4, stop_token_ids=())
+        assert found.stats.reused_tokens == 30
+        expected = bundle.generate([*LONG[:30], number], max_new_tokens=4, stop_token_ids=())
+        assert found.token_ids == expected.token_ids
+    running.close()
     engine.close()
 
 

@@ -914,6 +914,22 @@ def test_slots_move_to_another_batch_and_back(
     assert len(ids(found)) == min(16, context - len(prompt) + 1)
 
 
+def test_what_idle_slots_held_is_found_after_they_moved(bundle: Bundle) -> None:
+    """Nobody runs, so the cache is not copied but dropped: three rows computed in place, then one."""
+    bundle.prepare()
+    kept = PrefixCache(bundle.decoder, 1 << 20)
+    batch = Batch(bundle.decoder, 3, prefixes=kept)
+    prompts = [TEXT[:20], TEXT[20:40]]
+    batch.insert(*(request(prompt, 3) for prompt in prompts))
+    finish(batch)
+    batch.resize(1)
+    for prompt in prompts:
+        [slot] = batch.insert(request([*prompt, 1], 3))
+        found = finish(batch)[slot]
+        assert found[-1].usage.reused_tokens == 20
+        assert tuple(ids(found)) == greedy(bundle, [*prompt, 1], 3).token_ids
+
+
 def test_slots_do_not_move_while_more_are_live_or_prompts_are_computed(bundle: Bundle) -> None:
     batch = bundle.batch(3)
     batch.insert(request([1], 9), request([2], 9))
@@ -933,6 +949,7 @@ _ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 3)),
         st.tuples(st.just("evict"), st.integers(0, 2)),
         st.tuples(st.just("resize"), st.sampled_from([1, 3])),
+        st.tuples(st.just("keep"), st.just(0)),
     ),
     min_size=4,
     max_size=25,
@@ -971,6 +988,8 @@ def test_texts_do_not_depend_on_what_happens_beside_them(
             moved = batch.resize(number) if fits else {}
             if moved:
                 running = {moved[slot]: one for slot, one in running.items()}
+        elif name == "keep":
+            batch.keep()
         elif name == "step":
             for _ in range(number):
                 step()
