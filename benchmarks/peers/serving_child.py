@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from benchmarks.harness import workload
 
-REQUESTS = 3
+REQUESTS = 2
 """Requests of each client that count. One more comes before them."""
 FIRST_WORD = 256
 """The tokens below are single bytes in prejit's tokenizer: alone they are no text, and give no event."""

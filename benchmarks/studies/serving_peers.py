@@ -283,6 +283,8 @@ def main() -> None:
         return
     facts = begin(given.rounds)
     facts["versions"] |= peer_versions(bench, systems)
+    facts["counts"] = counts
+    facts["tokens"] = {name: ready.tokens for name, ready in prepared.items()}
     found: dict[str, list[Cells]] = {}
     for number in range(given.rounds):
         for name, ready in prepared.items():
@@ -291,13 +293,9 @@ def main() -> None:
             for system in (*systems[place:], *systems[:place]):
                 progress(f"round {number + 1} of {given.rounds}: {name}, {system}")
                 found.setdefault(f"{name} {system}", []).append(SYSTEMS[system](ready))
-    facts |= {
-        "found": found,
-        "counts": counts,
-        "tokens": {name: ready.tokens for name, ready in prepared.items()},
-        "load_after": os.getloadavg()[0],
-    }
-    save(RESULTS, given.name, facts, page(facts, systems))
+        # Written after every round, so that a measurement that is cut short is not lost.
+        more = {"runs": number + 1, "found": found, "load_after": os.getloadavg()[0]}
+        save(RESULTS, given.name, {**facts, **more}, page({**facts, **more}, systems))
 
 
 def peer_versions(bench: Bench, systems: Sequence[str]) -> dict[str, str]:
@@ -343,8 +341,8 @@ def page(facts: dict[str, Any], systems: Sequence[str]) -> str:
             tables.append(Table(f"{title}: {' / '.join(there)}", heads, rows))
     tokens = ", ".join(f"{count} of {TITLES[name]}" for name, count in facts["tokens"].items())
     head = (
-        f"# Beside the servers of peers\n\n{facts['date']}, medians of {facts['runs']} rounds "
-        "of fresh processes. `python -m benchmarks.studies.serving_peers` repeats it. Prompts of "
+        f"# Beside the servers of peers\n\n{facts['date']}, {facts['runs']} rounds "
+        "of fresh processes, medians. `python -m benchmarks.studies.serving_peers` repeats it. Prompts of "
         f"{workload.PROMPT_TOKENS} tokens; new tokens of each request: {tokens}. The better figure of a "
         "pair is bold.\n\n"
     )
