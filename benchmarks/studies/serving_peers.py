@@ -13,7 +13,8 @@ another. The first of each is not counted; then all begin together.
   own. Clients are threads; one more drives the model.
 
 Each round starts a fresh process of each system and model, in turns, which stays for all numbers of clients.
-int8 is each one's own: prejit's, llama.cpp's q8_0, and the int8 weights that optimum-intel writes.
+int8 is each one's own: prejit's, llama.cpp's q8_0, and the 8-bit weights that optimum-intel writes (a scale and a zero
+point for each channel).
 Memory is the largest resident set of the process since its start, with the pages of mapped files.
 """
 
