@@ -10,15 +10,34 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 from benchmarks.harness.measure import clock, progress
 
 TORCH = os.environ.get("PREJIT_BENCH_TORCH", "torch")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that no package installs, compiled from the sources that a package carries.
+
+    Attributes:
+        name: name of the program and of its CMake target.
+        package: package on PyPI.
+        folder: folder of the sources in the package's source archive.
+        options: options of CMake.
+    """
+
+    name: str
+    package: str
+    folder: str
+    options: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -30,12 +49,14 @@ class Environment:
         minutes: approximate time to make it on two cores.
         variables: environment variables while pip runs.
         unwanted: packages that pip brings along and that must go.
+        program: program that is compiled into its bin directory; None: there is none.
     """
 
     packages: tuple[str, ...]
     minutes: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
     unwanted: tuple[str, ...] = ()
+    program: Program | None = None
 
 
 _OWN = ("jax", "jaxlib", "numpy", "zstandard", "tokenizers", "jinja2", "safetensors")
@@ -46,6 +67,21 @@ ENVIRONMENTS = {
     # Compiled for this machine, as its authors advise; gguf writes the model files.
     "llama.cpp": Environment(
         ("llama-cpp-python", "gguf", "numpy"), 15, {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+    ),
+    # Compiled for this machine, too. Its web page and its TLS would need the network and OpenSSL.
+    "llama-server": Environment(
+        ("gguf", "numpy", "cmake", "ninja"),
+        20,
+        program=Program(
+            "llama-server",
+            "llama-cpp-python",
+            "vendor/llama.cpp",
+            (
+                *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON"),
+                *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
+                *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF"),
+            ),
+        ),
     ),
     "ctranslate2": Environment(("ctranslate2", "numpy")),
     "onnxruntime": Environment(("onnxruntime", "numpy")),
@@ -78,6 +114,8 @@ def interpreter(directory: Path, name: str) -> str:
     root = directory / "envs" / name
     python, ready = root / "bin" / "python", root / ".ready"
     made_from = "\n".join(wanted.packages)
+    if wanted.program:
+        made_from += f"\n{wanted.program}"
     if ready.is_file() and ready.read_text() == made_from:
         return str(python)
     progress(f"environment {name}: {', '.join(wanted.packages)} (about {wanted.minutes} min)")
@@ -92,17 +130,49 @@ def interpreter(directory: Path, name: str) -> str:
     ]
     with open(root.with_suffix(".log"), "w+") as log:
         for command in commands:
-            code = subprocess.run(
-                command, stdout=log, stderr=log, env={**os.environ, **wanted.variables}, check=False
-            ).returncode
-            if code:
-                log.seek(0)
-                said = log.read().splitlines() or [f"exit status {code}"]
-                errors = [line for line in said if line.startswith("ERROR")]
-                raise EnvironmentFailedError(f"environment {name}: {(errors or said)[-1]}")
+            _run(name, command, log, wanted.variables)
+        if wanted.program:
+            _compile(name, root, wanted.program, log)
     ready.write_text(made_from)
     progress(f"environment {name}: {clock(time.perf_counter() - started)}")
     return str(python)
+
+
+def _run(name: str, command: tuple[str, ...], log: IO[str], more: Mapping[str, str]) -> None:
+    """Run a command that makes an environment; its output goes to the log."""
+    code = subprocess.run(
+        command, stdout=log, stderr=log, env={**os.environ, **more}, check=False
+    ).returncode
+    if code:
+        log.seek(0)
+        said = log.read().splitlines() or [f"exit status {code}"]
+        errors = [line for line in said if line.startswith("ERROR")]
+        raise EnvironmentFailedError(f"environment {name}: {(errors or said)[-1]}")
+
+
+def _compile(name: str, root: Path, program: Program, log: IO[str]) -> None:
+    """Compile a program into the bin directory of an environment, and keep the archive of its sources."""
+    python = str(root / "bin" / "python")
+    cmake, ninja = (str(root / "bin" / tool) for tool in ("cmake", "ninja"))
+    pip = (python, "-m", "pip", "download", "--no-deps", "--no-binary", program.package)
+    _run(name, (*pip, "--dest", str(root), program.package), log, {})
+    (archive,) = root.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        shutil.unpack_archive(archive, directory, filter="data")
+        (source,) = Path(directory).glob(f"*/{program.folder}")
+        build = str(Path(directory, "build"))
+        tools = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}")
+        _run(name, (cmake, "-S", str(source), "-B", build, *tools, *program.options), log, {})
+        _run(name, (cmake, "--build", build, "--target", program.name), log, {})
+        shutil.copy2(Path(build, "bin", program.name), root / "bin")
+
+
+def source_version(directory: Path, name: str) -> dict[str, str]:
+    """Return the version of the package whose sources an environment's program was compiled from."""
+    program = ENVIRONMENTS[name].program
+    assert program, name
+    (archive,) = (directory / "envs" / name).glob("*.tar.gz")
+    return {program.package: archive.name.removesuffix(".tar.gz").rpartition("-")[2]}
 
 
 def package_versions(python: str, packages: tuple[str, ...]) -> dict[str, str]:

@@ -122,13 +122,26 @@ def jax_bfloat16(bench: Bench, work: Work) -> tuple[Command, Mapping[str, str]]:
 def llama_cpp(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:
     """Return the process of llama.cpp's Python binding."""
     python = environments.interpreter(bench.directory, "llama.cpp")
-    model = bench.model(work.model)
-    path = bench.directory / f"{work.model}-{kind}.gguf"
+    path = gguf_file(bench, work.model, kind, python)
+    return child(python, "peers/llama_cpp_child.py", work, path), {}
+
+
+def gguf_file(bench: Bench, model: str, kind: str, python: str) -> str:
+    """Return the path of a model as a GGUF file; write it if it is missing.
+
+    Args:
+        bench: directory of the benchmark.
+        model: name of the model.
+        kind: kind of its weights in gguf_file.py.
+        python: an interpreter with the package gguf.
+    """
+    source = bench.model(model)
+    path = bench.directory / f"{model}-{kind}.gguf"
     if not path.is_file():
         progress(f"writing {path.name}")
         converter = str(BENCHMARKS / "peers/convert/gguf_file.py")
-        run_once(Row(path.name, (python, converter, str(model), str(path), kind)))
-    return child(python, "peers/llama_cpp_child.py", work, str(path)), {}
+        run_once(Row(path.name, (python, converter, str(source), str(path), kind)))
+    return str(path)
 
 
 def onnxruntime(bench: Bench, work: Work, kind: str) -> tuple[Command, Mapping[str, str]]:

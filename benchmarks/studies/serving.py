@@ -35,7 +35,6 @@ from benchmarks.harness.measure import progress
 from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
-from benchmarks.harness.workload import VOCABULARY
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, median, prompt_of
 
@@ -44,15 +43,16 @@ REQUESTS = 4
 MODULE = "benchmarks.studies.serving"
 
 
-def with_tokenizer(bench: Bench) -> Path:
-    """Return the directory of GPT-2 with a byte-level tokenizer, whose tokens are words of four letters."""
-    source = bench.model("gpt2")
-    directory = bench.directory / "gpt2-text"
+def with_tokenizer(bench: Bench, name: str = "gpt2") -> Path:
+    """Return the directory of a model with a byte-level tokenizer, whose tokens are words of four letters."""
+    source = bench.model(name)
+    directory = bench.directory / f"{name}-text"
     if not directory.is_dir():
+        size = json.loads((source / "config.json").read_text())["vocab_size"]
         letters = "abcdefghijklmnopqrst"
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         words = ("\u0120" + "".join(word) for word in itertools.product(letters, repeat=4))
-        names = itertools.islice(itertools.chain(alphabet, words), VOCABULARY)
+        names = itertools.islice(itertools.chain(alphabet, words), size)
         made = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()

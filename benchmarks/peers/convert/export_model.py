@@ -19,6 +19,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+_POSITIONS = {"gpt2": "n_positions", "llama": "max_position_embeddings"}
+"""Decoders, which have no tokenizer of their own, and the names of their longest contexts."""
+
 
 def with_tokenizer(model: Path, directory: Path) -> Path:
     """Copy a model, with links to its weights and a tokenizer of as many meaningless tokens."""
@@ -28,12 +31,15 @@ def with_tokenizer(model: Path, directory: Path) -> Path:
         (copy / weights.name).symlink_to(weights)
     config = json.loads((copy / "config.json").read_text())
     size = config["vocab_size"]
-    if config["model_type"] == "gpt2":
+    if config["model_type"] in _POSITIONS:
         names = [f"t{place}" for place in range(size - 1)] + ["<|endoftext|>"]
         (copy / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
         (copy / "merges.txt").write_text("#version: 0.2\n")
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), names[-1])
-        about = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": config["n_positions"]}
+        about = {
+            "tokenizer_class": "GPT2Tokenizer",
+            "model_max_length": config[_POSITIONS[config["model_type"]]],
+        }
         (copy / "tokenizer_config.json").write_text(json.dumps({**about, **special}))
     elif not (copy / "tokenizer_config.json").exists():
         # Its tokenizer.json is there; CTranslate2's converter reads vocab.txt's order.

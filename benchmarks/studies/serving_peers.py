@@ -1,0 +1,354 @@
+"""Measure `prejit serve` beside llama.cpp's server, and the engine beside OpenVINO's continuous batching.
+
+    python -m benchmarks.studies.serving_peers [--rounds 2] [--models gpt2-float32,gpt2-int8,llama-1b-int8]
+        [--systems PART,PART] [--clients 1,4,8,16] [--tokens N] [--name NAME]
+
+Writes benchmarks/results/NAME.json and .md. All have the same weights, and get the same requests: prompts of
+32 tokens, greedy, a fixed number of new tokens, no reuse of prompts. N clients send requests one after
+another. The first of each is not counted; then all begin together.
+
+- Over HTTP: `prejit serve` and `llama-server`, both by streams of /v1/completions. The client is a process on
+  the same two cores, which reads bytes while it measures and parses them afterwards.
+- In process: prejit's engine and OpenVINO GenAI's ContinuousBatchingPipeline, which has no HTTP server of its
+  own. Clients are threads; one more drives the model.
+
+Each round starts a fresh process of each system and model, in turns, which stays for all numbers of clients.
+int8 is each one's own: prejit's, llama.cpp's q8_0, and the 8-bit weights that optimum-intel writes (a scale and a zero
+point for each channel).
+Memory is the largest resident set of the process since its start, with the pages of mapped files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import environments, workload
+from benchmarks.harness.measure import BENCHMARKS, environment, progress
+from benchmarks.harness.models import decoder_manifest
+from benchmarks.harness.report import Table
+from benchmarks.harness.results import begin, save, use_two_cores
+from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
+from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
+from benchmarks.studies.serving import is_ready, with_tokenizer
+
+CONTEXT = 128
+START_SECONDS = 120
+CHILD = str(BENCHMARKS / "peers/serving_child.py")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the form of its weights in each system.
+
+    Attributes:
+        source: name of the model.
+        dtype: dtype of prejit's bundle.
+        gguf: kind of llama.cpp's file.
+        openvino: weights of OpenVINO's export.
+        vocabulary: number of tokens.
+        tokens: new tokens of each request.
+    """
+
+    source: str
+    dtype: str
+    gguf: str
+    openvino: str
+    vocabulary: int
+    tokens: int
+
+
+MODELS = {
+    "gpt2-float32": Model("gpt2", "float32", "f32", "fp32", workload.VOCABULARY, 64),
+    "gpt2-int8": Model("gpt2", "int8", "q8_0", "int8", workload.VOCABULARY, 64),
+    "llama-1b-int8": Model("llama-1b", "int8", "q8_0", "int8", workload.LLAMA_1B.vocabulary, 32),
+}
+TITLES = {
+    "gpt2-float32": "GPT-2 124M, float32",
+    "gpt2-int8": "GPT-2 124M, int8",
+    "llama-1b-int8": "Llama 1B, int8",
+}
+COLUMNS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "tokens/s": lambda cell: cell["tokens_per_second"],
+    "first token p50, ms": lambda cell: quantile(cell["first_ms"], 50),
+    "p95, ms": lambda cell: quantile(cell["first_ms"], 95),
+    "between tokens p95, ms": lambda cell: cell["gap_ms"]["95"],
+    "memory, MB": lambda cell: cell["memory"] / 1e6,
+}
+"""Heads of the columns, and where their figures are. More is better in the first one only."""
+PREJIT_SERVER, LLAMA_SERVER = "prejit serve", "llama-server"
+PREJIT_ENGINE, OPENVINO = "prejit engine", "OpenVINO"
+PAIRS = {
+    "Over HTTP": (PREJIT_SERVER, LLAMA_SERVER),
+    "In process": (PREJIT_ENGINE, OPENVINO),
+}
+
+
+def quantile(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that at least this share of all does not exceed."""
+    return sorted(values)[-(-len(values) * percent // 100) - 1]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the systems need for a model.
+
+    Attributes:
+        model: the model.
+        counts: numbers of clients, ascending.
+        tokens: new tokens of each request.
+        bundle: prejit's bundle; empty: not needed.
+        gguf: llama.cpp's file.
+        openvino: OpenVINO's directory.
+        llama_server: the program.
+        openvino_python: the interpreter of OpenVINO.
+    """
+
+    model: Model
+    counts: tuple[int, ...]
+    tokens: int
+    bundle: str
+    gguf: str
+    openvino: str
+    llama_server: str
+    openvino_python: str
+
+
+Cells = list[dict[str, Any]]
+"""What a process found, by numbers of clients."""
+
+
+def prepare(
+    bench: Bench, name: str, systems: Sequence[str], counts: tuple[int, ...], tokens: int
+) -> Prepared:
+    """Make the environments, files and bundles that are missing."""
+    model = MODELS[name]
+    bundle = gguf = openvino = llama_server = openvino_python = ""
+    if PREJIT_SERVER in systems or PREJIT_ENGINE in systems:
+        sizes = {"batch": counts, "prompt": (workload.PROMPT_TOKENS,), "context": (CONTEXT,)}
+        source = str(with_tokenizer(bench, model.source))
+        manifest = decoder_manifest(f"serving-peers-{name}", source, model.dtype, sizes)
+        bundle = bench.built_manifest(f"serving-peers-{name}", manifest)
+    if LLAMA_SERVER in systems:
+        python = environments.interpreter(bench.directory, "llama-server")
+        gguf = gguf_file(bench, model.source, model.gguf, python)
+        llama_server = str(Path(python).with_name("llama-server"))
+    if OPENVINO in systems:
+        openvino_python = environments.interpreter(bench.directory, "openvino")
+        work = Work("generate", model.source)
+        openvino = exported(bench, work, "openvino", TASKS["generate"], model.openvino)
+    return Prepared(
+        model=model,
+        counts=counts,
+        tokens=tokens or model.tokens,
+        bundle=bundle,
+        gguf=gguf,
+        openvino=openvino,
+        llama_server=llama_server,
+        openvino_python=openvino_python,
+    )
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, ready: Callable[[int], bool]) -> Iterator[int]:
+    """Run a server; yield its process id when it is ready, and end it.
+
+    Raises:
+        SystemExit: it ended or was not ready in time; its last words are in the text.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment({}))
+        try:
+            latest = time.monotonic() + START_SECONDS
+            while not ready(port):
+                time.sleep(0.02)
+                if server.poll() is not None or time.monotonic() > latest:
+                    log.seek(0)
+                    raise SystemExit(f"{command[0]} is not ready: {log.read()[-2000:]}")
+            yield server.pid
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def llama_ready(port: int) -> bool:
+    """Return whether llama.cpp's server answers that it is ready."""
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def child(python: str, way: str, target: str, prepared: Prepared) -> Cells:
+    """Return what the clients of a child process found."""
+    sizes = (prepared.model.vocabulary, prepared.tokens, *prepared.counts)
+    command = (python, CHILD, way, target, *map(str, sizes))
+    said = subprocess.run(command, capture_output=True, text=True, env=environment({}), check=False)
+    if said.returncode:
+        raise SystemExit(f"{' '.join(command)}: {said.stderr[-2000:]}")
+    return [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+
+
+def prejit_serve(prepared: Prepared) -> Cells:
+    """Return what a fresh `prejit serve` gives."""
+    port = free_port()
+    command = (
+        sys.executable,
+        "-m",
+        "prejit.runtime",
+        "serve",
+        prepared.bundle,
+        "--port",
+        str(port),
+    )
+    with running((*command, "--on-mismatch", "error"), port, is_ready) as process:
+        return child(sys.executable, "http", f"{port}:{process}", prepared)
+
+
+def llama_options(prepared: Prepared) -> list[str]:
+    """Return the options of llama.cpp's server: as many slots as clients, a float32 cache, nothing kept."""
+    slots, threads = max(prepared.counts), str(workload.threads())
+    given = ["--model", prepared.gguf, "--parallel", str(slots), "--ctx-size", str(slots * 256)]
+    given += ["--threads", threads, "--threads-batch", threads]
+    given += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--cache-ram", "0"]
+    given += ["--no-ui"]
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    # Its product for CPUs with AMX crashes on q8_0; see llama_cpp_child.py.
+    return [*given, "--no-repack"] if " amx_int8" in flags else given
+
+
+def llama_serve(prepared: Prepared) -> Cells:
+    """Return what a fresh llama-server gives."""
+    port = free_port()
+    command = (prepared.llama_server, *llama_options(prepared), "--port", str(port))
+    with running(command, port, llama_ready) as process:
+        return child(sys.executable, "http", f"{port}:{process}", prepared)
+
+
+SYSTEMS: dict[str, Callable[[Prepared], Cells]] = {
+    PREJIT_SERVER: prejit_serve,
+    LLAMA_SERVER: llama_serve,
+    PREJIT_ENGINE: lambda prepared: child(sys.executable, "engine", prepared.bundle, prepared),
+    OPENVINO: lambda prepared: child(
+        prepared.openvino_python, "openvino", prepared.openvino, prepared
+    ),
+}
+
+
+def main() -> None:
+    """Prepare, measure and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--systems", default="", help="parts of the names of those that run")
+    parser.add_argument("--clients", default="1,4,8,16")
+    parser.add_argument("--tokens", type=int, default=0, help="new tokens of each request")
+    parser.add_argument("--prepare", action="store_true", help="only make what is needed")
+    parser.add_argument("--name", default=f"{time.strftime('%Y-%m-%d')}-serving-peers")
+    given = parser.parse_args()
+    use_two_cores()
+    bench = Bench(bench_directory(), given.rounds, quick=False)
+    counts = tuple(sorted(int(each) for each in given.clients.split(",")))
+    systems = [name for name in SYSTEMS if any(p in name for p in given.systems.split(","))]
+    prepared = {
+        name: prepare(bench, name, systems, counts, given.tokens)
+        for name in given.models.split(",")
+    }
+    if given.prepare:
+        return
+    facts = begin(given.rounds)
+    facts["versions"] |= peer_versions(bench, systems)
+    facts["counts"] = counts
+    facts["tokens"] = {name: ready.tokens for name, ready in prepared.items()}
+    found: dict[str, list[Cells]] = {}
+    for number in range(given.rounds):
+        for name, ready in prepared.items():
+            # Each round begins with another system.
+            place = number % len(systems)
+            for system in (*systems[place:], *systems[:place]):
+                progress(f"round {number + 1} of {given.rounds}: {name}, {system}")
+                found.setdefault(f"{name} {system}", []).append(SYSTEMS[system](ready))
+        # Written after every round, so that a measurement that is cut short is not lost.
+        more = {"runs": number + 1, "found": found, "load_after": os.getloadavg()[0]}
+        save(RESULTS, given.name, {**facts, **more}, page({**facts, **more}, systems))
+
+
+def peer_versions(bench: Bench, systems: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the peers that took part."""
+    found: dict[str, str] = {}
+    if LLAMA_SERVER in systems:
+        found |= environments.source_version(bench.directory, "llama-server")
+    if OPENVINO in systems:
+        python = environments.interpreter(bench.directory, "openvino")
+        found |= environments.package_versions(python, ("openvino", "openvino-genai"))
+    return found
+
+
+def figure(facts: dict[str, Any], name: str, system: str, place: int, column: str) -> float:
+    """Return a figure: the median of all rounds."""
+    cells = [one[place] for one in facts["found"][f"{name} {system}"]]
+    return statistics.median(map(COLUMNS[column], cells))
+
+
+def cell(facts: dict[str, Any], name: str, pair: Sequence[str], place: int, column: str) -> str:
+    """Return the figures of a pair of systems, the better one bold."""
+    values = [figure(facts, name, system, place, column) for system in pair]
+    best = max(values) if column == "tokens/s" else min(values)
+    digits = 1 if max(values) < 100 else 0
+    said = [f"{value:.{digits}f}" for value in values]
+    return " / ".join(
+        f"**{text}**" if value == best else text for text, value in zip(said, values, strict=True)
+    )
+
+
+def page(facts: dict[str, Any], systems: Sequence[str]) -> str:
+    """Return the figures as a page."""
+    tables = []
+    for title, pair in PAIRS.items():
+        there = [system for system in pair if system in systems]
+        rows = [
+            (TITLES[name], str(clients), *(cell(facts, name, there, place, c) for c in COLUMNS))
+            for name in facts["tokens"]
+            for place, clients in enumerate(facts["counts"])
+        ]
+        if there:
+            heads = ("model", "clients", *COLUMNS)
+            tables.append(Table(f"{title}: {' / '.join(there)}", heads, rows))
+    tokens = ", ".join(f"{count} of {TITLES[name]}" for name, count in facts["tokens"].items())
+    head = (
+        f"# Beside the servers of peers\n\n{facts['date']}, {facts['runs']} rounds "
+        "of fresh processes, medians. `python -m benchmarks.studies.serving_peers` repeats it. Prompts of "
+        f"{workload.PROMPT_TOKENS} tokens; new tokens of each request: {tokens}. The better figure of a "
+        "pair is bold.\n\n"
+    )
+    return head + "\n".join(each.markdown() for each in tables)
+
+
+if __name__ == "__main__":
+    main()
