@@ -13,8 +13,8 @@ another. The first of each is not counted; then all begin together.
   own. Clients are threads; one more drives the model.
 
 Each round starts a fresh process of each system and model, in turns, which stays for all numbers of clients.
-int8 is each one's own: prejit's, llama.cpp's q8_0, and the 8-bit weights that optimum-intel writes (a scale and a zero
-point for each channel).
+int8 is each one's own: prejit's, llama.cpp's q8_0, and the 8-bit weights that optimum-intel writes (a scale
+and a zero point for each channel).
 Memory is the largest resident set of the process since its start, with the pages of mapped files.
 """
 
@@ -44,6 +44,7 @@ from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
 from benchmarks.peers.entrants import TASKS, Work, exported, gguf_file
+from benchmarks.peers.serving_child import quantile
 from benchmarks.studies.serving import is_ready, with_tokenizer
 
 CONTEXT = 128
@@ -96,11 +97,6 @@ PAIRS = {
     "Over HTTP": (PREJIT_SERVER, LLAMA_SERVER),
     "In process": (PREJIT_ENGINE, OPENVINO),
 }
-
-
-def quantile(values: Sequence[float], percent: int) -> float:
-    """Return the smallest value that at least this share of all does not exceed."""
-    return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
 @dataclass(frozen=True)
