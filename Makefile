@@ -15,6 +15,8 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
+# Each of the hundreds of processes that the tests start would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
 AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 
 from .conftest import Run, write_manifest
@@ -339,9 +339,7 @@ class Cluster:
         self, processes: int, script: str, *arguments: object, flags: str = ""
     ) -> list[tuple[int, str, str]]:
         """(exit status, stdout, stderr) of each, with these flags of XLA."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{free_port()}"
         started = [
             subprocess.Popen(
                 [
@@ -356,7 +354,7 @@ class Cluster:
             for place in range(processes)
         ]
         try:
-            outputs = [process.communicate(timeout=120) for process in started]
+            outputs = [process.communicate(timeout=300) for process in started]
         finally:
             for process in started:
                 process.kill()
