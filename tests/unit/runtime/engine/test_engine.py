@@ -274,6 +274,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
     monkeypatch.setattr(Batch, "step", step)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    return found
 
 
 @pytest.mark.usefixtures("slow")
