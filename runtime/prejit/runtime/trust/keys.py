@@ -1,0 +1,114 @@
+"""Public keys: ECDSA on P-256, P-384 and P-521. No other module of this package imports `cryptography`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prejit.runtime.errors import PolicyError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+MAX_KEY_BYTES = 16 << 10
+"""Maximum size of the file of a key. One of P-521 has 268 bytes."""
+
+_CURVES = "P-256, P-384 or P-521"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A public key.
+
+    Attributes:
+        id: sha256 of its DER form (SubjectPublicKeyInfo), 64 digits. Two names of one key have one id.
+        pem: its PEM form.
+        public: what verifies.
+    """
+
+    id: str
+    pem: str
+    public: EllipticCurvePublicKey
+
+    def verifies(self, signature: bytes, message: bytes) -> bool:
+        """Return whether the holder of this key signed the message: ECDSA in DER, with the curve's hash."""
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        try:
+            self.public.verify(signature, message, ec.ECDSA(hash_of(self.public.curve.name)))
+        except InvalidSignature:
+            return False
+        return True
+
+    def is_hinted(self, hint: str) -> bool:
+        """Return whether the hint of a sigstore bundle names this key.
+
+        cosign writes the digest of the DER form in base64, model signing that of the PEM form in hexadecimal.
+        """
+        digest = base64.b64encode(bytes.fromhex(self.id)).decode("ascii")
+        return hint in (digest, self.id, pem_digest(self.pem))
+
+
+def pem_digest(pem: str) -> str:
+    """Return the digest of a key's PEM form, 64 digits: the hint of the OpenSSF's model signing."""
+    return hashlib.sha256(pem.encode("ascii")).hexdigest()
+
+
+def hash_of(curve: str) -> hashes.HashAlgorithm:
+    """Return the hash that goes with a curve, by its name in `cryptography`."""
+    from cryptography.hazmat.primitives import hashes
+
+    return {
+        "secp256r1": hashes.SHA256,
+        "secp384r1": hashes.SHA384,
+        "secp521r1": hashes.SHA512,
+    }[curve]()
+
+
+def read_key(pem: bytes, where: str) -> Key:
+    """Return the public key in PEM.
+
+    Args:
+        pem: the text.
+        where: where it is from, for errors.
+
+    Raises:
+        PolicyError: it is no such key, or `cryptography` is not installed.
+    """
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise PolicyError(
+            f"{where}: expected the package cryptography, which verifies signatures, found none",
+            hint="pip install 'prejit[trust]'; a policy without it lets no bundle run",
+        ) from error
+    hint = "give a public key of ECDSA: openssl pkey -in KEY.pem -pubout"
+    if len(pem) > MAX_KEY_BYTES:
+        raise PolicyError(f"{where}: expected at most {MAX_KEY_BYTES} bytes", hint=hint)
+    if b"PRIVATE KEY" in pem:
+        raise PolicyError(f"{where}: expected a public key, found a private one", hint=hint)
+    try:
+        public = serialization.load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise PolicyError(
+            f"{where}: expected a public key in PEM, found none: {error!s:.120}", hint=hint
+        ) from error
+    if not isinstance(public, ec.EllipticCurvePublicKey):
+        raise PolicyError(
+            f"{where}: expected a key of ECDSA on {_CURVES}, found {type(public).__name__}",
+            hint=hint,
+        )
+    if public.curve.name not in ("secp256r1", "secp384r1", "secp521r1"):
+        raise PolicyError(
+            f"{where}: expected a key on {_CURVES}, found one on {public.curve.name}", hint=hint
+        )
+    encoding, form = serialization.Encoding, serialization.PublicFormat.SubjectPublicKeyInfo
+    der = public.public_bytes(encoding.DER, form)
+    text = public.public_bytes(encoding.PEM, form).decode("ascii")
+    return Key(hashlib.sha256(der).hexdigest(), text, public)
