@@ -57,6 +57,8 @@ MAX_POLICY_BYTES = 1 << 20
 _MAX_RULE_KEYS = 16
 """Maximum number of keys of a rule or a channel: each signature may be tried with each."""
 
+_HINT = "docs/how-to/trust.md shows a policy"
+
 _T = TypeVar("_T")
 
 
@@ -213,7 +215,7 @@ def parse_policy(
     try:
         found = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path}: expected TOML: {error}") from error
+        raise PolicyError(f"{path}: expected TOML: {error}", hint=_HINT) from error
     top = _Table(found, path, "")
     top.only("keys", "rules", "channels", "revoked")
     keys: dict[str, TrustedKey] = {}
@@ -246,10 +248,10 @@ def parse_policy(
     if not rules:
         raise top.error("expected at least one [[rules]], found none; such a policy allows nothing")
     for place, rule in enumerate(rules[:-1]):
-        if "*" in rule.names:
+        if any(set(name) == {"*"} for name in rule.names):
             raise PolicyError(
-                f"{path}: rules[{place}]: names: expected `*` in the last rule alone, found rules behind it "
-                "that are never used"
+                f"{path}: rules[{place}].names: expected `*` in the last rule alone, found rules behind it",
+                hint="the first rule that fits decides: move this one to the end",
             )
     return Policy(path, rules, revoked_keys, revoked_digests)
 
@@ -362,7 +364,7 @@ class _Table:
         """Return the error about a key, with the nearest of the known names as its hint."""
         word = text.rpartition("found ")[2].strip("'")
         near = difflib.get_close_matches(word, list(known), 1)
-        hint = f"did you mean {near[0]!r}?" if near else "docs/how-to/trust.md shows a policy"
+        hint = f"did you mean {near[0]!r}?" if near else _HINT
         return PolicyError(f"{self.place(key)}: {text}", hint=hint)
 
     def only(self, *known: str) -> None:
