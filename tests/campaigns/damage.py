@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.layouts import index_file, index_of
+
 PROMPT = "def read_lines(path):"
 NEW_TOKENS = 12
 MOST_BYTES = 8 << 10
@@ -98,7 +100,8 @@ def files(bundle: Path) -> dict[str, Path]:
 
     served = load(bundle, on_mismatch="error").target
     found = {name: bundle / name for name in ("index.json", "oci-layout")}
-    targets = json.loads((bundle / "index.json").read_bytes())["manifests"]
+    found["index"] = index_file(bundle)
+    targets = index_of(bundle)["manifests"]
     named = "org.opencontainers.image.ref.name"
     targets.sort(key=lambda at: at["annotations"][named] != served)
     for target in targets:

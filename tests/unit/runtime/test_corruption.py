@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.layouts import index_file, index_of
 
 from prejit.runtime.device.device import Device
 from prejit.runtime.errors import RejectError
@@ -28,7 +29,8 @@ from prejit.runtime.format.names import (
     REF_NAME,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, open_index, read_manifest
+from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -160,8 +162,8 @@ def hashed_by_load(path: Path) -> int:
     from prejit.runtime.store.receipts import Receipts
 
     with Layout(path) as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        targets = match(root, Fingerprint.current())
         manifests = [read_manifest(layout, target) for target in targets]
         return check_blobs(layout, manifests, Receipts(path)).hashed_bytes
 
@@ -191,7 +193,7 @@ def test_changed_bytes_are_found_by_fresh_processes_with_receipts(
     assert run_python(LOAD_AND_CALL, path).stdout == good
     generator = random.Random(3)
     roles = {file for (target, _), file in files_by_role(path).items() if target == "cpu-host"}
-    for file in (path / "index.json", path / "oci-layout", *sorted(roles)):
+    for file in (index_file(path), path / "oci-layout", *sorted(roles)):
         with changed(file, corrupt(file.read_bytes(), generator), hide=True):
             assert run_python(LOAD_AND_CALL, path).stdout == f"rejected {file}\n"
     assert run_python(LOAD_AND_CALL, path).stdout == good
@@ -307,7 +309,7 @@ def files_by_role(path: Path) -> dict[tuple[str, str], Path]:
 
     blobs = path / "blobs" / "sha256"
     found = {}
-    for target in json.loads((path / "index.json").read_bytes())["manifests"]:
+    for target in index_of(path)["manifests"]:
         name = target["annotations"][REF_NAME]
         manifest = json.loads((blobs / target["digest"][7:]).read_bytes())
         for entry in (target, manifest["config"], *manifest["layers"]):

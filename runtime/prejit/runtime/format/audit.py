@@ -32,7 +32,8 @@ from prejit.runtime.format.opening import (
     read_contents,
     read_kernels,
 )
-from prejit.runtime.format.schema import Chunks, Index, Segment
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Chunks, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, int, str], object]
@@ -69,8 +70,8 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
         StoreError: the directory cannot be read.
     """
 
-    def read(layout: Layout, index: Index, digest: str) -> Audit:
-        targets = match(layout, index, Fingerprint.current())
+    def read(layout: Layout, root: Root) -> Audit:
+        targets = match(root, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
         blobs = Blobs(layout, [content.manifest for content in contents], receipts=None)
         blobs.verify(_chunks(contents))
@@ -83,7 +84,7 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
             _check_weights(layout, content)
             _check_texts(layout, content, check_generation)
         programs = sum(len(c.config.programs or c.config.recorded or ()) for c in contents)
-        return Audit(digest, len(targets), programs, blobs.hashed_bytes)
+        return Audit(root.digest, len(targets), programs, blobs.hashed_bytes)
 
     return read_whole(path, read)
 

@@ -256,7 +256,7 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
     Raises:
         BuildError: a layer or a table is larger than readers accept, or contradicts itself.
     """
-    path = "index.json"
+    path = "the bundle's index"
     try:
         read = check_index(index, path)
         for descriptor in read.manifests:
