@@ -50,6 +50,14 @@ class ChannelFile:
         last = read_statement(self.rotations[-1].payload, KEYS_PREDICATE)
         return int(last.predicate["version"])
 
+    @property
+    def version(self) -> int:
+        """The version of its release; 0: there is none yet."""
+        if self.release is None:
+            return 0
+        predicate = read_statement(self.release.payload, RELEASE_PREDICATE).predicate
+        return int(predicate["version"])
+
     def encode(self) -> bytes:
         """Return the file's content."""
         assert self.release is not None
@@ -89,14 +97,11 @@ def release(
         keys: the private keys that sign.
         expires: until when it is the current one at the latest, in UTC.
     """
-    version = 1
-    if file.release is not None:
-        version += int(read_statement(file.release.payload, RELEASE_PREDICATE).predicate["version"])
     payload = release_statement(
         name,
         bundle,
         tuple(subjects),
-        version=version,
+        version=file.version + 1,
         keys_version=file.keys_version,
         expires=expires,
     )

@@ -1,7 +1,7 @@
 """The signature of the OpenSSF's model signing: one file beside a bundle, over every file in its directory.
 
-`model_signing verify` accepts it. The digests of blobs are their names, so no gigabytes are read again. A blob
-whose bytes do not match its name is found when somebody verifies.
+`model_signing verify` accepts it. The digests of blobs are their names, so no gigabytes are read again.
+A blob whose bytes do not match its name is found when somebody verifies.
 """
 
 from __future__ import annotations

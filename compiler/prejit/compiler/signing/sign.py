@@ -1,4 +1,4 @@
-"""Sign a bundle: its index and the manifest of each target, as cosign does, and all files of its directory."""
+"""Sign a bundle: its index and the manifest of each target, as cosign does, and all its files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from prejit.runtime.format.referrers import referrers
-from prejit.runtime.format.root import Root
-from prejit.runtime.format.writing import EMPTY, Part, attach
-
 from prejit.compiler.signing.model_signing import model_signature
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.runtime.base.files import write_file
@@ -19,7 +15,10 @@ from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REF_NAME
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Descriptor
+from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, encode_bundle, read_bundle
 from prejit.runtime.trust.reasons import RefusedError

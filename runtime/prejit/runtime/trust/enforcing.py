@@ -7,15 +7,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prejit.runtime.format.referrers import Referrer, referrers
-from prejit.runtime.format.root import Root
-
 from prejit.runtime.errors import RejectError, UntrustedError
+from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME
-from prejit.runtime.format.opening import OpenTarget
+from prejit.runtime.format.opening import OpenTarget, match, read_manifests
+from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import ImageManifest
+from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.channel import (
     MAX_CHANNEL_BYTES,
     Accepted,
@@ -48,6 +49,26 @@ class Verdict:
     decision: Decision
 
 
+def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[Verdict]:
+    """Return the decision of one policy about each target of a bundle.
+
+    Raises:
+        UntrustedError: it refuses a target.
+        PolicyError: the policy cannot be read or applied.
+        RejectError, StoreError: the bundle is damaged, or cannot be read.
+    """
+
+    def read(layout: Layout, root: Root) -> list[Verdict]:
+        targets = match(root, Fingerprint.current())
+        manifests = read_manifests(layout, targets)
+        found = verdicts([policy], layout, root, targets, manifests)
+        for verdict in found:
+            _check(verdict, layout)
+        return found
+
+    return read_whole(bundle, read)
+
+
 def enforce(
     paths: Sequence[str],
     layout: Layout,
@@ -74,19 +95,22 @@ def enforce(
     """
     reported = []
     for verdict in verdicts(paths, layout, root, targets, manifests):
-        if (refusal := verdict.decision.refusal) is not None:
-            raise UntrustedError(
-                os.fspath(layout.path),
-                f"{verdict.policy} does not let target {verdict.target} run ({refusal.case}): "
-                f"{refusal.text}",
-                case=refusal.case,
-            )
+        _check(verdict, layout)
         reported += [
             f"{layout.path}: {verdict.policy} reports about target {verdict.target} ({reason.case}): "
             f"{reason.text}"
             for reason in verdict.decision.reported
         ]
     return tuple(reported)
+
+
+def _check(verdict: Verdict, layout: Layout) -> None:
+    if (refusal := verdict.decision.refusal) is not None:
+        raise UntrustedError(
+            os.fspath(layout.path),
+            f"{verdict.policy} does not let target {verdict.target} run ({refusal.case}): {refusal.text}",
+            case=refusal.case,
+        )
 
 
 def verdicts(
