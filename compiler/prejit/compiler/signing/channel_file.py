@@ -22,7 +22,7 @@ from prejit.runtime.format.names import BUNDLE_NAME, REF_NAME
 from prejit.runtime.format.root import Root
 from prejit.runtime.trust.channel import MAX_CHANNEL_BYTES
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, read_key
-from prejit.runtime.trust.statement import Subject
+from prejit.runtime.trust.statement import SignedSubject
 
 
 def release_bundle(
@@ -99,12 +99,13 @@ def _bytes(path: Path, max_bytes: int) -> bytes:
         raise StoreError(f"{path}: cannot read: {error.strerror}") from error
 
 
-def _subjects(layout: Layout, root: Root) -> tuple[str, list[Subject]]:
+def _subjects(layout: Layout, root: Root) -> tuple[str, list[SignedSubject]]:
     """Return a bundle's name, and the digests of its index and of its targets' manifests."""
     targets = [
-        Subject(at.digest, (at.annotations or {}).get(REF_NAME, "")) for at in root.index.manifests
+        SignedSubject(at.digest, (at.annotations or {}).get(REF_NAME, ""))
+        for at in root.index.manifests
     ]
-    whole = Subject(root.digest)
+    whole = SignedSubject(root.digest)
     subjects = [whole, *(each for each in targets if each.digest != root.digest)]
     return root.index.annotations[BUNDLE_NAME], subjects
 

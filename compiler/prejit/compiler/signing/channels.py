@@ -20,12 +20,12 @@ from prejit.runtime.trust.channel import (
     signers,
 )
 from prejit.runtime.trust.dsse import Envelope, envelope_of
-from prejit.runtime.trust.keys import Key
+from prejit.runtime.trust.keys import PublicKey
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     KEYS_PREDICATE,
     RELEASE_PREDICATE,
-    Subject,
+    SignedSubject,
     read_statement,
 )
 
@@ -83,7 +83,7 @@ def release(
     file: ChannelFile,
     name: str,
     bundle: str,
-    subjects: Sequence[Subject],
+    subjects: Sequence[SignedSubject],
     keys: Sequence[PrivateKey],
     expires: datetime,
 ) -> ChannelFile:
@@ -111,7 +111,7 @@ def release(
 def rotate(
     file: ChannelFile,
     name: str,
-    new: Sequence[Key],
+    new: Sequence[PublicKey],
     threshold: int,
     keys: Sequence[PrivateKey],
     expires: datetime,

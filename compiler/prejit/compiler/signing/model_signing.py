@@ -14,7 +14,12 @@ from prejit.compiler.signing.private_key import PrivateKey
 from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.trust.dsse import encode_bundle
-from prejit.runtime.trust.statement import MODEL_PREDICATE, Statement, Subject, encode_statement
+from prejit.runtime.trust.statement import (
+    MODEL_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+)
 
 
 def files_of(path: Path) -> dict[str, str]:
@@ -58,7 +63,7 @@ def model_statement(name: str, files: Mapping[str, str]) -> Statement:
     root = hashlib.sha256(b"".join(map(bytes.fromhex, ordered.values()))).hexdigest()
     return Statement(
         MODEL_PREDICATE,
-        (Subject(f"sha256:{root}", name),),
+        (SignedSubject(f"sha256:{root}", name),),
         {
             "resources": [
                 {"algorithm": "sha256", "digest": digest, "name": each}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.dsse import Envelope, pae
-from prejit.runtime.trust.keys import MAX_KEY_BYTES, Key, hash_of, pem_digest, read_key
+from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -27,7 +27,7 @@ class PrivateKey:
         private: what signs.
     """
 
-    public: Key
+    public: PublicKey
     private: EllipticCurvePrivateKey
 
     def sign(self, payload: bytes) -> bytes:

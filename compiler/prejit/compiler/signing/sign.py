@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from prejit.compiler.signing.model_signing import model_signature
@@ -66,7 +67,7 @@ def sign(path: str | os.PathLike[str], key: PrivateKey) -> Signed:
         UsageError: nothing can be attached to it, because its format is too old.
     """
     path = Path(path)
-    descriptors, names, signed, digest = read_whole(path, lambda *read: _subjects(*read, key))
+    descriptors, names, signed, digest = read_whole(path, partial(_subjects, key=key))
     statements = signature_statements(digest, names)
     added = 0
     for subject, statement in statements.items():

@@ -30,7 +30,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.defaults import Defaults
-    from prejit.runtime.trust.enforcing import Verdict
+    from prejit.runtime.trust.enforcing import PolicyVerdict
 
 
 def inspect(options: Namespace) -> int:
@@ -148,7 +148,7 @@ def verify(options: Namespace) -> int:
     """
     started = time.perf_counter()
     found = audit(options.bundle, check_generation)
-    trusted: list[Verdict] = []
+    trusted: list[PolicyVerdict] = []
     if options.policy is not None:
         from prejit.runtime.trust.enforcing import verify_policy
 
@@ -170,7 +170,7 @@ def verify(options: Namespace) -> int:
     return 0
 
 
-def _print_trusted(verdicts: Sequence[Verdict]) -> None:
+def _print_trusted(verdicts: Sequence[PolicyVerdict]) -> None:
     """Print whose signatures let each target run, and what the policy only reports."""
     for verdict in verdicts:
         signers = ", ".join(verdict.decision.signers) or "nobody"
@@ -179,7 +179,7 @@ def _print_trusted(verdicts: Sequence[Verdict]) -> None:
             print_text(f"{verdict.target}: reported ({reason.case}): {reason.text}")
 
 
-def _described(verdict: Verdict) -> dict[str, Any]:
+def _described(verdict: PolicyVerdict) -> dict[str, Any]:
     reported = [asdict(reason) for reason in verdict.decision.reported]
     return {"target": verdict.target, "signers": verdict.decision.signers, "reported": reported}
 

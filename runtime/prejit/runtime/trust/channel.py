@@ -26,13 +26,13 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.dsse import Envelope, encode_envelope, envelope_of, pae
 from prejit.runtime.trust.foreign_json import field, read_object
-from prejit.runtime.trust.keys import Key, read_key
+from prejit.runtime.trust.keys import PublicKey, read_key
 from prejit.runtime.trust.reasons import Reason, RefusedError
 from prejit.runtime.trust.statement import (
     KEYS_PREDICATE,
     RELEASE_PREDICATE,
+    SignedSubject,
     Statement,
-    Subject,
     encode_statement,
     read_statement,
 )
@@ -60,7 +60,7 @@ class KeySet:
     """
 
     version: int
-    keys: tuple[Key, ...]
+    keys: tuple[PublicKey, ...]
     threshold: int
     expires: float | None = None
 
@@ -193,7 +193,7 @@ def accept(
     return Outcome(release, Accepted(keys, release.version, keys_version, digest), expired)
 
 
-def signers(envelope: Envelope, keys: Iterable[Key]) -> set[str]:
+def signers(envelope: Envelope, keys: Iterable[PublicKey]) -> set[str]:
     """Return the ids of the keys that signed an envelope. A key that signed twice is there once."""
     message = pae(envelope.payload)
     return {
@@ -301,7 +301,7 @@ def _shown(moment: float) -> str:
 def release_statement(
     name: str,
     bundle: str,
-    subjects: tuple[Subject, ...],
+    subjects: tuple[SignedSubject, ...],
     *,
     version: int,
     keys_version: int,
@@ -328,7 +328,7 @@ def release_statement(
 
 
 def keys_statement(
-    name: str, keys: tuple[Key, ...], *, version: int, threshold: int, expires: datetime
+    name: str, keys: tuple[PublicKey, ...], *, version: int, threshold: int, expires: datetime
 ) -> bytes:
     """Return the payload of a rotation: the keys of a version. Arguments as of `release_statement`."""
     predicate = {
@@ -338,7 +338,7 @@ def keys_statement(
         "keys": [key.pem for key in keys],
         "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
-    subjects = tuple(Subject(f"sha256:{key.id}") for key in keys)
+    subjects = tuple(SignedSubject(f"sha256:{key.id}") for key in keys)
     return encode_statement(Statement(KEYS_PREDICATE, subjects, predicate))
 
 

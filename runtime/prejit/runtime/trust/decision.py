@@ -24,7 +24,7 @@ from prejit.runtime.trust.reasons import Reason, RefusedError
 from prejit.runtime.trust.statement import (
     BUNDLE_ANNOTATION,
     SIGNATURE_PREDICATE,
-    Subject,
+    SignedSubject,
     read_statement,
 )
 
@@ -33,7 +33,7 @@ MAX_VERIFICATIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TrustTarget:
     """A target that may run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Decision:
 
 def decide(
     policy: Policy,
-    target: Target,
+    target: TrustTarget,
     attached: Sequence[Attached],
     releases: Mapping[str, Outcome | Reason],
     now: float,
@@ -119,7 +119,7 @@ def decide(
     )
 
 
-def _revoked(policy: Policy, target: Target) -> Iterable[Reason]:
+def _revoked(policy: Policy, target: TrustTarget) -> Iterable[Reason]:
     for digest, what in ((target.index, "bundle"), (target.manifest, "target's manifest")):
         if digest in policy.revoked_digests:
             yield Reason("digest-revoked", "revocation", f"the {what} {digest} is revoked")
@@ -140,7 +140,7 @@ class _Counted:
 
 
 def _count(
-    rule: Rule, policy: Policy, target: Target, attached: Sequence[Attached], now: float
+    rule: Rule, policy: Policy, target: TrustTarget, attached: Sequence[Attached], now: float
 ) -> tuple[_Counted, list[Reason]]:
     """Return the keys that signed, and why other signatures do not count."""
     counted, faults = _Counted({}, {}, {}), list[Reason]()
@@ -192,7 +192,7 @@ def _signing_keys(envelope: Envelope, rule: Rule) -> list[TrustedKey]:
     )
 
 
-def _subject_of(envelope: Envelope, target: Target) -> Subject:
+def _subject_of(envelope: Envelope, target: TrustTarget) -> SignedSubject:
     """Return what an envelope signs: the bundle or the target's manifest.
 
     Raises:
@@ -242,7 +242,7 @@ def _why_too_few(
     return Reason(first.case, first.kind, f"{expected}: {first.text}")
 
 
-def _channel_reasons(found: Outcome | Reason, target: Target) -> Iterable[Reason]:
+def _channel_reasons(found: Outcome | Reason, target: TrustTarget) -> Iterable[Reason]:
     if isinstance(found, Reason):
         yield found
         return

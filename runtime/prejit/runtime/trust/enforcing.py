@@ -25,7 +25,7 @@ from prejit.runtime.trust.channel import (
     accept,
 )
 from prejit.runtime.trust.channel_state import ChannelState
-from prejit.runtime.trust.decision import Attached, Decision, Target, decide
+from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.policy import ChannelRule, Policy, read_policy
 from prejit.runtime.trust.reasons import Reason, RefusedError
@@ -35,7 +35,7 @@ MAX_ATTACHED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PolicyVerdict:
     """The decision of one policy about one target.
 
     Attributes:
@@ -49,7 +49,7 @@ class Verdict:
     decision: Decision
 
 
-def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[Verdict]:
+def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[PolicyVerdict]:
     """Return the decision of one policy about each target of a bundle.
 
     Raises:
@@ -58,7 +58,7 @@ def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[Verdict]:
         RejectError, StoreError: the bundle is damaged, or cannot be read.
     """
 
-    def read(layout: Layout, root: Root) -> list[Verdict]:
+    def read(layout: Layout, root: Root) -> list[PolicyVerdict]:
         targets = match(root, Fingerprint.current())
         manifests = read_manifests(layout, targets)
         found = verdicts([policy], layout, root, targets, manifests)
@@ -104,7 +104,7 @@ def enforce(
     return tuple(reported)
 
 
-def _check(verdict: Verdict, layout: Layout) -> None:
+def _check(verdict: PolicyVerdict, layout: Layout) -> None:
     if (refusal := verdict.decision.refusal) is not None:
         raise UntrustedError(
             os.fspath(layout.path),
@@ -119,7 +119,7 @@ def verdicts(
     root: Root,
     targets: Iterable[OpenTarget],
     manifests: Mapping[str, ImageManifest],
-) -> list[Verdict]:
+) -> list[PolicyVerdict]:
     """Return the decision of every policy about every target. Arguments and errors as of `enforce`."""
     policies = [read_policy(path) for path in paths]
     now = time.time()
@@ -132,16 +132,18 @@ def verdicts(
                 layout.blob_path(target.descriptor.digest),
                 f"expected bundle {target.bundle!r:.80}, as the index, found {named!r:.80}",
             )
-        about = Target(target.bundle, root.digest, target.descriptor.digest)
+        about = TrustTarget(target.bundle, root.digest, target.descriptor.digest)
         signatures = list(_signatures(layout, attached, about))
         for policy in policies:
             releases = _releases(policy, target.bundle, now)
             decision = decide(policy, about, signatures, releases, now)
-            found.append(Verdict(policy.path, target.name, decision))
+            found.append(PolicyVerdict(policy.path, target.name, decision))
     return found
 
 
-def _signatures(layout: Layout, attached: Iterable[Referrer], about: Target) -> Iterable[Attached]:
+def _signatures(
+    layout: Layout, attached: Iterable[Referrer], about: TrustTarget
+) -> Iterable[Attached]:
     """Yield the signatures that are attached to a bundle or to a target of it."""
     count = 0
     for each in attached:

@@ -58,7 +58,7 @@ def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str
         RefusedError: the key is missing, or its value has another type.
     """
     value = found.get(name)
-    if type(value) is not kind or (kind is int and not -MAX_INTEGER <= value <= MAX_INTEGER):
+    if type(value) is not kind or (type(value) is int and abs(value) > MAX_INTEGER):
         raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
     return value
 

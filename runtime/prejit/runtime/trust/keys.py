@@ -20,7 +20,7 @@ _CURVES = "P-256, P-384 or P-521"
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class PublicKey:
     """A public key.
 
     Attributes:
@@ -62,14 +62,12 @@ def hash_of(curve: str) -> hashes.HashAlgorithm:
     """Return the hash that goes with a curve, by its name in `cryptography`."""
     from cryptography.hazmat.primitives import hashes
 
-    return {
-        "secp256r1": hashes.SHA256,
-        "secp384r1": hashes.SHA384,
-        "secp521r1": hashes.SHA512,
-    }[curve]()
+    if curve == "secp256r1":
+        return hashes.SHA256()
+    return hashes.SHA384() if curve == "secp384r1" else hashes.SHA512()
 
 
-def read_key(pem: bytes, where: str) -> Key:
+def read_key(pem: bytes, where: str) -> PublicKey:
     """Return the public key in PEM.
 
     Args:
@@ -111,4 +109,4 @@ def read_key(pem: bytes, where: str) -> Key:
     encoding, form = serialization.Encoding, serialization.PublicFormat.SubjectPublicKeyInfo
     der = public.public_bytes(encoding.DER, form)
     text = public.public_bytes(encoding.PEM, form).decode("ascii")
-    return Key(hashlib.sha256(der).hexdigest(), text, public)
+    return PublicKey(hashlib.sha256(der).hexdigest(), text, public)

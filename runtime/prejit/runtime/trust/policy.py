@@ -39,7 +39,7 @@ from typing import Any, Literal, TypeVar
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import PolicyError
-from prejit.runtime.trust.keys import MAX_KEY_BYTES, Key, read_key
+from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import Kind
 
 Level = Literal["strict", "permissive", "audit", "skip"]
@@ -79,7 +79,7 @@ class TrustedKey:
     """
 
     name: str
-    key: Key
+    key: PublicKey
     expires: float | None = None
     is_revoked: bool = False
 

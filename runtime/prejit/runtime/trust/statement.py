@@ -37,7 +37,7 @@ MAX_SUBJECTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class SignedSubject:
     """What a statement is about.
 
     Attributes:
@@ -62,10 +62,10 @@ class Statement:
     """
 
     predicate_type: str
-    subjects: tuple[Subject, ...]
+    subjects: tuple[SignedSubject, ...]
     predicate: Mapping[str, Any] = field(default_factory=dict)
 
-    def about(self, digest: str) -> Subject | None:
+    def about(self, digest: str) -> SignedSubject | None:
         """Return the subject that has this digest, or None."""
         return next((each for each in self.subjects if each.digest == digest), None)
 
@@ -108,7 +108,7 @@ def read_statement(payload: bytes, predicate_type: str) -> Statement:
     return Statement(predicate_found, subjects, predicate)
 
 
-def _subject(found: Any) -> Subject:
+def _subject(found: Any) -> SignedSubject:
     what = "in-toto statement: subject"
     if type(found) is not dict:
         raise RefusedError("subjects", f"{what}: expected an object, found {shown(found)}")
@@ -125,7 +125,7 @@ def _subject(found: Any) -> Subject:
     if type(name) is not str or type(annotations) is not dict:
         raise RefusedError("subjects", f"{what}: expected a name and annotations of text")
     texts = {key: value for key, value in annotations.items() if type(value) is str}
-    return Subject(digest, name, texts)
+    return SignedSubject(digest, name, texts)
 
 
 def encode_statement(statement: Statement) -> bytes:
@@ -140,7 +140,7 @@ def encode_statement(statement: Statement) -> bytes:
     return text.encode("ascii")
 
 
-def _plain(subject: Subject) -> dict[str, Any]:
+def _plain(subject: SignedSubject) -> dict[str, Any]:
     algorithm, _, digits = subject.digest.partition(":")
     found: dict[str, Any] = {"digest": {algorithm: digits}}
     if subject.name:
@@ -160,8 +160,8 @@ def signature_statements(index: str, manifests: Iterable[tuple[str, str]]) -> di
         index: digest of the bundle's index.
         manifests: name and digest of each target's manifest.
     """
-    signed = {index: Statement(SIGNATURE_PREDICATE, (Subject(index),))}
+    signed = {index: Statement(SIGNATURE_PREDICATE, (SignedSubject(index),))}
     for name, digest in manifests:
-        subject = Subject(digest, name, {BUNDLE_ANNOTATION: index})
+        subject = SignedSubject(digest, name, {BUNDLE_ANNOTATION: index})
         signed[digest] = Statement(SIGNATURE_PREDICATE, (subject,))
     return signed

@@ -28,7 +28,12 @@ from prejit.runtime.trust.channel import (
 from prejit.runtime.trust.channel_state import ChannelState
 from prejit.runtime.trust.dsse import Envelope
 from prejit.runtime.trust.reasons import RefusedError
-from prejit.runtime.trust.statement import SIGNATURE_PREDICATE, Statement, Subject, encode_statement
+from prejit.runtime.trust.statement import (
+    SIGNATURE_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+)
 
 OLD, NEW = "sha256:" + "1" * 64, "sha256:" + "2" * 64
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
@@ -57,7 +62,7 @@ def release(
     name: str = "stable",
 ) -> Envelope:
     payload = release_statement(
-        name, "demo", (Subject(digest),), version=version, keys_version=keys, expires=expires
+        name, "demo", (SignedSubject(digest),), version=version, keys_version=keys, expires=expires
     )
     return signed(payload, by)
 
@@ -146,7 +151,7 @@ def test_another_channel_is_refused() -> None:
 
 
 def test_a_signature_of_a_bundle_is_no_release() -> None:
-    payload = encode_statement(Statement(SIGNATURE_PREDICATE, (Subject(NEW),)))
+    payload = encode_statement(Statement(SIGNATURE_PREDICATE, (SignedSubject(NEW),)))
     assert refused(trusted("a"), signed(payload, ["a"])) == "predicate-type"
 
 

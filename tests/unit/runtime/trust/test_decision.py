@@ -18,7 +18,7 @@ from tests.signers import key_table, signer
 
 from prejit.runtime.trust import dsse
 from prejit.runtime.trust.channel import Accepted, KeySet, Outcome, Release, release_statement
-from prejit.runtime.trust.decision import Attached, Decision, Target, decide
+from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae
 from prejit.runtime.trust.policy import Policy, parse_policy
 from prejit.runtime.trust.reasons import Reason
@@ -26,8 +26,8 @@ from prejit.runtime.trust.statement import (
     MODEL_PREDICATE,
     PROVENANCE_PREDICATE,
     SIGNATURE_PREDICATE,
+    SignedSubject,
     Statement,
-    Subject,
     encode_statement,
     signature_statements,
 )
@@ -50,7 +50,7 @@ class Scene:
     keys: str = key_table("a") + key_table("b") + key_table("c")
     more: str = ""
     names: str = '["demo"]'
-    target: Target = field(default_factory=lambda: Target("demo", INDEX, MANIFEST))
+    target: TrustTarget = field(default_factory=lambda: TrustTarget("demo", INDEX, MANIFEST))
     attached: list[Attached] = field(default_factory=list)
     releases: dict[str, Outcome | Reason] = field(default_factory=dict)
     now: float = NOW
@@ -156,7 +156,7 @@ def signature_of_one_bit_less(scene: Scene) -> None:
 
 @case("wrong-signature")
 def payload_changed_after_signing(scene: Scene) -> None:
-    statement = encode_statement(Statement(SIGNATURE_PREDICATE, (Subject(OTHER_INDEX),)))
+    statement = encode_statement(Statement(SIGNATURE_PREDICATE, (SignedSubject(OTHER_INDEX),)))
 
     def change(found: Any) -> None:
         good = encode_statement(STATEMENTS[INDEX])
@@ -215,30 +215,30 @@ def swapped_between_bundles(scene: Scene) -> None:
 def swapped_between_targets(scene: Scene) -> None:
     statements = signature_statements(INDEX, [("cpu", MANIFEST), ("gpu", OTHER_MANIFEST)])
     scene.attached = [signed(statements[OTHER_MANIFEST], "a")]
-    scene.target = Target("demo", "sha256:" + "9" * 64, MANIFEST)
+    scene.target = TrustTarget("demo", "sha256:" + "9" * 64, MANIFEST)
 
 
 @case("unsigned")
 def partial_copy_without_its_signature(scene: Scene) -> None:
-    scene.target = Target("demo", MANIFEST, MANIFEST)
+    scene.target = TrustTarget("demo", MANIFEST, MANIFEST)
 
 
 @case("other-subject")
 def partial_copy_with_the_signature_of_the_whole(scene: Scene) -> None:
-    scene.target = Target("demo", MANIFEST, MANIFEST)
+    scene.target = TrustTarget("demo", MANIFEST, MANIFEST)
     scene.attached = [of_index("a")]
 
 
 @case("other-subject")
 def target_added_to_a_signed_one(scene: Scene) -> None:
     # The index names a signed manifest and a new one; the machine matches the new one.
-    scene.target = Target("demo", OTHER_INDEX, OTHER_MANIFEST)
+    scene.target = TrustTarget("demo", OTHER_INDEX, OTHER_MANIFEST)
     scene.attached = [of_index("a"), of_manifest("a")]
 
 
 @case("other-subject")
 def replayed_from_the_version_before(scene: Scene) -> None:
-    scene.target = Target("demo", OTHER_INDEX, OTHER_MANIFEST)
+    scene.target = TrustTarget("demo", OTHER_INDEX, OTHER_MANIFEST)
     scene.attached = [of_index("a")]
 
 
@@ -266,7 +266,7 @@ def subject_with_the_digest_under_another_name(scene: Scene) -> None:
 @case("subject-algorithm")
 def subject_in_capitals(scene: Scene) -> None:
     digest = "sha256:" + "a" * 64
-    scene.target = Target("demo", digest, MANIFEST)
+    scene.target = TrustTarget("demo", digest, MANIFEST)
 
     def change(found: Any) -> None:
         found["subject"][0]["digest"] = {"sha256": "A" * 64}
@@ -319,12 +319,12 @@ def subjects_are_no_list(scene: Scene) -> None:
 
 @case("predicate-type")
 def provenance_by_the_same_key(scene: Scene) -> None:
-    scene.attached = [signed(Statement(PROVENANCE_PREDICATE, (Subject(INDEX),)), "a")]
+    scene.attached = [signed(Statement(PROVENANCE_PREDICATE, (SignedSubject(INDEX),)), "a")]
 
 
 @case("predicate-type")
 def model_signature_by_the_same_key(scene: Scene) -> None:
-    scene.attached = [signed(Statement(MODEL_PREDICATE, (Subject(INDEX),)), "a")]
+    scene.attached = [signed(Statement(MODEL_PREDICATE, (SignedSubject(INDEX),)), "a")]
 
 
 @case("predicate-type")
@@ -332,7 +332,7 @@ def release_of_a_channel_by_the_same_key(scene: Scene) -> None:
     payload = release_statement(
         "stable",
         "demo",
-        (Subject(INDEX),),
+        (SignedSubject(INDEX),),
         version=1,
         keys_version=0,
         expires=datetime(2027, 1, 1, tzinfo=UTC),
@@ -654,14 +654,14 @@ def revoked_target(scene: Scene) -> None:
 @case("bundle-revoked")
 def target_of_a_revoked_bundle_in_a_new_index(scene: Scene) -> None:
     scene.more = f'[revoked]\ndigests = ["{INDEX}"]'
-    scene.target = Target("demo", OTHER_INDEX, MANIFEST)
+    scene.target = TrustTarget("demo", OTHER_INDEX, MANIFEST)
     scene.attached = [of_manifest("a")]
 
 
 @case("bundle-revoked")
 def partial_copy_of_a_revoked_bundle(scene: Scene) -> None:
     scene.more = f'[revoked]\ndigests = ["{INDEX}"]'
-    scene.target = Target("demo", MANIFEST, MANIFEST)
+    scene.target = TrustTarget("demo", MANIFEST, MANIFEST)
     scene.attached = [of_manifest("a")]
 
 
@@ -670,26 +670,26 @@ def partial_copy_of_a_revoked_bundle(scene: Scene) -> None:
 
 @case("no-rule")
 def name_that_no_rule_has(scene: Scene) -> None:
-    scene.target = Target("demos", INDEX, MANIFEST)
+    scene.target = TrustTarget("demos", INDEX, MANIFEST)
     scene.attached = [of_index("a")]
 
 
 @case("no-rule")
 def name_with_other_capitals(scene: Scene) -> None:
-    scene.target = Target("Demo", INDEX, MANIFEST)
+    scene.target = TrustTarget("Demo", INDEX, MANIFEST)
     scene.attached = [of_index("a")]
 
 
 @case("no-rule")
 def name_with_a_line_end(scene: Scene) -> None:
-    scene.target = Target("demo\n", INDEX, MANIFEST)
+    scene.target = TrustTarget("demo\n", INDEX, MANIFEST)
     scene.attached = [of_index("a")]
 
 
 @case("no-rule")
 def name_that_a_pattern_has_only_in_its_middle(scene: Scene) -> None:
     scene.names = '["team-*-prod"]'
-    scene.target = Target("team-a-prod-test", INDEX, MANIFEST)
+    scene.target = TrustTarget("team-a-prod-test", INDEX, MANIFEST)
     scene.attached = [of_index("a")]
 
 
@@ -804,7 +804,7 @@ def test_a_signature_of_the_bundle_or_of_the_target_will_do(attached: Any, curve
 
 
 def test_a_copy_of_one_target_needs_only_its_own_signature() -> None:
-    scene = Scene(target=Target("demo", MANIFEST, MANIFEST), attached=[of_manifest("a")])
+    scene = Scene(target=TrustTarget("demo", MANIFEST, MANIFEST), attached=[of_manifest("a")])
     allowed(scene, "a")
 
 
@@ -812,7 +812,7 @@ def test_garbage_beside_a_good_signature_does_no_harm() -> None:
     junk: list[Attached] = [
         b"garbage",
         of_index("stranger"),
-        signed(Statement(PROVENANCE_PREDICATE, (Subject(INDEX),)), "a"),
+        signed(Statement(PROVENANCE_PREDICATE, (SignedSubject(INDEX),)), "a"),
         Reason("referrer-damaged", "integrity", "damaged"),
     ]
     allowed(Scene(attached=[*junk, of_index("a")]), "a")
@@ -830,7 +830,7 @@ def test_two_keys_make_a_threshold_of_two_wherever_they_signed() -> None:
 
 def test_a_signature_as_cosign_itself_makes_it_counts() -> None:
     # protojson leaves out empty fields, and the statement has no name and no annotations.
-    statement = Statement(SIGNATURE_PREDICATE, (Subject(INDEX),))
+    statement = Statement(SIGNATURE_PREDICATE, (SignedSubject(INDEX),))
 
     def change(found: Any) -> None:
         del found["dsseEnvelope"]["signatures"][0]["keyid"]
@@ -859,7 +859,7 @@ def test_patterns_match_whole_names() -> None:
         ('["a*b*c"]', "a-b-b-c"),
         ('["x", "de*"]', "demo"),
     ):
-        target = Target(name, INDEX, MANIFEST)
+        target = TrustTarget(name, INDEX, MANIFEST)
         allowed(Scene(names=names, target=target, attached=[of_index("a")]), "a")
 
 
@@ -896,7 +896,7 @@ def test_permissive_reports_an_expired_channel() -> None:
 def test_a_target_that_two_bundles_share_survives_the_revocation_of_one() -> None:
     other = signature_statements(OTHER_INDEX, [("cpu", MANIFEST)])[MANIFEST]
     scene = Scene(more=f'[revoked]\ndigests = ["{INDEX}"]')
-    scene.target = Target("demo", OTHER_INDEX, MANIFEST)
+    scene.target = TrustTarget("demo", OTHER_INDEX, MANIFEST)
     scene.attached = [of_manifest("a"), signed(other, "a")]
     allowed(scene, "a")
 

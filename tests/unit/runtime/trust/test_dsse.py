@@ -15,14 +15,14 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 from tests.signers import key_table, signer
 
 from prejit.runtime.trust.channel import signers
-from prejit.runtime.trust.decision import Target, decide
+from prejit.runtime.trust.decision import TrustTarget, decide
 from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae, read_bundle
 from prejit.runtime.trust.policy import parse_policy
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     SIGNATURE_PREDICATE,
+    SignedSubject,
     Statement,
-    Subject,
     encode_statement,
     read_statement,
     signature_statements,
@@ -70,7 +70,7 @@ def test_an_envelope_is_read_as_it_was_written(
 @given(
     st.lists(
         st.builds(
-            Subject,
+            SignedSubject,
             DIGEST,
             st.text(max_size=9, alphabet=st.characters(codec="utf-8")),
             st.dictionaries(st.just("a"), st.just("b")),
@@ -79,7 +79,7 @@ def test_an_envelope_is_read_as_it_was_written(
         max_size=3,
     )
 )
-def test_a_statement_is_read_as_it_was_written(subjects: list[Subject]) -> None:
+def test_a_statement_is_read_as_it_was_written(subjects: list[SignedSubject]) -> None:
     statement = Statement(SIGNATURE_PREDICATE, tuple(subjects), {"n": 1})
     assert read_statement(encode_statement(statement), SIGNATURE_PREDICATE) == statement
 
@@ -108,7 +108,7 @@ def test_any_value_in_any_place_of_a_bundle_is_refused_or_does_not_matter(
     path: list[int], value: Any
 ) -> None:
     content = json.dumps(_replaced(json.loads(GOOD), path, value)).encode()
-    decision = decide(POLICY, Target("demo", INDEX, INDEX), [content], {}, 0.0)
+    decision = decide(POLICY, TrustTarget("demo", INDEX, INDEX), [content], {}, 0.0)
     if decision.is_allowed:
         assert read_bundle(content).payload == read_bundle(GOOD).payload
 
@@ -119,7 +119,7 @@ def test_any_value_in_any_place_of_a_signed_statement_is_refused_or_does_not_mat
 ) -> None:
     payload = json.dumps(_replaced(json.loads(read_bundle(GOOD).payload), path, value)).encode()
     content = encode_bundle(signer("a").envelope(payload))
-    decision = decide(POLICY, Target("demo", INDEX, INDEX), [content], {}, 0.0)
+    decision = decide(POLICY, TrustTarget("demo", INDEX, INDEX), [content], {}, 0.0)
     if decision.is_allowed:
         assert read_statement(payload, SIGNATURE_PREDICATE).about(INDEX) is not None
 
@@ -129,7 +129,7 @@ def test_any_value_in_any_place_of_a_signed_statement_is_refused_or_does_not_mat
 def test_any_byte_that_is_changed_is_refused_or_does_not_matter(place: int, bits: int) -> None:
     content = bytearray(GOOD)
     content[place] ^= bits
-    decision = decide(POLICY, Target("demo", INDEX, INDEX), [bytes(content)], {}, 0.0)
+    decision = decide(POLICY, TrustTarget("demo", INDEX, INDEX), [bytes(content)], {}, 0.0)
     if decision.is_allowed:
         assert read_bundle(bytes(content)).payload == read_bundle(GOOD).payload
 
