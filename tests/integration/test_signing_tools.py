@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv-tools" / "bin" / "python"
 VERIFY = """
 import base64, json, sys
-from in_toto_attestation.v1.statement import Statement
+from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
+from in_toto_attestation.v1.statement import STATEMENT_TYPE_URI
 from in_toto_attestation.v1 import statement_pb2
 from google.protobuf import json_format
 from securesystemslib.dsse import Envelope
@@ -49,7 +50,9 @@ for path in sys.argv[2:]:
     assert envelope.payload_type == "application/vnd.in-toto+json"
     assert envelope.verify([key], 1)
     found = json_format.Parse(envelope.payload, statement_pb2.Statement())
-    Statement.copy_from_pb(found).validate()
+    assert found.type == STATEMENT_TYPE_URI
+    for subject in found.subject:  # the whole would need a predicate, which cosign leaves empty
+        ResourceDescriptor.copy_from_pb(subject).validate()
     assert found.predicate_type == "https://sigstore.dev/cosign/sign/v1"
     print(found.subject[0].digest["sha256"])
 """
