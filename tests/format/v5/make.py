@@ -8,8 +8,9 @@
 All executables are of a jaxlib that never was, so that every machine falls back to the portable programs (and
 the files stay small). `expected.json` holds the digests and what the programs answer.
 
-Format 5 is not released yet: a change of the format before its release may make these bundles again.
-After the release they are never made again. From the root of the repository, with the names of the bundles
+Format 5 is not released yet: a change of the format before its release may make these bundles again. When the
+bundle's index became a blob, `decoder` and `reader` kept all their other blobs. After the release they are
+never made again. From the root of the repository, with the names of the bundles
 to make:
 
     .venv/bin/python -m tests.format.v5.make decoder reader

@@ -43,7 +43,13 @@ def bundle_dir(recipe: Any, tmp_path: Path) -> Path:
 
 
 def files_of(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file())
+    """Every file that has one spelling.
+
+    Since format 5 index.json has many, as other tools write it: test_root.py changes each of its bytes.
+    """
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    has_index_json = index_file(path).parent == path
+    return found if has_index_json else [file for file in found if file.parent != path]
 
 
 @contextmanager
@@ -103,8 +109,8 @@ def test_500_changed_bytes_in_every_file_are_all_rejected(
                 load(bundle_dir)
         assert names_the_file(caught.value, file), caught.value
         tried[file.name] += 1
-    assert len(tried) == len(files) == 8
-    assert min(tried.values()) >= 62
+    assert len(tried) == len(files) == 7
+    assert min(tried.values()) >= 71
     with pytest.raises(AssertionError, match="reached XLA"):  # whole again, it gets there
         load(bundle_dir)
 

@@ -19,6 +19,7 @@ from prejit.runtime.format.names import (
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
+    oci_platform,
 )
 from prejit.runtime.format.schema import Config, Descriptor, encode_index
 
@@ -54,7 +55,14 @@ def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
             REQUIREMENT: to_json(config.requirement).decode("ascii"),
         }
         descriptors.append(
-            Descriptor(at.mediaType, at.digest, at.size, ARTIFACT_TYPE, annotations=annotations)
+            Descriptor(
+                at.mediaType,
+                at.digest,
+                at.size,
+                ARTIFACT_TYPE,
+                oci_platform(config.requirement.architecture),
+                annotations,
+            )
         )
     if len(found) > 1:
         names = ", ".join(sorted(f"{name} of format {number}" for name, number in found))

@@ -43,7 +43,7 @@ from prejit.runtime.format.names import (
 from prejit.runtime.format.schema import Descriptor, Index
 
 _MAX_UNNAMED_BYTES = 4 << 20
-"""Maximum size of all blobs together that are read because their entries have no artifact type."""
+"""Maximum size of all blobs together that are read to find out whether they are prejit's."""
 
 
 class Root(NamedTuple):
@@ -53,10 +53,10 @@ class Root(NamedTuple):
         digest: the bundle's name. Of a copy of one target without the bundle's index, it is the digest of
             the target's manifest.
         index: the bundle's index, checked, with the targets that are here. Of a copy that lacks the index, it
-            is the one that prejit would have written.
+            is the one that prejit would have written: of all targets, the same.
         path: the file of the index, for errors.
         subject: the descriptor that a registry has for the bundle, or for the only target of a copy. None:
-            there is none, because `index.json` is the index, or a copy has several targets and no index.
+            there is none, because `index.json` is the index, or a copy of several targets lacks it.
         others: the entries of `index.json` that are neither the bundle nor a target. Some may refer to it.
     """
 
@@ -86,15 +86,16 @@ def read_root(layout: Layout) -> Root:
     entries = _entries(plain, path)
     indexes, others = _split(layout, entries, INDEX_MEDIA_TYPE)
     if not indexes:
-        return _root_of_copy(layout, entries, path)
+        return _root_of_copy(layout, others, path)
     if len(indexes) > 1:
         raise RejectError(
             path,
-            f"expected one bundle, found {len(indexes)}: {', '.join(at.digest for at in indexes)}",
+            f"expected one bundle, found {len(indexes)}: {', '.join(at.digest for at, _ in indexes)}",
             hint="copy each bundle into a directory of its own",
         )
-    at, where = indexes[0], layout.blob_path(indexes[0].digest)
-    index = check_index(_read(layout, at), where)
+    at, content_of_index = indexes[0]
+    where = layout.blob_path(at.digest)
+    index = check_index(content_of_index, where)
     _check_place(index, where, is_blob=True)
     targets = {each.digest: each for each in index.manifests}
     here, rest = set[str](), []
@@ -117,8 +118,18 @@ def read_root(layout: Layout) -> Root:
 
 
 def _root_of_copy(layout: Layout, entries: tuple[Descriptor, ...], path: str) -> Root:
-    """Return the root of a copy that lacks the bundle's index: one of some targets."""
-    targets, others = _split(layout, entries, MANIFEST_MEDIA_TYPE)
+    """Return the root of a copy of some targets, or of all, that lacks the bundle's index.
+
+    skopeo writes an index of its own when it copies all, without the artifact type.
+    """
+    found = {at.digest: at for at in entries}
+    for at in entries:
+        if at.mediaType == INDEX_MEDIA_TYPE and at.size <= _cap(at):
+            where = layout.blob_path(at.digest)
+            for each in _entries(_parsed(_read(layout, at)) or {}, where):
+                found.setdefault(each.digest, each)
+    read, others = _split(layout, tuple(found.values()), MANIFEST_MEDIA_TYPE)
+    targets = [at for at, _ in read]
     if not targets:
         raise RejectError(path, f"expected an entry of {ARTIFACT_TYPE}, found none")
     content = index_of_copy(layout, targets)
@@ -252,27 +263,39 @@ def read_descriptor(plain: Any, path: str) -> Descriptor:
 
 def _split(
     layout: Layout, entries: tuple[Descriptor, ...], media_type: str
-) -> tuple[tuple[Descriptor, ...], tuple[Descriptor, ...]]:
+) -> tuple[list[tuple[Descriptor, bytes | None]], tuple[Descriptor, ...]]:
     """Return the entries of a media type that are prejit's, and all others.
 
-    skopeo drops the artifact type of an entry. Then the blob has it.
+    The first come with the bytes behind them, if they were read.
+
+    The blob of an index says what it is. So no damage of its entry makes a bundle look like a copy of some
+    targets. The entry of a manifest says it, or else its blob, because skopeo drops the artifact type.
 
     Raises:
         RejectError: such a blob is missing or damaged, or there are too many.
     """
-    unread, ours, others = _MAX_UNNAMED_BYTES, [], []
+    unread = _MAX_UNNAMED_BYTES
+    ours, others = list[tuple[Descriptor, bytes | None]](), []
     for at in entries:
-        artifact_type = at.artifactType if at.mediaType == media_type else ""
-        if artifact_type is None and at.size <= _cap(at):
+        artifact_type, content = at.artifactType, None
+        is_large = at.size > _cap(at) and artifact_type != ARTIFACT_TYPE
+        if at.mediaType != media_type or is_large:
+            others.append(at)
+            continue
+        if media_type == INDEX_MEDIA_TYPE or artifact_type is None:
             if (unread := unread - at.size) < 0:
                 raise RejectError(
                     str(layout.path / "index.json"),
-                    f"expected entries with an artifact type, found more than {_MAX_UNNAMED_BYTES} "
-                    "bytes without one",
+                    f"expected at most {_MAX_UNNAMED_BYTES} bytes of indexes and of manifests without "
+                    "an artifact type, found more",
                 )
-            artifact_type = (_parsed(_read(layout, at)) or {}).get("artifactType")
-        (ours if artifact_type == ARTIFACT_TYPE else others).append(at)
-    return tuple(ours), tuple(others)
+            content = _read(layout, at)
+            artifact_type = (_parsed(content) or {}).get("artifactType")
+        if ARTIFACT_TYPE in (artifact_type, at.artifactType):
+            ours.append((at, content))
+        else:
+            others.append(at)
+    return ours, tuple(others)
 
 
 def _cap(at: Descriptor) -> int:

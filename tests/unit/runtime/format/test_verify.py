@@ -127,11 +127,17 @@ def with_manifest(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b'{"imageLayoutVersion": "1.0.0"}', b"\0" * 30],
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096, b"\0" * 30],
 )
 def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
     (bundle_dir / "oci-layout").write_bytes(content)
     assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
+
+
+def test_1_up_to_format_4_a_layout_version_has_one_spelling(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
+    (path / "oci-layout").write_bytes(b'{"imageLayoutVersion": "1.0.0"}')
+    assert reject(path, "expected").path == str(path / "oci-layout")
 
 
 # 2. index.json

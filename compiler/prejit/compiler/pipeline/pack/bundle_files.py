@@ -37,6 +37,7 @@ from prejit.runtime.format.names import (
     REF_NAME,
     REQUIREMENT,
     TITLE,
+    oci_platform,
 )
 from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Segment, encode_index
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from prejit.compiler.store.interface import BlobWriter, Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
-_OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,7 @@ def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[st
                 digest_of(manifest),
                 len(manifest),
                 artifactType=ARTIFACT_TYPE,
-                platform={
-                    "architecture": _OCI_ARCHITECTURES.get(needs.architecture, needs.architecture),
-                    "os": "linux",
-                },
+                platform=oci_platform(needs.architecture),
                 annotations={
                     REF_NAME: target.config.target,
                     REQUIREMENT: to_json(needs).decode("ascii"),
