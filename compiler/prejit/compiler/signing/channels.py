@@ -162,7 +162,7 @@ def add_signature(file: ChannelFile, key: PrivateKey) -> ChannelFile:
 def _added(envelope: Envelope, key: PrivateKey) -> Envelope:
     if signers(envelope, [key.public]):
         return envelope
-    return replace(envelope, signatures=(*envelope.signatures, key.sign(envelope.payload)))
+    return envelope._replace(signatures=(*envelope.signatures, key.sign(envelope.payload)))
 
 
 def _signed(payload: bytes, keys: Sequence[PrivateKey]) -> Envelope:

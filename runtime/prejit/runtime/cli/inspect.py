@@ -180,7 +180,7 @@ def _print_trusted(verdicts: Sequence[PolicyVerdict]) -> None:
 
 
 def _described(verdict: PolicyVerdict) -> dict[str, Any]:
-    reported = [asdict(reason) for reason in verdict.decision.reported]
+    reported = [reason._asdict() for reason in verdict.decision.reported]
     return {"target": verdict.target, "signers": verdict.decision.signers, "reported": reported}
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import PolicyError
@@ -48,8 +47,7 @@ MAX_VERSION = (1 << 53) - 1
 """Maximum of a version, which every reader of JSON keeps exactly."""
 
 
-@dataclass(frozen=True)
-class KeySet:
+class KeySet(NamedTuple):
     """The keys of a channel.
 
     Attributes:
@@ -65,8 +63,7 @@ class KeySet:
     expires: float | None = None
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """The current bundle of a channel.
 
     Attributes:
@@ -82,8 +79,7 @@ class Release:
     expires: float
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """What a machine has accepted of a channel; `channel_state` keeps it.
 
     Attributes:
@@ -99,8 +95,7 @@ class Accepted:
     release_digest: str = ""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A file of a channel that was accepted.
 
     Attributes:

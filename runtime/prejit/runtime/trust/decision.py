@@ -15,9 +15,8 @@ A reason is enforced or only reported, by the level of the rule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from prejit.runtime.trust.channel import Outcome, why_not_current
 from prejit.runtime.trust.dsse import Envelope, pae, read_bundle
 from prejit.runtime.trust.policy import Policy, Rule, TrustedKey, enforces
 from prejit.runtime.trust.reasons import Reason, RefusedError
@@ -28,22 +27,24 @@ from prejit.runtime.trust.statement import (
     read_statement,
 )
 
+if TYPE_CHECKING:
+    from prejit.runtime.trust.channel import Outcome
+
 MAX_VERIFICATIONS = 512
 """Maximum number of times that one decision tries a key on a signature; each takes about 0.1 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrustTarget:
+class TrustTarget(NamedTuple):
     """A target that may run.
 
     Attributes:
         bundle: name of the bundle, as the manifest has it.
-        index: digest of the bundle's index.
+        digest: the bundle's digest: that of its index.
         manifest: digest of the target's manifest.
     """
 
     bundle: str
-    index: str
+    digest: str
     manifest: str
 
 
@@ -51,8 +52,7 @@ Attached = bytes | Reason
 """A sigstore bundle that is attached to a bundle or to a manifest, or why it cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Whether a bundle may run.
 
     Attributes:
@@ -120,13 +120,12 @@ def decide(
 
 
 def _revoked(policy: Policy, target: TrustTarget) -> Iterable[Reason]:
-    for digest, what in ((target.index, "bundle"), (target.manifest, "target's manifest")):
+    for digest, what in ((target.digest, "bundle"), (target.manifest, "target's manifest")):
         if digest in policy.revoked_digests:
             yield Reason("digest-revoked", "revocation", f"the {what} {digest} is revoked")
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
+class _Counted(NamedTuple):
     """The keys that signed, by id.
 
     Attributes:
@@ -199,12 +198,12 @@ def _subject_of(envelope: Envelope, target: TrustTarget) -> SignedSubject:
         RefusedError: it is about something else, or is no signature.
     """
     statement = read_statement(envelope.payload, SIGNATURE_PREDICATE)
-    for digest in (target.index, target.manifest):
+    for digest in (target.digest, target.manifest):
         if (subject := statement.about(digest)) is not None:
             return subject
     raise RefusedError(
         "other-subject",
-        f"expected a signature of {target.index} or of {target.manifest}, found one of "
+        f"expected a signature of {target.digest} or of {target.manifest}, found one of "
         f"{statement.subjects[0].digest}",
     )
 
@@ -246,8 +245,10 @@ def _channel_reasons(found: Outcome | Reason, target: TrustTarget) -> Iterable[R
     if isinstance(found, Reason):
         yield found
         return
+    from prejit.runtime.trust.channel import why_not_current
+
     if found.expired is not None:
         yield found.expired
-    other = why_not_current(found.release, target.bundle, target.index, target.manifest)
+    other = why_not_current(found.release, target.bundle, target.digest, target.manifest)
     if other is not None:
         yield other

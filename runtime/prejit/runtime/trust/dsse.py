@@ -12,8 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prejit.runtime.trust.foreign_json import field, read_object
 from prejit.runtime.trust.reasons import RefusedError
@@ -31,8 +30,7 @@ _MAX_SIGNATURE_BYTES = 256
 """Maximum size of a signature. One of P-521 has 139 bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     """A DSSE envelope.
 
     Attributes:

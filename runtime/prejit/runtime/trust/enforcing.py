@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from prejit.runtime.errors import RejectError, UntrustedError
 from prejit.runtime.format.blobs import read_whole
@@ -17,25 +17,19 @@ from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.trust.channel import (
-    MAX_CHANNEL_BYTES,
-    Accepted,
-    KeySet,
-    Outcome,
-    accept,
-)
-from prejit.runtime.trust.channel_state import ChannelState
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, MAX_ENVELOPE_BYTES
 from prejit.runtime.trust.policy import ChannelRule, Policy, read_policy
-from prejit.runtime.trust.reasons import Reason, RefusedError
+from prejit.runtime.trust.reasons import Reason
+
+if TYPE_CHECKING:
+    from prejit.runtime.trust.channel import Outcome
 
 MAX_ATTACHED = 64
 """Maximum number of signatures of a bundle and of one of its targets that are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyVerdict:
+class PolicyVerdict(NamedTuple):
     """The decision of one policy about one target.
 
     Attributes:
@@ -148,7 +142,7 @@ def _signatures(
     count = 0
     for each in attached:
         is_signature = each.artifact_type == BUNDLE_MEDIA_TYPE
-        if not is_signature or each.subject not in (about.index, about.manifest):
+        if not is_signature or each.subject not in (about.digest, about.manifest):
             continue
         count += 1
         if count > MAX_ATTACHED:
@@ -187,43 +181,8 @@ def _releases(policy: Policy, bundle: str, now: float) -> dict[str, Outcome | Re
     return {rule.channel.name: _release(policy, rule.channel, now)}
 
 
-def _release(policy: Policy, channel: ChannelRule, now: float) -> Outcome | Reason:
-    """Return the current release of a channel, and keep that it was accepted."""
-    try:
-        with open(channel.file, "rb") as file:
-            content = file.read(MAX_CHANNEL_BYTES + 1)
-    except OSError as error:
-        return Reason(
-            "channel-missing",
-            "authenticity",
-            f"channel {channel.name!r}: cannot read {channel.file}: {error.strerror}",
-        )
-    state = ChannelState(policy.path, channel.name)
-    with state.locked():
-        kept = state.read()
-        last = _newest(kept, channel, now)
-        try:
-            outcome = accept(
-                content,
-                channel.name,
-                last,
-                now,
-                minimum_version=channel.minimum_version,
-                revoked=policy.revoked_keys,
-            )
-        except RefusedError as error:
-            return error.reason
-        if outcome.accepted != kept:
-            state.write(outcome.accepted)
-    return outcome
+def _release(policy: Policy, rule: ChannelRule, now: float) -> Outcome | Reason:
+    # Most policies have no channel, and a start pays for each import.
+    from prejit.runtime.trust.channel_following import current_release
 
-
-def _newest(kept: Accepted | None, channel: ChannelRule, now: float) -> Accepted:
-    """Return what was accepted last, with the keys of the policy if these are newer or nothing is kept."""
-    keys = tuple(each.key for each in channel.keys if each.expires is None or now < each.expires)
-    own = KeySet(channel.keys_version, keys, channel.threshold)
-    if kept is None:
-        return Accepted(own)
-    if kept.keys.version >= own.version:
-        return kept
-    return Accepted(own, kept.version, kept.release_keys_version, kept.release_digest)
+    return current_release(policy, rule, now)

@@ -57,10 +57,11 @@ def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str
     Raises:
         RefusedError: the key is missing, or its value has another type.
     """
-    value = found.get(name)
-    if type(value) is not kind or (type(value) is int and abs(value) > MAX_INTEGER):
+    value: Any = found.get(name)
+    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
         raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
-    return value
+    checked: _T = value
+    return checked
 
 
 def _no_number(text: str) -> NoReturn:

@@ -27,14 +27,11 @@ The policy is the administrator's own file, so it is read strictly: an unknown k
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.typed_json import shown
@@ -67,8 +64,7 @@ def enforces(level: Level, kind: Kind) -> bool:
     return kind in _ENFORCED[level]
 
 
-@dataclass(frozen=True)
-class TrustedKey:
+class TrustedKey(NamedTuple):
     """A key of a policy.
 
     Attributes:
@@ -84,8 +80,7 @@ class TrustedKey:
     is_revoked: bool = False
 
 
-@dataclass(frozen=True)
-class ChannelRule:
+class ChannelRule(NamedTuple):
     """A channel that a policy follows.
 
     Attributes:
@@ -105,8 +100,7 @@ class ChannelRule:
     minimum_version: int
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Which signatures bundles of some names need.
 
     Attributes:
@@ -145,8 +139,7 @@ def _fits(pattern: str, name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """A trust policy.
 
     Attributes:
@@ -237,8 +230,7 @@ def parse_policy(
                 f"expected sha256: and 64 digits of 0-9a-f, found {text!r:.80}", "digests"
             )
     keys = {
-        name: TrustedKey(name, each.key, each.expires, each.key.id in revoked_keys)
-        for name, each in keys.items()
+        name: each._replace(is_revoked=each.key.id in revoked_keys) for name, each in keys.items()
     }
     channels = {
         name: _channel(name, table, keys, directory)
@@ -362,6 +354,8 @@ class _Table:
 
     def error(self, text: str, key: str = "", known: Iterable[str] = ()) -> PolicyError:
         """Return the error about a key, with the nearest of the known names as its hint."""
+        import difflib  # takes a start 1 ms, and most policies are right
+
         word = text.rpartition("found ")[2].strip("'")
         near = difflib.get_close_matches(word, list(known), 1)
         hint = f"did you mean {near[0]!r}?" if near else _HINT
@@ -425,6 +419,8 @@ class _Table:
         """Return a date (its first moment, UTC) or a time, in seconds; None: it is not there."""
         if not self.has(key):
             return None
+        from datetime import UTC, date, datetime
+
         value = self._found[key]
         if type(value) is date:
             value = datetime(value.year, value.month, value.day, tzinfo=UTC)

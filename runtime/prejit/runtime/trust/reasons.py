@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["integrity", "authenticity", "expiry", "revocation"]
 """What a reason is about, in notation's words: a signature that is damaged or is of something else; none by a
 trusted key; one that is out of date; one that was revoked. The level of a rule enforces some of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(NamedTuple):
     """One reason.
 
     Attributes:

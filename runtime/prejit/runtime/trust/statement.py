@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.typed_json import shown
@@ -36,8 +36,10 @@ MAX_SUBJECTS = 4096
 """Maximum number of subjects of a statement. A channel's release has one for each target."""
 
 
-@dataclass(frozen=True, slots=True)
-class SignedSubject:
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class SignedSubject(NamedTuple):
     """What a statement is about.
 
     Attributes:
@@ -48,11 +50,10 @@ class SignedSubject:
 
     digest: str
     name: str = ""
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = _NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
+class Statement(NamedTuple):
     """An in-toto statement.
 
     Attributes:
@@ -63,7 +64,7 @@ class Statement:
 
     predicate_type: str
     subjects: tuple[SignedSubject, ...]
-    predicate: Mapping[str, Any] = field(default_factory=dict)
+    predicate: Mapping[str, Any] = _NOTHING
 
     def about(self, digest: str) -> SignedSubject | None:
         """Return the subject that has this digest, or None."""

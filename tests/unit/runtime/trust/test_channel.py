@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -318,7 +317,7 @@ def test_what_was_accepted_is_read_again(state: ChannelState) -> None:
         state.write(accepted)
     found = state.read()
     assert found is not None
-    assert replace(found, keys=accepted.keys) == accepted
+    assert found._replace(keys=accepted.keys) == accepted
     assert [key.id for key in found.keys.keys] == [key.id for key in accepted.keys.keys]
     assert (found.keys.threshold, found.keys.expires) == (1, LATER.timestamp())
 

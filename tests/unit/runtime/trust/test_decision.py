@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def signature_with_another_hash(scene: Scene) -> None:
 def signature_with_bytes_behind_it(scene: Scene) -> None:
     payload = encode_statement(STATEMENTS[INDEX])
     envelope = signer("a").envelope(payload)
-    longer = replace(envelope, signatures=(envelope.signatures[0] + b"\0",))
+    longer = envelope._replace(signatures=(envelope.signatures[0] + b"\0",))
     scene.attached = [encode_bundle(longer)]
 
 
