@@ -302,7 +302,7 @@ def is_current(path: Path, index: bytes) -> bool:
     try:
         with Layout(path) as layout:
             root = read_root(layout)
-            if to_json(root.index) != index:  # another one, or a copy of some of its targets
+            if to_json(root.bundle) != index:  # another one, or a copy of some of its targets
                 return False
             targets = match(root, Fingerprint.current())
             check_blobs(

@@ -78,7 +78,7 @@ def _explain_fleet(options: Namespace) -> int:
 
     with Layout(options.bundle) as layout:
         root = read_root(layout)
-        targets = [target_of(descriptor, root.path) for descriptor in root.index.manifests]
+        targets = [target_of(descriptor, root.path) for descriptor in root.bundle.manifests]
     fleet = read_fleet(options.fleet)
     report = explain_fleet(targets, fleet.machines, fleet.unreadable)
     if options.page is not None:
@@ -86,7 +86,7 @@ def _explain_fleet(options: Namespace) -> int:
 
         write_text(
             options.page,
-            fleet_page(root.index.annotations[BUNDLE_NAME], root.digest, options.fleet, report),
+            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, options.fleet, report),
         )
     if options.json:
         print_json(report.described())

@@ -65,10 +65,10 @@ def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
     Raises:
         RejectError: a requirement in the index is damaged.
     """
-    annotations = root.index.annotations
+    annotations = root.bundle.annotations
     bundle, written = annotations[BUNDLE_NAME], annotations[BUNDLE_FORMAT]
     targets = []
-    for descriptor in root.index.manifests:
+    for descriptor in root.bundle.manifests:
         name, needs = target_of(descriptor, root.path)
         verdict = compare(name, needs, machine)
         target = OpenTarget(name, needs, verdict, descriptor, bundle, written)

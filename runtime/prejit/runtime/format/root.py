@@ -52,8 +52,8 @@ class Root(NamedTuple):
     Attributes:
         digest: the bundle's name. Of a copy of one target without the bundle's index, it is the digest of
             the target's manifest.
-        index: the bundle's index, checked, with the targets that are here. Of a copy that lacks the index, it
-            is the one that prejit would have written: of all targets, the same.
+        bundle: the bundle's index, checked, with the targets that are here. Of a copy that lacks the index,
+            it is the one that prejit would have written: of all targets, the same.
         path: the file of the index, for errors.
         subject: the descriptor that a registry has for the bundle, or for the only target of a copy. None:
             there is none, because `index.json` is the index, or a copy of several targets lacks it.
@@ -61,7 +61,7 @@ class Root(NamedTuple):
     """
 
     digest: str
-    index: Index
+    bundle: Index
     path: str
     subject: Descriptor | None
     others: tuple[Descriptor, ...]
@@ -93,9 +93,9 @@ def read_root(layout: Layout) -> Root:
             f"expected one bundle, found {len(indexes)}: {', '.join(at.digest for at, _ in indexes)}",
             hint="copy each bundle into a directory of its own",
         )
-    at, content_of_index = indexes[0]
+    at, read = indexes[0]
     where = layout.blob_path(at.digest)
-    index = check_index(content_of_index, where)
+    index = check_index(read, where)
     _check_place(index, where, is_blob=True)
     targets = {each.digest: each for each in index.manifests}
     here, rest = set[str](), []
@@ -263,10 +263,10 @@ def read_descriptor(plain: Any, path: str) -> Descriptor:
 
 def _split(
     layout: Layout, entries: tuple[Descriptor, ...], media_type: str
-) -> tuple[list[tuple[Descriptor, bytes | None]], tuple[Descriptor, ...]]:
+) -> tuple[list[tuple[Descriptor, bytes]], tuple[Descriptor, ...]]:
     """Return the entries of a media type that are prejit's, and all others.
 
-    The first come with the bytes behind them, if they were read.
+    The first come with the bytes behind them, or with none if these were not read.
 
     The blob of an index says what it is. So no damage of its entry makes a bundle look like a copy of some
     targets. The entry of a manifest says it, or else its blob, because skopeo drops the artifact type.
@@ -275,9 +275,9 @@ def _split(
         RejectError: such a blob is missing or damaged, or there are too many.
     """
     unread = _MAX_UNNAMED_BYTES
-    ours, others = list[tuple[Descriptor, bytes | None]](), []
+    ours, others = list[tuple[Descriptor, bytes]](), []
     for at in entries:
-        artifact_type, content = at.artifactType, None
+        artifact_type, content = at.artifactType, b""
         is_large = at.size > _cap(at) and artifact_type != ARTIFACT_TYPE
         if at.mediaType != media_type or is_large:
             others.append(at)

@@ -167,13 +167,13 @@ def _check_subject(path: Path, subject: Descriptor) -> set[str]:
     """Check that a bundle has what something shall be attached to. Return the digests that it lists."""
     with Layout(path) as layout:
         root = read_root(layout)
-    written = root.index.annotations[BUNDLE_FORMAT]
+    written = root.bundle.annotations[BUNDLE_FORMAT]
     if int(written) < BLOB_INDEX_SINCE:
         raise UsageError(
             f"{path}: expected a bundle of format {BLOB_INDEX_SINCE} or later, found format {written}",
             hint="build it again: before, nothing can be attached to a bundle",
         )
-    there = [*root.index.manifests, *root.others]
+    there = [*root.bundle.manifests, *root.others]
     if root.subject is not None:
         there.append(root.subject)
     if not any(at.digest == subject.digest and at.size == subject.size for at in there):

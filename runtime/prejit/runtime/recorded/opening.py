@@ -88,7 +88,7 @@ def _open(layout: Layout, root: Root, *, machine: Fingerprint) -> RecordedBundle
     programs = recorded_of(layout, contents)
     directory = unpacked(layout, chosen, contents) if chosen.verdict.matches else None
     return RecordedBundle(
-        root.index.annotations[BUNDLE_NAME],
+        root.bundle.annotations[BUNDLE_NAME],
         root.digest,
         chosen.verdict,
         contents.config.requirement,

@@ -407,7 +407,7 @@ def test_it_is_what_the_loader_would_choose(
             for t in match(root, HOST)
             if t.descriptor.annotations is not None
         ]
-        order = [(d.annotations or {})[REF_NAME] for d in root.index.manifests]
+        order = [(d.annotations or {})[REF_NAME] for d in root.bundle.manifests]
         needs.sort(key=lambda item: order.index(item[0]))
         report = explain_fleet(needs, named(machines))
         for machine, verdict in report.verdicts:

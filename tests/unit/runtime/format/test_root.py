@@ -48,7 +48,7 @@ def entries(path: Path) -> list[Any]:
 
 
 def names(root: Root) -> list[str]:
-    return [(at.annotations or {})[REF_NAME] for at in root.index.manifests]
+    return [(at.annotations or {})[REF_NAME] for at in root.bundle.manifests]
 
 
 def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
@@ -67,7 +67,7 @@ def test_up_to_format_4_index_json_is_the_index(name: str) -> None:
     root = root_of(GOLDEN / name)
     assert root.digest == digest_of((GOLDEN / name / "index.json").read_bytes())
     assert root.subject is None
-    assert root.index.annotations[BUNDLE_FORMAT] == name[1]
+    assert root.bundle.annotations[BUNDLE_FORMAT] == name[1]
 
 
 def test_an_index_of_format_5_is_no_index_json(bundle_dir: Path) -> None:
@@ -135,7 +135,7 @@ def test_whoever_writes_index_json_the_bundle_is_the_same(
     before = root_of(bundle_dir)
     write(bundle_dir)
     after = root_of(bundle_dir)
-    assert (after.digest, after.index) == (before.digest, before.index)
+    assert (after.digest, after.bundle) == (before.digest, before.bundle)
     assert load(bundle_dir).digest == before.digest
     assert audit(bundle_dir, lambda *_: None).digest == before.digest
 
@@ -248,7 +248,7 @@ def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> Non
             file.write_bytes(content[:at] + bytes([changed]) + content[at + 1 :])
             with contextlib.suppress(RejectError):
                 after = root_of(bundle_dir)
-                assert (after.digest, after.index) == (before.digest, before.index)
+                assert (after.digest, after.bundle) == (before.digest, before.bundle)
                 harmless += 1
     assert harmless, "names in it have no meaning"
 

@@ -38,7 +38,7 @@ def subject_of(path: Path) -> Descriptor:
 
 def targets_of(path: Path) -> dict[str, Descriptor]:
     with Layout(path) as layout:
-        found = read_root(layout).index.manifests
+        found = read_root(layout).bundle.manifests
     return {(at.annotations or {})["org.opencontainers.image.ref.name"]: at for at in found}
 
 
