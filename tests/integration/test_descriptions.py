@@ -66,7 +66,7 @@ def test_the_list_of_parts_names_what_compiled_the_bundle(demo: Path) -> None:
     assert component["hashes"] == [{"alg": "SHA-256", "content": root.digest[7:]}]
     names = {each.get("purl", "").partition("@")[0] for each in found["components"]}
     assert {"pkg:pypi/jax", "pkg:pypi/jaxlib", "pkg:pypi/prejit"} <= names
-    manifest = json.loads(blob(demo, root.index.manifests[0].digest).read_bytes())
+    manifest = json.loads(blob(demo, root.bundle.manifests[0].digest).read_bytes())
     listed = {each["bom-ref"] for each in found["components"]}
     assert {layer["digest"] for layer in manifest["layers"]} <= listed
 
@@ -76,7 +76,7 @@ def test_the_provenance_names_manifest_sources_and_versions(demo: Path) -> None:
     with Layout(demo) as layout:
         root = read_root(layout)
     digests = {f"sha256:{each['digest']['sha256']}" for each in found["subject"]}
-    assert digests == {root.digest, *(at.digest for at in root.index.manifests)}
+    assert digests == {root.digest, *(at.digest for at in root.bundle.manifests)}
     definition = found["predicate"]["buildDefinition"]
     manifest = definition["externalParameters"]["manifest"]
     assert base64.b64decode(manifest["content"]) == (ROOT / "manifests" / "demo.toml").read_bytes()

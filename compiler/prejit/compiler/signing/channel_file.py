@@ -103,11 +103,11 @@ def _subjects(layout: Layout, root: Root) -> tuple[str, list[SignedSubject]]:
     """Return a bundle's name, and the digests of its index and of its targets' manifests."""
     targets = [
         SignedSubject(at.digest, (at.annotations or {}).get(REF_NAME, ""))
-        for at in root.index.manifests
+        for at in root.bundle.manifests
     ]
     whole = SignedSubject(root.digest)
     subjects = [whole, *(each for each in targets if each.digest != root.digest)]
-    return root.index.annotations[BUNDLE_NAME], subjects
+    return root.bundle.annotations[BUNDLE_NAME], subjects
 
 
 def _after(days: int) -> datetime:

@@ -128,10 +128,10 @@ def _read(layout: Layout, root: Root, key: PrivateKey) -> _Bundle:
             "format, or a copy of several targets without the bundle's index",
             hint="build it again, or copy the whole bundle",
         )
-    descriptors = {at.digest: at for at in root.index.manifests} | {root.digest: root.subject}
+    descriptors = {at.digest: at for at in root.bundle.manifests} | {root.digest: root.subject}
     targets = [
         ((at.annotations or {}).get(REF_NAME, ""), at.digest)
-        for at in root.index.manifests
+        for at in root.bundle.manifests
         if at.digest != root.digest
     ]
     signed = set(_signed_by(layout, root, key))

@@ -58,10 +58,14 @@ def field(found: dict[str, Any], name: str, kind: type[_T], case: str, what: str
         RefusedError: the key is missing, or its value has another type.
     """
     value: Any = found.get(name)
-    if type(value) is not kind or (kind is int and abs(value) > MAX_INTEGER):
+    if type(value) is not kind or (kind is int and not _is_small(value)):
         raise RefusedError(case, f"{what}: {name}: expected {_NAMES[kind]}, found {shown(value)}")
     checked: _T = value
     return checked
+
+
+def _is_small(value: Any) -> bool:
+    return bool(-MAX_INTEGER <= value <= MAX_INTEGER)
 
 
 def _no_number(text: str) -> NoReturn:

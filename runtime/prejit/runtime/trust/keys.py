@@ -92,9 +92,10 @@ def read_key(pem: bytes, where: str) -> PublicKey:
     try:
         if curve is None:  # rare: a compressed point, explicit parameters, or no such key at all
             return _read_any(pem, where, hint)
-        kind = {"secp256r1": ec.SECP256R1, "secp384r1": ec.SECP384R1, "secp521r1": ec.SECP521R1}
+        curves = (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1())
+        kind = next(each for each in curves if each.name == curve)
         point = der[len(_PREFIXES[curve]) :]
-        public = ec.EllipticCurvePublicKey.from_encoded_point(kind[curve](), point)
+        public = ec.EllipticCurvePublicKey.from_encoded_point(kind, point)
     except ValueError as error:
         raise PolicyError(
             f"{where}: expected a public key in PEM, found none: {error!s:.120}", hint=hint
@@ -107,8 +108,8 @@ _PREFIXES = {
     "secp384r1": bytes.fromhex("3076301006072a8648ce3d020106052b81040022036200"),
     "secp521r1": bytes.fromhex("30819b301006072a8648ce3d020106052b8104002303818600"),
 }
-"""By curve: the DER form of a key up to its point (RFC 5480), as openssl writes it. A start takes 15 ms more to
-import what reads every form."""
+"""By curve: the DER form of a key up to its point (RFC 5480), as openssl writes it. To import what reads
+every form takes 15 ms more."""
 
 
 def _der_of(pem: bytes) -> bytes:

@@ -86,7 +86,7 @@ def test_an_unsigned_bundle_is_refused_before_a_layer_is_opened(
     bundle_dir: Path, policy: Path
 ) -> None:
     with Layout(bundle_dir) as layout:
-        targets = read_root(layout).index.manifests
+        targets = read_root(layout).bundle.manifests
     for target in targets:
         manifest = json.loads(blob(bundle_dir, target.digest).read_bytes())
         for at in (manifest["config"], *manifest["layers"]):
@@ -240,7 +240,7 @@ def test_signatures_of_another_bundle_do_not_count(
         content = blob(bundle_dir, each.layers[0].digest).read_bytes()
         with Layout(forged) as layout:
             root = read_root(layout)
-        for subject in (root.subject, *root.index.manifests):
+        for subject in (root.subject, *root.bundle.manifests):
             assert subject is not None
             part = Part(BUNDLE_MEDIA_TYPE, content)
             attach(forged, subject, BUNDLE_MEDIA_TYPE, EMPTY, [part], {})

@@ -46,7 +46,7 @@ def attach_descriptions(path: Path, plan: Plan) -> None:
         _attach(path, root.subject, PARTS_MEDIA_TYPE, parts, {})
     if PAYLOAD_TYPE not in there:
         configs = [each.config for each in contents]
-        statement = provenance(plan, root.digest, root.index, configs)
+        statement = provenance(plan, root.digest, root.bundle, configs)
         noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
         _attach(path, root.subject, PAYLOAD_TYPE, statement, noted)
 
