@@ -370,8 +370,8 @@ def recorded() -> tuple[second_reader.Target, ImageManifest, dict[str, bytes]]:
         ({"ingredients": {"computation": "A" * 64}}, "expected digests of 64 hexadecimal digits"),
         ({"entry": {"raw_size": 0}}, "raw_size: expected 1 to"),
         ({"entry": {"raw_size": (1 << 30) + 1}}, "raw_size: expected 1 to"),
-        ({"entry": {"offset": 1 << 20}}, "expected a frame in .* bytes, found 1048576 to"),
-        ({"entry": {"offset": -1}}, "expected a frame in .* bytes, found -1 to"),
+        ({"entry": {"offset": 1 << 20}}, "expected frames in .* bytes, found 1048576 to"),
+        ({"entry": {"offset": -1}}, "expected frames in .* bytes, found -1 to"),
     ],
 )
 def test_v5_two_readers_refuse_the_same_recorded_files(
