@@ -464,7 +464,7 @@ def test_no_memory_for_a_slot_ends_that_request(
 ) -> None:
     original = Batch.begin
 
-    def fail(self: Batch, request: Any) -> Any:
+    def fail(self: Batch, *requests: Any) -> Any:
         monkeypatch.setattr(Batch, "begin", original)
         raise MemoryError("no memory")
 

@@ -832,7 +832,7 @@ def test_a_long_prompt_does_not_stop_the_others(bundle: Bundle, short_chunks: Ba
     batch = short_chunks
     [first] = batch.insert(request([1, 2, 3], 30))
     batch.step()
-    slot = batch.begin(request(TEXT[:60], 5))
+    [slot] = batch.begin(request(TEXT[:60], 5))
     assert batch.entering == 1
     assert batch.free == 1
     found: dict[int, list[Token]] = {first: [], slot: []}
@@ -852,7 +852,7 @@ def test_a_long_prompt_does_not_stop_the_others(bundle: Bundle, short_chunks: Ba
 def test_prompts_in_chunks_take_turns(bundle: Bundle, short_chunks: Batch) -> None:
     batch = short_chunks
     batch.insert(request([1, 2, 3], 60))
-    long, short = batch.begin(request(TEXT[:60], 3)), batch.begin(request(TEXT[:9], 3))
+    [long], [short] = batch.begin(request(TEXT[:60], 3)), batch.begin(request(TEXT[:9], 3))
     order = []
     found: dict[int, list[Token]] = {}
     while batch.entering:
@@ -872,12 +872,12 @@ def test_a_prompt_that_is_evicted_half_computed_leaves_nothing(
     batch = short_chunks
     batch.insert(request([1, 2, 3], 40))
     batch.step()
-    slot = batch.begin(request(TEXT[:60], 5))
+    [slot] = batch.begin(request(TEXT[:60], 5))
     batch.step()
     batch.step()
     batch.evict(slot)
     assert batch.entering == 0
-    again = batch.begin(request(TEXT[:50], 5))
+    [again] = batch.begin(request(TEXT[:50], 5))
     found: list[Token] = []
     while len(ids(found)) < 5:
         found += [token for token in batch.step() if token.slot == again]
@@ -898,7 +898,7 @@ def test_others_decode_in_a_short_cache_until_a_long_prompt_enters_a_long_one(
     [first] = batch.insert(request([1, 2, 3], 20))
     batch.step()
     short = batch.occupied()[1]
-    slot = batch.begin(request(TEXT[:30], 5))
+    [slot] = batch.begin(request(TEXT[:30], 5))
     found: dict[int, list[Token]] = {first: [], slot: []}
     sizes = []
     while batch.entering:
@@ -945,7 +945,7 @@ def test_what_was_allocated_for_a_request_that_left_is_freed(
     [first] = batch.insert(request([1, 2, 3], 18))
     batch.step()
     short = batch.occupied()[1]
-    slot = batch.begin(request(TEXT[:30], 1))
+    [slot] = batch.begin(request(TEXT[:30], 1))
     while batch.occupied()[1] == short:
         batch.step()
     batch.evict(slot)
@@ -1079,7 +1079,7 @@ def _in_any_order(
     for name, number in [*actions, ("step", 40)]:
         if name in ("insert", "begin") and batch.free:
             asked = numbered(number)
-            slot = batch.begin(asked) if name == "begin" else batch.insert(asked)[0]
+            [slot] = batch.begin(asked) if name == "begin" else batch.insert(asked)
             running[slot] = number, []
         elif name == "evict":
             batch.evict(number % batch.slots)
