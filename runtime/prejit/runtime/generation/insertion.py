@@ -182,7 +182,8 @@ def _aside_batch(
     most = min(len(waiting), together)
     smallest = decoder.batches[0]
     for rows in reversed([size for size in decoder.batches if smallest < size <= most]):
-        if rows < batch and decoder.can_fill_aside(batch, context, longest, rows):
+        computed = -(-len(waiting) // rows) * rows
+        if computed < batch and decoder.can_fill_aside(batch, context, longest, rows):
             return rows
     if smallest == batch or 2 * len(waiting) >= batch:
         return None

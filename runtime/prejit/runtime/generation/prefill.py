@@ -179,7 +179,11 @@ def filling_aside(
             aside = aside.grown(cache().context)
         cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
         if prefixes is not None:
-            texts = {place: member.row.request.prompt for place, member in computed.items()}
+            texts = {
+                place: member.row.request.prompt
+                for place, member in computed.items()
+                if member.token is not None and member.token >= 0  # else it may hold NaN
+            }
             prefixes.keep_aside(aside, texts)
 
 

@@ -959,6 +959,10 @@ def test_prompts_that_fill_a_call_are_computed_together(
     assert batch.call_for(7, 4, 19) == (1, 7)
     assert batch.call_for(11, 4, 100) == (1, 11), "no program takes it in one call"
     assert Batch(wide.decoder, 4).call_for(7, 3, 100) == (1, 7)
+    all_slots = Batch(wide.decoder, 4, together=2)
+    all_slots.begin(*(request(TEXT[n : n + 8], 2) for n in range(4)))
+    programs = [list(token.usage.programs) for token in all_slots.step()]
+    assert programs == [["prefill/b4-t10-c24"]] * 4
     [first] = batch.insert(request([1, 2, 3], 20))
     asked = [request(TEXT[n : n + 8], 6, sampling=Sampling(temperature=0.5 * n)) for n in (0, 1)]
     slots = batch.begin(*asked)
