@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "linear.h"
-#include "linear_bf16.h"
+#include "linear_multiplier.h"
 #include "threads.h"
 
 using namespace prejit;
