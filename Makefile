@@ -10,11 +10,16 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
+# Tools that verify what prejit signs; they have dependencies that the other packages cannot share.
+TOOLS_VENV := .venv-tools
+TOOLS_READY := $(TOOLS_VENV)/.ready
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
+# Each of the hundreds of processes that the tests start would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
 AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
@@ -22,7 +27,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage soak docs clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage chaos soak docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -37,10 +42,10 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) ## all tests on one interpreter, and on a newer one what can differ there
+test: $(READY) $(TOOLS_READY) ## all tests on one interpreter, and on a newer one what can differ there
 	@tests/both.sh $(MAKE)
 
-test-main: $(READY) ## all tests on one interpreter
+test-main: $(READY) $(TOOLS_READY) ## all tests on one interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
@@ -98,11 +103,14 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
 	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
 
-hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
-	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py
+hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
+	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
+
+chaos: $(READY) ## a build, load, fallback and gc that break at every call on their files (2 hours); writes its figures
+	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py
 
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
 	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest tests/campaigns/test_serving.py
@@ -117,14 +125,14 @@ demo-model: $(READY) ## train the demo model again
 	$(BIN)/python manifests/demo-model/train.py
 
 clean: ## remove environments, bundles and caches of this checkout
-	rm -rf .venv .venv-other .venv-gpu .venv-docs site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-other .venv-gpu .venv-docs .venv-tools site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel,trust]' --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
@@ -135,6 +143,13 @@ $(READY): pyproject.toml
 
 $(OTHER_READY): pyproject.toml
 	$(call environment,$(OTHER_VENV),$(OTHER))
+
+$(TOOLS_READY): pyproject.toml
+	@echo 'setting up $(TOOLS_VENV) (a minute the first time)'
+	@$(PYTHON) -m venv $(TOOLS_VENV)
+	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group tools
+	@touch $@
 
 $(DOCS_READY): pyproject.toml
 	@echo 'setting up $(DOCS_VENV) (a minute the first time)'

@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 class PrejitError(Exception):
-    """Base of all errors of prejit.
+    """Base of all errors of prejit. Control characters in a message are spelt out, as `printable` does.
 
     Attributes:
         code: stable name of the kind of error.
@@ -37,7 +37,7 @@ class PrejitError(Exception):
     exit_code: int = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.hint = hint
 
     def describe(self) -> str:
@@ -94,6 +94,15 @@ class MismatchError(PrejitError):
         self.verdicts = verdicts
 
 
+class ExecutableError(MismatchError):
+    """XLA does not load a verified executable on this machine: too little memory, another plugin or driver.
+
+    The bundle is not damaged.
+    """
+
+    code = "executable"
+
+
 class RejectError(PrejitError):
     """REJECT: the bundle is damaged, forged or oversized. It never runs and never falls back.
 
@@ -110,6 +119,33 @@ class RejectError(PrejitError):
             hint=hint or "the bundle is damaged or was altered: build it or fetch it again",
         )
         self.path = path
+
+
+class UntrustedError(RejectError):
+    """REJECT: a trust policy does not let this bundle run. Nothing of it was loaded.
+
+    Attributes:
+        case: stable name of the reason, such as `unsigned`.
+    """
+
+    code = "untrusted"
+    exit_code = 5
+
+    def __init__(self, path: str, message: str, *, case: str = "", hint: str | None = None) -> None:
+        super().__init__(
+            path,
+            message,
+            hint=hint
+            or "sign the bundle with a key of the policy (prejit sign), or get a signed one",
+        )
+        self.case = case
+
+
+class PolicyError(PrejitError):
+    """A trust policy cannot be read or applied. It counts as one that allows nothing."""
+
+    code = "policy"
+    exit_code = 5
 
 
 class QueueFullError(PrejitError):
@@ -187,6 +223,9 @@ class ProcessError(PrejitError):
 class PrejitWarning(UserWarning):
     """Something works, but not as the bundle was built; mostly a fallback to compiling."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
 
 class TruncationWarning(PrejitWarning):
     """Sentences were longer than the encoder's maximum and were cut."""
@@ -194,3 +233,7 @@ class TruncationWarning(PrejitWarning):
 
 class FallbackWarning(PrejitWarning):
     """Programs are compiled here: this machine matches no target, or no program takes a call."""
+
+
+class UntrustedWarning(PrejitWarning):
+    """A bundle breaks a rule of a trust policy whose level lets it run: `permissive` or `audit`."""

@@ -13,6 +13,7 @@
     costs         measure an encoder's programs                  measure.costs
     pack          tables, blobs and index                        pack.contents
     write         the OCI image layout                           here
+    describe      attach the list of parts and the provenance    describe.attaching
 
 Workers compile a program while the next one is lowered and while weights are packed.
 """
@@ -29,6 +30,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
@@ -68,12 +70,14 @@ from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import check_blobs
-from prejit.runtime.format.layout import Layout, write_layout
-from prejit.runtime.format.opening import match, open_index, read_manifest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Accuracy
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
@@ -179,6 +183,7 @@ def build(
     layers = layers if weights is None else (*layers, weights)
     bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
     path, written = write(bundle, output, progress)
+    attach_descriptions(path, plan)
     digest = digest_of(bundle.index)
     return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
 
@@ -288,7 +293,7 @@ def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path,
     if is_current(path, bundle.index):
         return path, False
     with progress.phase(f"writing {path}"):
-        write_layout(path, bundle.index, bundle.blobs, digest_of=Receipts(path).digest_of)
+        write_layout(path, bundle.index, bundle.blobs, digest_of_file=Receipts(path).digest_of)
     return path, True
 
 
@@ -296,9 +301,10 @@ def is_current(path: Path, index: bytes) -> bool:
     """Return whether a directory holds exactly this bundle, undamaged."""
     try:
         with Layout(path) as layout:
-            if layout.read("index.json", limits.MAX_INDEX_BYTES) != index:
+            root = read_root(layout)
+            if to_json(root.bundle) != index:  # another one, or a copy of some of its targets
                 return False
-            targets = match(layout, open_index(layout)[0], Fingerprint.current())
+            targets = match(root, Fingerprint.current())
             check_blobs(
                 layout, [read_manifest(layout, target) for target in targets], Receipts(path)
             )

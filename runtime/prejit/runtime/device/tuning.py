@@ -23,9 +23,12 @@ from prejit.runtime.format.blobs import Layer, check_blobs, read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents
-from prejit.runtime.format.schema import Config, Index
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Config
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.trust.enforcing import enforce
+from prejit.runtime.trust.sources import policy_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
     Raises:
         UsageError: this machine has no GPU.
         RejectError, StoreError: the bundle is damaged, or cannot be read.
+        UntrustedError, PolicyError: a trust policy does not let the bundle run.
         BuildError: XLA does not compile a program.
     """
     machine = Fingerprint.current()
@@ -88,8 +92,13 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
             hint="run `prejit tune` on a machine of the target, with jax[cuda13] installed",
         )
 
-    def read(layout: Layout, index: Index, _: str) -> tuple[Config, Layer]:
-        contents = read_contents(layout, match(layout, index, machine)[0])
+    def read(layout: Layout, root: Root) -> tuple[Config, Layer]:
+        chosen = match(root, machine)[0]
+        contents = read_contents(layout, chosen)
+        if policies := policy_paths():
+            manifests = {chosen.name: contents.manifest}
+            for text in enforce(policies, layout, root, [chosen], manifests):
+                tell(f"warning: {text}")
         of_target = [contents.manifest]
         blobs = check_blobs(layout, of_target, Receipts(layout.path))
         return contents.config, blobs.layers(contents.manifest)[PORTABLE_MEDIA_TYPE]

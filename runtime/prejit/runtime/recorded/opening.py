@@ -11,24 +11,27 @@ import os
 import shutil
 import stat
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity, digest_file
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import StoreError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
-from prejit.runtime.format.schema import Index, RecordedProgram
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import RecordedProgram
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.child import make_directory
 from prejit.runtime.store.directory import cache_root
 from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.trust.sources import policy_paths
 from prejit.runtime.verdict import Verdict
 
 _UNUSED_DAYS = 30
@@ -63,23 +66,30 @@ def open_recorded(path: str | os.PathLike[str]) -> RecordedBundle:
         RejectError: the bundle is damaged.
         StoreError: it cannot be read, or the runtime's cache cannot be written.
         UsageError: `prejit record` did not write it.
+        UntrustedError, PolicyError: a trust policy does not let it run.
     """
     return read_whole(path, partial(_open, machine=Fingerprint.current()))
 
 
-def _open(layout: Layout, index: Index, digest: str, *, machine: Fingerprint) -> RecordedBundle:
-    targets = match(layout, index, machine)
+def _open(layout: Layout, root: Root, *, machine: Fingerprint) -> RecordedBundle:
+    targets = match(root, machine)
     if machine.platform != "cpu":
         # The program decides where it runs. On a machine with an accelerator it may still choose the CPU.
-        targets += match(layout, index, on_cpu(machine))
+        targets += match(root, on_cpu(machine))
     closest = min(targets, key=lambda each: each.verdict.distance)
     chosen = next((each for each in targets if each.verdict.matches), closest)
     contents = read_contents(layout, chosen)
+    if policies := policy_paths():
+        from prejit.runtime.trust.enforcing import enforce
+
+        manifests = {chosen.name: contents.manifest}
+        for text in enforce(policies, layout, root, [chosen], manifests):
+            warnings.warn(text, UntrustedWarning, stacklevel=2)
     programs = recorded_of(layout, contents)
     directory = unpacked(layout, chosen, contents) if chosen.verdict.matches else None
     return RecordedBundle(
-        index.annotations[BUNDLE_NAME],
-        digest,
+        root.bundle.annotations[BUNDLE_NAME],
+        root.digest,
         chosen.verdict,
         contents.config.requirement,
         programs,

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.layouts import write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -38,8 +39,9 @@ from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import INDEX_DIGEST, OCI_LAYOUT
-from prejit.runtime.format.opening import Contents, match, open_index, read_contents
+from prejit.runtime.format.names import INDEX_DIGEST
+from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Config, Index, encode_index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
@@ -178,8 +180,8 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
-        index, _ = open_index(layout)
-        [target] = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         layers = tuple(
             layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
@@ -192,13 +194,7 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     config = from_json(Config, text.encode(), PATH)
     content, blobs = assemble("decoder", [PackedTarget(config, layers)])
     content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
-    path = tmp_path / "bundle"
-    (path / "blobs" / "sha256").mkdir(parents=True)
-    for digest, blob in blobs.items():
-        file = path / "blobs" / "sha256" / digest.removeprefix("sha256:")
-        file.write_bytes(blob if isinstance(blob, bytes) else blob.read_bytes())
-    (path / "oci-layout").write_bytes(OCI_LAYOUT)
-    (path / "index.json").write_bytes(content)
+    path = write_files(tmp_path / "bundle", content, blobs)
     told, megabytes = run_python(GENERATE, path).stdout.splitlines()
     assert (
         "expected float32[1,2,67108864,4] as in the program table, found float32[1,2,32,4]" in told
@@ -246,10 +242,10 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_is_read_in_no_time_or_not(name: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     with contextlib.suppress(ValueError):
         read_shared_library(LIBRARIES[name])
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1" + ".a+" * 9000]
@@ -257,19 +253,19 @@ VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1"
 
 @pytest.mark.parametrize("text", VERSIONS)
 def test_a_version_is_read_in_no_time(text: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     for axis in ("jaxlib", "cuda", "driver"):
         plain = {"architecture": "x86_64", "cpu_features": [], "platform": "cpu", "jaxlib": "1"}
         needs = to_json({**plain, axis: text})
         with pytest.raises(RejectError, match=f"{axis}: expected the form"):
             from_json(Requirement, needs, PATH)
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 def contents_of(name: str) -> list[Contents]:
     with Layout(GOLDEN / name) as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        targets = match(root, Fingerprint.current())
         return [read_contents(layout, target) for target in targets]
 
 
@@ -304,13 +300,13 @@ def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
                     results=texts[1],
                 )
             )
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(RejectError):
         _check_decoder(dataclasses.replace(config, programs=tuple(programs)), PATH)
     forged = dataclasses.replace(config, programs=tuple(programs[:2000]))
     with pytest.raises(RejectError):
         check(config, to_json(forged))
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
@@ -320,10 +316,10 @@ def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
     sets = {**config.weight_sets, encoder.layers[0]: tensors}
     forged = dataclasses.replace(config, encoder=encoder, weight_sets=sets, weight_shardings=None)
     shapes = {tensor: (1,) for names in sets.values() for tensor in names}
-    started = time.monotonic()
+    started = time.thread_time()
     _check_encoder(forged, encoder, PATH)
     check_weight_sets(forged, shapes, PATH)
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 # Mutations
@@ -426,13 +422,13 @@ def test_3000_mutated_tables_are_right_or_rejected() -> None:
     for number in range(3000):
         config, plain = sources[number % len(sources)], plains[number % len(sources)]
         content = encoded(mutated(plain, generator))
-        started = time.monotonic()
+        started = time.thread_time()
         try:
             use(check(config, content))
         except RejectError as error:
             longest = max(longest, len(str(error)))
             rejected += 1
-        assert time.monotonic() - started < SECONDS, content[:1000]
+        assert time.thread_time() - started < SECONDS, content[:1000]
         needs = encoded(mutated(plain["requirement"], generator))
         try:
             read = from_json(Requirement, needs, PATH)
@@ -470,10 +466,10 @@ def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
                 memoryview(len(text).to_bytes(8, "little") + text + bytes(128)), PATH
             ),
         ):
-            started = time.monotonic()
+            started = time.thread_time()
             with contextlib.suppress(RejectError):
                 read()
-            assert time.monotonic() - started < SECONDS
+            assert time.thread_time() - started < SECONDS
     assert from_json(Index, encoded(plain_index), PATH)
 
 
@@ -493,10 +489,10 @@ def test_mutated_libraries_are_read_or_refused() -> None:
             high = generator.choice([64, len(content), len(content) // 2])
             at = generator.randrange(low, max(high, low + 64)) % (len(content) - 8)
             content[at : at + 8] = generator.choice([b"\xff" * 8, bytes(8), generator.randbytes(8)])
-        started = time.monotonic()
+        started = time.thread_time()
         with contextlib.suppress(ValueError):
             read_shared_library(bytes(content))
-        assert time.monotonic() - started < SECONDS
+        assert time.thread_time() - started < SECONDS
 
 
 def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path) -> None:
