@@ -97,7 +97,8 @@ def build(arguments: tuple[str, str, str]) -> int:
 def files(bundle: Path) -> dict[str, Path]:
     """Return every file of a bundle by its role; `other` marks those of the target that is not served.
 
-    `index.json` and `oci-layout` have many spellings: test_root.py changes their bytes.
+    `index.json` and `oci-layout` have many spellings. tests/unit/runtime/format/test_root.py changes their
+    bytes.
     """
     from prejit.runtime import load
 
