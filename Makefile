@@ -18,6 +18,8 @@ DOCS_READY := $(DOCS_VENV)/.ready
 PROMPT := def read_lines(path):
 # Environments of pinned targets that the tests make (some 3 GB), kept for the next run.
 export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
+# Each of the hundreds of processes that the tests start would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
 AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
@@ -101,8 +103,8 @@ parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
 	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
 
-hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls (10 minutes); writes its figures
-	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py
+hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
+	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from .quick_compiling import compile_quickly
 
@@ -22,6 +23,13 @@ pytest_plugins = (
     "tests.lettered",
 )  # in the order of their imports
 
+
+# No example fails because the machine is busy, and each run tries the same ones. To search for others:
+# --hypothesis-profile=default.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 LONGEST = (
     *("test_fleet.py", "test_mesh.py", "test_invariance.py", "test_build.py", "test_parity.py"),

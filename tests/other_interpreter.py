@@ -12,30 +12,48 @@ import re
 import pytest
 
 LEFT_OUT = {
-    "test_kernel_linear.py": "C++ called by ctypes: neither jax nor jaxlib takes part",
-    "test_kernel_attention.py": "C++ called by ctypes; parity tests call it from programs",
-    "test_kernel_norm.py": "C++ called by ctypes; parity tests call it from programs",
-    "test_kernel_threads.py": "C++ in processes that import no jax",
-    "test_layout.py": "files, links and renames, by calls of the operating system",
-    "test_bounds.py": "sizes and memory of tables that are refused before jaxlib sees them",
-    "test_corruption.py": "files and digests; test_verify.py has each check",
-    "test_compile_cache.py": "files, locks and kills; test_fallback.py compiles into the cache",
-    "test_receipt.py": "identities of files",
-    "test_pool.py": "processes, signals and time limits; builds compile in workers",
-    "test_bundle.py": "the spelling of JSON, by our own encoder",
-    "test_fleet.py": "fingerprints compared with each other",
-    "test_import_rules.py": "the text of modules",
-    "test_import_graph.py": "the text of modules",
-    "test_alerts.py": "rules of Prometheus, by promtool",
-    "test_with_prometheus.py": "pages read by Prometheus",
+    "unit/benchmarks/": "figures, tables and pages, which no server runs",
+    "unit/compiler/checking/": "calls of a model, as in tests of models",
+    "unit/compiler/compile/test_pool.py": "processes, signals, time limits; builds compile in workers",
+    "unit/compiler/models/": "arithmetic; parity/ computes a model of each family",
+    "unit/compiler/native/test_kernel_attention.py": "C++ called by ctypes; parity/ calls it from programs",
+    "unit/compiler/native/test_kernel_linear.py": "C++ called by ctypes; parity/ calls it from programs",
+    "unit/compiler/native/test_kernel_norm.py": "C++ called by ctypes; parity/ calls it from programs",
+    "unit/compiler/native/test_kernel_threads.py": "C++ in processes that import no jax",
+    "unit/runtime/bench/": "clocks and tables around calls that other tests make",
+    "unit/runtime/engine/test_metrics.py": "sums of figures",
+    "unit/runtime/fleet/": "fingerprints compared with each other",
+    "unit/runtime/format/test_bounds.py": "sizes and memory of tables that are refused before a load",
+    "unit/runtime/format/test_bundle.py": "the spelling of JSON, by our own encoder",
+    "unit/runtime/format/test_layout.py": "files, links and renames, by calls of the operating system",
+    "unit/runtime/grammar/": "masks by llguidance",
+    "unit/runtime/observe/": "rules and pages, by promtool and Prometheus",
+    "unit/runtime/programs/test_compile_cache.py": "files, locks, kills; test_fallback.py compiles into it",
+    "unit/runtime/server/inference/": "messages and routes above the calls of a bundle",
+    "unit/runtime/server/openai/": "messages and routes above the calls of a bundle",
+    "unit/runtime/server/page/": "the text of a page",
+    "unit/runtime/store/test_receipt.py": "identities of files",
+    "unit/runtime/test_corruption.py": "files and digests; test_verify.py has each check",
+    "unit/test_changed_tests.py": "the text of modules",
+    "unit/test_import_graph.py": "the text of modules",
+    "unit/test_import_rules.py": "the text of modules",
 }
-"""Files, and why they cannot differ."""
+"""Files and directories of tests, and why they cannot differ."""
+RANDOM = {
+    "test_a_manifest_with_one_thing_changed_is_read_or_refused",
+    "test_any_mix_of_row_counts_equals_single_calls",
+    "test_every_right_manifest_is_read_as_it_was_meant",
+    "test_random_damage_is_never_served",
+    "test_whatever_is_passed_gives_a_result_or_an_error_of_prejit",
+}
+"""Long tests of random values. Their files have tests with chosen values, which run."""
 ALL_CASES = ("tests/unit/runtime/device/", "tests/unit/runtime/base/", "tests/format/")
 """Directories of tests that run with all their cases. They touch jaxlib's private interfaces, the standard
 library, or bundles of old formats.
 
 Other tests run with their first case only. It shows that the code works there; the other cases have other
 values."""
+_LEFT_OUT = tuple(f"tests/{path}" for path in LEFT_OUT)
 FAMILIES = {
     "test_logits_and_greedy_tokens_equal_those_that_torch_gave": r"[a-z]+\d?",
     "test_the_portable_form_gives_the_same": r"[a-z]+\d?",
@@ -55,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _can_differ(item: pytest.Item, seen: set[str]) -> bool:
-    if item.path.name in LEFT_OUT:
+    if item.nodeid.startswith(_LEFT_OUT) or item.name in RANDOM:
         return False
     if item.nodeid.startswith(ALL_CASES):
         return True

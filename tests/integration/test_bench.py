@@ -20,10 +20,11 @@ def bundles(
 ) -> tuple[Path, Path]:
     """Two bundles of one model; the second has one batch less."""
     directory = tmp_path_factory.mktemp("bench")
+    manifests = []
     for name, batch in (("one", (1, 2)), ("two", (1,))):
         sizes: dict[str, Any] = {"batch": batch, "prompt": (4,), "context": (32, 64)}
-        manifest = write_manifest(directory / f"{name}.toml", stories[0], name=name, **sizes)
-        run("build", manifest, "-o", directory, quick=True)
+        manifests.append(write_manifest(directory / f"{name}.toml", stories[0], name=name, **sizes))
+    run("build", *manifests, "-o", directory, quick=True)
     return directory / "one", directory / "two"
 
 

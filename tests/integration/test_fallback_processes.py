@@ -277,7 +277,7 @@ def test_a_process_that_ends_while_it_compiles_ends_cleanly(
     python: Run, stories_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "other.json").write_bytes(to_json(OTHER))
-    cache = {"PREJIT_RUNTIME_CACHE": str(tmp_path / "cache")}
-    done = python(LEAVE_AT_ONCE, stories_dir, tmp_path / "other.json", **cache)
+    settings = {"PREJIT_RUNTIME_CACHE": str(tmp_path / "cache"), "XLA_FLAGS": XLA_FLAGS}
+    done = python(LEAVE_AT_ONCE, stories_dir, tmp_path / "other.json", **settings)
     assert done.stderr == ""
     assert "compiling" in json.loads(done.stdout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 
 from .conftest import Run, write_manifest
@@ -43,7 +43,7 @@ GPT2 = {
     "eos_token_id": 1,
 }
 MESHES = {
-    "llama": ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2)),
+    "llama": ((1, 2), (2, 1), (2, 2), (4, 2)),
     "gpt2": ((1, 2), (1, 8)),
 }
 PROMPTS = [[5, 6, 7], [9], list(range(1, 18)), [33] * 8]  # of chunks of 4: 1, 1, 5 and 2
@@ -339,9 +339,7 @@ class Cluster:
         self, processes: int, script: str, *arguments: object, flags: str = ""
     ) -> list[tuple[int, str, str]]:
         """(exit status, stdout, stderr) of each, with these flags of XLA."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        coordinator = f"127.0.0.1:{free_port()}"
         started = [
             subprocess.Popen(
                 [
@@ -356,7 +354,7 @@ class Cluster:
             for place in range(processes)
         ]
         try:
-            outputs = [process.communicate(timeout=120) for process in started]
+            outputs = [process.communicate(timeout=300) for process in started]
         finally:
             for process in started:
                 process.kill()
@@ -373,7 +371,6 @@ def cluster(tmp_path: Path) -> Cluster:
     [
         ("llama-1x2", False, "loaded"),
         ("llama-2x1", False, "loaded"),
-        ("gpt2-1x2", False, "loaded"),
         ("llama-1x2", True, "compiled"),
         ("llama-one", False, "loaded"),
         ("llama-one", True, "compiled"),

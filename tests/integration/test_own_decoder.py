@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ from .conftest import Run
 PROMPT, COUNT = [5, 80, 17, 3, 44, 9, 61, 2, 30, 11, 8], 24
 MANIFEST = """
 [bundle]
-name = "own"
+name = "{name}"
 
 [model]
 module = "own_decoders:{attribute}"
@@ -42,9 +41,7 @@ dtype = "{dtype}"
 {more}
 
 [generate]
-batch = [1, 2]
-prompt = [4, 8]
-context = [16, 64]
+{sizes}
 draft_tokens = 3
 
 [[program]]
@@ -56,6 +53,15 @@ args = ["float32[3]"]
 name = "cpu-host"
 """
 DOUBLE = "\n\ndef double(x):\n    return x * 2\n"
+ONE_SIZE = "batch = [2]\nprompt = [8]\ncontext = [64]"
+KINDS = {
+    "nnx_decoder": ("float32", "batch = [1, 2]\nprompt = [8]\ncontext = [16, 64]"),
+    "linen_decoder": ("int8", ONE_SIZE),
+    "equinox_decoder": ("bfloat16", ONE_SIZE),
+    "PlainDecoder": ("int8", ONE_SIZE),
+}
+"""A decoder of each kind of module, with its dtype and sizes. Each dtype occurs: all kinds share what a dtype
+does, and what grows a cache. test_own_models.py has all kinds with all dtypes."""
 
 
 def linen_params() -> dict[str, np.ndarray[Any, Any]]:
@@ -64,23 +70,27 @@ def linen_params() -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def build(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Builds the bundle of a decoder in own_decoders.py; `more` are lines of [model]."""
-
-    def build(attribute: str, dtype: str, more: str = "") -> Path:
-        directory = tmp_path_factory.mktemp("own")
-        shutil.copy(own_decoders.__file__, directory / "own_decoders.py")
-        with (directory / "own_decoders.py").open("a") as file:
-            file.write(DOUBLE)
-        if attribute.startswith("linen"):
-            save_file(linen_params(), directory / "weights.safetensors")
-            more += 'params = "weights.safetensors"'
-        text = MANIFEST.format(attribute=attribute, dtype=dtype, more=more)
-        (directory / "own.toml").write_text(text)
-        run("build", directory / "own.toml", "-o", directory, quick=True)
-        return directory / "own"
-
-    return build
+def written(run: Run, python: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each decoder writes in a fresh process. One command builds all of them."""
+    directory = tmp_path_factory.mktemp("own")
+    shutil.copy(own_decoders.__file__, directory / "own_decoders.py")
+    with (directory / "own_decoders.py").open("a") as file:
+        file.write(DOUBLE)
+    save_file(linen_params(), directory / "weights.safetensors")
+    manifests = []
+    for attribute, (dtype, sizes) in KINDS.items():
+        more = 'params = "weights.safetensors"' if attribute.startswith("linen") else ""
+        manifests.append(directory / f"{attribute}.toml")
+        manifests[-1].write_text(
+            MANIFEST.format(
+                name=attribute.lower(), attribute=attribute, dtype=dtype, sizes=sizes, more=more
+            )
+        )
+    run("build", *manifests, "-o", directory, quick=True)
+    bundles = (directory / attribute.lower() for attribute in KINDS)
+    done = python(GENERATE, json.dumps(PROMPT), str(COUNT), *bundles)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def stored(attribute: str, dtype: str) -> Any:
@@ -112,39 +122,30 @@ import numpy as np
 from prejit.runtime import load
 from prejit.runtime.errors import PrejitError
 
-bundle = load(sys.argv[1], on_mismatch="error")
-prompt, count = json.loads(sys.argv[2]), int(sys.argv[3])
+prompt, count = json.loads(sys.argv[1]), int(sys.argv[2])
 options = {"max_new_tokens": count, "temperature": 0}
-plain = bundle.generate(prompt, **options)
-drafted = bundle.generate(prompt, **options, prompt_lookup=True)
-both = bundle.generate_batch([prompt, prompt[:3]], **options)
-assert bundle.call("model", np.ones(3, np.float32)).tolist() == [2, 2, 2]
+written = {}
+for path in sys.argv[3:]:
+    bundle = load(path, on_mismatch="error")
+    plain = bundle.generate(prompt, **options)
+    drafted = bundle.generate(prompt, **options, prompt_lookup=True)
+    both = bundle.generate_batch([prompt, prompt[:3]], **options)
+    assert bundle.call("model", np.ones(3, np.float32)).tolist() == [2, 2, 2]
+    written[bundle.name] = [list(each.token_ids) for each in (plain, drafted, *both)]
 assert not {"own_decoders", "flax", "equinox"} & sys.modules.keys()
-print(json.dumps([list(each.token_ids) for each in (plain, drafted, *both)]))
+print(json.dumps(written))
 """
 
 
-@pytest.mark.parametrize(
-    ("attribute", "dtype"),
-    [
-        ("nnx_decoder", "float32"),
-        ("nnx_decoder", "bfloat16"),
-        ("nnx_decoder", "int8"),
-        ("linen_decoder", "float32"),
-        ("linen_decoder", "int8"),
-        ("equinox_decoder", "bfloat16"),
-        ("PlainDecoder", "int8"),
-    ],
-)
+@pytest.mark.parametrize("attribute", KINDS)
 def test_a_fresh_process_writes_what_the_model_writes(
-    attribute: str, dtype: str, build: Callable[..., Path], python: Run
+    attribute: str, written: dict[str, Any]
 ) -> None:
-    done = python(GENERATE, build(attribute, dtype), json.dumps(PROMPT), str(COUNT))
-    model = stored(attribute, dtype)
+    model = stored(attribute, KINDS[attribute][0])
     expected = greedy(model, PROMPT, COUNT, 40)
     short = greedy(model, PROMPT[:3], COUNT, 40)
     assert len(set(expected)) > 4, "a text that says something"
-    assert json.loads(done.stdout.splitlines()[-1]) == [expected, expected, expected, short]
+    assert written[attribute.lower()] == [expected, expected, expected, short]
 
 
 @pytest.fixture
@@ -191,19 +192,16 @@ def test_a_second_build_compiles_nothing_and_another_value_is_seen(
     assert load(third.path).decoder.decoder.family == "EquinoxDecoder"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_an_encoder_decoder_reads_a_source(
-    dtype: str, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_an_encoder_decoder_reads_a_source(tmp_path: Path, options: dict[str, Any]) -> None:
     manifest = Manifest(
         "own",
-        model=Model(module=own_decoders.Translator, dtype=dtype),
+        model=Model(module=own_decoders.Translator, dtype="int8"),
         generate=Generate(batch=(1,), prompt=(4,), context=(32,), source=(4, 8)),
         targets=["cpu-host"],
     )
     built = prejit.compiler.build(manifest, tmp_path / "out", **options)
     assert built.accuracy is None
-    bundle, model = load(built.path), stored("Translator", dtype)
+    bundle, model = load(built.path), stored("Translator", "int8")
     for source in ([3, 50, 7], [9, 8, 7, 6, 5, 4]):
         expected = greedy(model, [1, 2], 12, 32, source)
         found = bundle.generate([1, 2], source=source, max_new_tokens=12, temperature=0)

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.ports import free_port
 
 X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 INFER = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 16], "data": X.tolist()}]}
@@ -27,8 +28,7 @@ class Process:
     """A server as a process of its own."""
 
     def __init__(self, *arguments: str | Path, **environment: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "prejit.runtime", "serve", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port)],
@@ -122,10 +122,10 @@ def test_a_server_starts_answers_and_ends_in_order(serve: Serve, bundle_dir: Pat
     assert live is not None
     assert live.status_code == 200
     server.wait_until_ready()
-    ready = httpx.get(f"{server.url}/health/ready")
+    ready = httpx.get(f"{server.url}/health/ready", timeout=60)
     assert (ready.status_code, ready.json()) == (200, {"state": "ready", "models": ["example"]})
     assert f"{server.url}  example  ready in " in server.said
-    found = httpx.post(f"{server.url}/v2/models/score/infer", json=INFER)
+    found = httpx.post(f"{server.url}/v2/models/score/infer", json=INFER, timeout=60)
     assert found.status_code == 200
     assert found.json()["outputs"][0]["shape"] == [2, 4]
     assert server.end() == 0
@@ -158,7 +158,9 @@ def test_a_server_that_compiles_is_live_and_not_ready(serve: Serve, foreign_dir:
             assert refused.status_code in (200, 503)  # it may have become ready meanwhile
     assert "compiling" in states
     assert "warning: " in server.said
-    assert httpx.post(f"{server.url}/v2/models/score/infer", json=INFER).status_code == 200
+    assert (
+        httpx.post(f"{server.url}/v2/models/score/infer", json=INFER, timeout=60).status_code == 200
+    )
     assert server.end() == 0
 
 
@@ -176,10 +178,13 @@ def test_a_signal_while_it_loads_ends_it(
 
 def test_a_drained_server_refuses_and_stays(serve: Serve, bundle_dir: Path) -> None:
     server = serve(bundle_dir).wait_until_ready()
-    assert httpx.post(f"{server.url}/drain").json() == {"state": "draining", "idle": True}
-    assert httpx.get(f"{server.url}/health/ready").status_code == 503
-    assert httpx.get(f"{server.url}/health/live").status_code == 200
-    refused = httpx.post(f"{server.url}/v2/models/score/infer", json=INFER)
+    assert httpx.post(f"{server.url}/drain", timeout=60).json() == {
+        "state": "draining",
+        "idle": True,
+    }
+    assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 503
+    assert httpx.get(f"{server.url}/health/live", timeout=60).status_code == 200
+    refused = httpx.post(f"{server.url}/v2/models/score/infer", json=INFER, timeout=60)
     assert refused.status_code == 503
     assert refused.headers["retry-after"]
     assert server.process.poll() is None
@@ -191,7 +196,10 @@ def test_two_bundles_have_two_names(
 ) -> None:
     other = make_recipe(score_scale=2.0, name="other").write(tmp_path / "other")
     server = serve(bundle_dir, f"second={other}").wait_until_ready()
-    assert httpx.get(f"{server.url}/health/ready").json()["models"] == ["example", "second"]
+    assert httpx.get(f"{server.url}/health/ready", timeout=60).json()["models"] == [
+        "example",
+        "second",
+    ]
     assert server.end() == 0
 
 
@@ -245,10 +253,10 @@ def test_keys_and_a_log_of_requests(serve: Serve, bundle_dir: Path, tmp_path: Pa
     keys.write_text("alice: 0123456789abcdef\n")
     server = serve(bundle_dir, "--keys", keys, "--log", log).wait_until_ready()
     url = f"{server.url}/v2/models/score/infer"
-    assert httpx.post(url, json=INFER).status_code == 401
+    assert httpx.post(url, json=INFER, timeout=60).status_code == 401
     headers = {"Authorization": "Bearer 0123456789abcdef", "X-Request-Id": "mine"}
-    assert httpx.post(url, json=INFER, headers=headers).status_code == 200
-    assert httpx.get(f"{server.url}/health/ready").status_code == 200
+    assert httpx.post(url, json=INFER, headers=headers, timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200
     assert server.end() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines[0]["event"] == "start"
@@ -268,8 +276,10 @@ def test_a_log_is_replayed_and_a_changed_bundle_is_found(
     log = tmp_path / "log.jsonl"
     server = serve(bundle_dir, "--log", log).wait_until_ready()
     for _ in range(3):
-        assert httpx.post(f"{server.url}/v2/models/score/infer", json=INFER).is_success
-    assert httpx.post(f"{server.url}/v2/models/none/infer", json=INFER).status_code == 404
+        assert httpx.post(f"{server.url}/v2/models/score/infer", json=INFER, timeout=60).is_success
+    assert (
+        httpx.post(f"{server.url}/v2/models/none/infer", json=INFER, timeout=60).status_code == 404
+    )
     assert server.end() == 0
     same = replay(log)
     assert same.returncode == 0, same.stderr
@@ -336,7 +346,7 @@ def test_what_runs_is_finished_after_a_signal_and_the_rest_is_refused(
         refused = complete(server)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
-        assert httpx.get(f"{server.url}/health/ready").status_code == 503
+        assert httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 503
     except httpx.TransportError:
         pass  # all were finished already, and the server has ended
     assert statuses_of(connections) == [200] * 60
@@ -401,7 +411,7 @@ def test_streams_that_their_clients_leave_are_replayed_as_far_as_they_came(
         assert complete(server, seed=seed, temperature=1.0).status_code == 200
     assert complete(server, n=2, temperature=1.0).status_code == 200
     body = {"model": "decoder", "prompt": [4, 5], "max_tokens": 60, "stream": True, "seed": 9}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         next(stream.iter_lines())
     assert server.end() == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -436,17 +446,8 @@ def test_a_replay_runs_more_at_once_than_the_server_had(
 
 def test_a_server_whose_stderr_nobody_reads_serves_and_ends(bundle_dir: Path) -> None:
     """A collector of logs may die first; the signal after it must not be lost with the message about it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "prejit.runtime",
-        "serve",
-        str(bundle_dir),
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "prejit.runtime", "serve", str(bundle_dir)]
+    command += ["--port", str(free_port())]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         assert "ready in" in server.stderr.readline()

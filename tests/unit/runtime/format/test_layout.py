@@ -147,7 +147,7 @@ def test_what_is_not_the_expected_regular_file_is_rejected_at_once(
         assert error.code == "reject"
     with pytest.raises(RejectError, match=path.name):
         load(bundle_dir)
-    assert time.monotonic() - started < 5, "waited for the other end of a FIFO"
+    assert time.monotonic() - started < 60, "waited for the other end of a FIFO"
 
 
 @pytest.mark.parametrize("replace", REPLACEMENTS)
@@ -394,7 +394,7 @@ def test_what_is_there_is_looked_at_when_no_other_writer_removes_it(
     writer.start()
     assert not looked.wait(0.2)
     os.close(other)
-    writer.join(timeout=20)
+    writer.join(timeout=60)
     assert looked.is_set()
 
 

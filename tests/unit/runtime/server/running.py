@@ -59,7 +59,7 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def connect(self, seconds: float = 20) -> socket.socket:
+    def connect(self, seconds: float = 60) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
 
     def requests(self) -> int:
@@ -79,14 +79,14 @@ def running(models: Models, settings: Settings, app: Any = None) -> Iterator[Run
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while not server.started:
                 assert time.monotonic() < until
                 time.sleep(0.01)
             yield Running(listening.getsockname()[1], server)
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -99,7 +99,7 @@ def answer(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def wait_for(holds: Any, seconds: float = 20) -> None:
+def wait_for(holds: Any, seconds: float = 60) -> None:
     """Waits until a condition holds."""
     until = time.monotonic() + seconds
     while not holds():

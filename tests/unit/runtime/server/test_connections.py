@@ -84,7 +84,7 @@ def server(settings: Settings) -> Iterator[Running]:
 
 
 def check(server: Running) -> None:
-    assert httpx.get(f"{server.url}/hello").text == "hello"
+    assert httpx.get(f"{server.url}/hello", timeout=60).text == "hello"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_client_that_sends_nothing_is_closed(
     for sent in (b"", b"GET /hel", GET):
         with server.connect() as connection:
             connection.sendall(sent)
-            connection.settimeout(10)
+            connection.settimeout(60)
             got = answer(connection)
             assert got.count(b"HTTP/1.1 200") == (sent == GET)
 
@@ -186,8 +186,10 @@ def test_10_mb_are_413_for_a_client_that_sends_them_all(chunked: bool, server: R
     parts: Any = (b"x" * 65_536 for _ in range(160)) if chunked else b"x" * (160 * 65_536)
     # A client that still sends may find the connection closed: it must not wait for ever.
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):
-        assert httpx.post(f"{server.url}/size", content=parts).status_code == 413
-    assert httpx.post(f"{server.url}/size", content=b"x" * (1 << 20)).text == str(1 << 20)
+        assert httpx.post(f"{server.url}/size", content=parts, timeout=60).status_code == 413
+    assert httpx.post(f"{server.url}/size", content=b"x" * (1 << 20), timeout=60).text == str(
+        1 << 20
+    )
 
 
 def test_a_client_that_goes_closes_its_stream(server: Running) -> None:
@@ -207,7 +209,7 @@ def test_a_slow_reader_holds_no_memory_and_nobody_up(server: Running) -> None:
         started = time.monotonic()
         for _ in range(20):
             check(server)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 60
         written = max(
             each.transport.get_write_buffer_size()
             for each in server.server.server_state.connections

@@ -82,10 +82,10 @@ def test_a_push_costs_the_same_after_much_text() -> None:
     def cost() -> float:
         best = 1.0
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.thread_time()
             for _ in range(100):
                 stream.push("abababab")  # all but the last letter of the long one is always held
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
     early = cost()

@@ -222,10 +222,10 @@ def test_a_push_costs_the_same_after_100_000_tokens(what: str) -> None:
     def cost() -> float:
         best = 1.0
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.thread_time()
             for token in tokens:
                 stream.push(token)
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
     early = cost()
@@ -243,9 +243,9 @@ def test_a_long_prompt_is_not_decoded_for_the_first_token() -> None:
     def cost(prompt: list[int]) -> float:
         best = 1.0
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.thread_time()
             tokenizer.stream(prompt).push(prompt[0])
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
     assert cost(long) < 10 * cost(short)

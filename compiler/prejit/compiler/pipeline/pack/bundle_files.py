@@ -18,6 +18,7 @@ from prejit.runtime.format.checks.config import (
     check_config,
     check_kernels_layer,
     check_library_layers,
+    check_packs,
     check_recorded_layer,
 )
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
@@ -269,5 +270,6 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             check_library_layers(table, manifest, target)
             check_chunks_layers(table, manifest, target)
             check_recorded_layer(table, manifest, target)
+            check_packs(table, manifest, target)
     except RejectError as error:
         raise BuildError(f"no reader would take this bundle: {error}") from error

@@ -11,7 +11,8 @@ trusts only what checks with a smaller number in the column "order" have verifie
     4      5, 6, 4   digest and content of each manifest         oci.check_digest, check_manifest
     5      5, 7      digest and content of a target's config     config.check_config, check_kernels_layer,
                                                                  check_chunks_layers,
-                                                                 check_recorded_layer
+                                                                 check_recorded_layer,
+                                                                 check_packs
     6      8         digests of layers and configs, whole,      format.blobs: `Blobs`
                      by chunks or by fs-verity; since
                      format 5 those of the target that is

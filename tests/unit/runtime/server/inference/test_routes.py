@@ -168,7 +168,9 @@ def test_a_wrong_inference_is_an_error_that_names_it(
 
 def infer(server: Running, content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return httpx.post(f"{server.url}/v2/models/score/infer", content=body, headers=headers)
+    return httpx.post(
+        f"{server.url}/v2/models/score/infer", content=body, headers=headers, timeout=60
+    )
 
 
 def of(**changed: Any) -> dict[str, Any]:
@@ -219,6 +221,7 @@ def test_a_wrong_length_of_the_json_is_400(length: str, server: Running) -> None
         f"{server.url}/v2/models/score/infer",
         content=b"{}",
         headers=headers,  # type: ignore[arg-type]
+        timeout=60,
     )
     assert found.status_code == 400
 
@@ -281,16 +284,23 @@ def test_the_published_document_of_v2_holds(server: Running) -> None:
 def test_a_wrong_path_is_an_error_in_the_form_of_the_protocol(
     server: Running, method: str, path: str, status: int
 ) -> None:
-    found = httpx.request(method, server.url + path, json=of() if method == "POST" else None)
+    found = httpx.request(
+        method, server.url + path, json=of() if method == "POST" else None, timeout=60
+    )
     assert found.status_code == status
     assert found.json().keys() == {"error"}
 
 
 def test_version_1_is_the_model(server: Running) -> None:
     for path in ("/v2/models/score", "/v2/models/score/versions/1"):
-        assert httpx.get(server.url + path).json()["versions"] == ["1"]
-        assert httpx.get(f"{server.url}{path}/ready").json() == {"name": "score", "ready": True}
-        found = httpx.post(f"{server.url}{path}/infer", json=of(data=X.ravel().tolist()))
+        assert httpx.get(server.url + path, timeout=60).json()["versions"] == ["1"]
+        assert httpx.get(f"{server.url}{path}/ready", timeout=60).json() == {
+            "name": "score",
+            "ready": True,
+        }
+        found = httpx.post(
+            f"{server.url}{path}/infer", json=of(data=X.ravel().tolist()), timeout=60
+        )
         assert found.json()["model_version"] == "1"
 
 
@@ -298,11 +308,11 @@ def test_a_server_that_is_not_ready_says_so(bundle: Bundle) -> None:
     models = Models()
     with running(models, Settings()) as server:
         for path in ("/v2/health/ready", "/v2/models/score", "/v2/models/score/ready"):
-            found = httpx.get(server.url + path)
+            found = httpx.get(server.url + path, timeout=60)
             assert found.status_code == 503
             assert int(found.headers["retry-after"]) > 0
             assert found.json() in ({"ready": False}, {"error": "the server is loading"})
-        assert httpx.get(f"{server.url}/v2/health/live").json() == {"live": True}
+        assert httpx.get(f"{server.url}/v2/health/live", timeout=60).json() == {"live": True}
 
 
 class Never(CallingEngine):
@@ -357,7 +367,7 @@ def test_two_bundles_with_one_program_are_told_apart_by_their_names(
         assert infer(server, of()).status_code == 404  # which one is not clear
         for each in (bundle, other):
             url = f"{server.url}/v2/models/{each.name}.score/infer"
-            found = httpx.post(url, json=of()).json()["outputs"][0]
+            found = httpx.post(url, json=of(), timeout=60).json()["outputs"][0]
             expected = each.call("score", x=X)
             np.testing.assert_array_equal(
                 np.array(found["data"], np.float32).reshape(found["shape"]), expected
