@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from .layouts import write_files
+
 V3_FEATURES = (
     *("64bit", "avx", "avx2", "bmi", "bmi2", "cmov", "crc32", "cx16", "cx8", "f16c", "fma"),
     *("fxsr", "lzcnt", "mmx", "movbe", "popcnt", "sahf", "sse", "sse2", "sse3", "sse4.1"),
@@ -60,15 +62,13 @@ class Recipe:
 
     def write(self, path: Path) -> Path:
         """Writes the files as they are, without the care (and the time) of `write_layout`."""
-        from prejit.runtime.format.names import OCI_LAYOUT
+        from prejit.runtime.base.typed_json import from_json
+        from prejit.runtime.format.root import encode_root
+        from prejit.runtime.format.schema import Index
 
         index, blobs = self.assemble()
-        directory = path / "blobs" / "sha256"
-        directory.mkdir(parents=True, exist_ok=True)
-        for digest, content in blobs.items():
-            (directory / digest.removeprefix("sha256:")).write_bytes(content)
-        (path / "oci-layout").write_bytes(OCI_LAYOUT)
-        (path / "index.json").write_bytes(index)
+        write_files(path, index, blobs)
+        (path / "index.json").write_bytes(encode_root(from_json(Index, index, ""), index, ()))
         return path
 
     def only(self, *targets: str) -> Recipe:

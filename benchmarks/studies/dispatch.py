@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -127,11 +128,6 @@ def first_call(way: str, path: Path, name: str) -> float:
         check=True,
     )
     return float(json.loads(done.stdout.splitlines()[-1]))
-
-
-def median(values: list[float]) -> float:
-    """Return the middle one."""
-    return sorted(values)[len(values) // 2]
 
 
 def main() -> None:

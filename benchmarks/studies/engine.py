@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.harness.measure import progress
@@ -127,11 +128,6 @@ def joining(bundle: Bundle, number: int, chunk: int | None) -> dict[str, float]:
         if later > started and earlier < started + first
     ]
     return {"gap": max(gaps), "median_gap": sorted(gaps)[len(gaps) // 2], "first": first}
-
-
-def median(values: list[float]) -> float:
-    """Return the middle one."""
-    return sorted(values)[len(values) // 2]
 
 
 def main() -> None:

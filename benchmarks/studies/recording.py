@@ -31,7 +31,7 @@ from benchmarks.harness.results import begin, judged, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS, bench_directory
 from prejit.compiler.pipeline.pack.bundle_files import assemble
 from prejit.compiler.recording.merging import RecordedFile, packed, read_targets
-from prejit.runtime.format.layout import write_layout
+from prejit.runtime.format.writing import write_layout
 
 PROGRAMS = ("flax_train", "optax_fit", "numpyro_schools", "orbax_serve", "blackjax_nuts")
 COLD = "no cache"

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -36,7 +37,7 @@ from benchmarks.harness.models import decoder_manifest
 from benchmarks.harness.report import Table
 from benchmarks.harness.results import begin, save, use_two_cores
 from benchmarks.harness.workspace import RESULTS, Bench, bench_directory
-from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, median, prompt_of
+from benchmarks.studies.engine import GPT2, PROMPT, TOKENS, prompt_of
 
 REQUESTS = 4
 """Requests of each client. The first one is not counted."""

@@ -29,8 +29,8 @@ _VOCABULARY = 256
 
 FUNCTIONS = {
     "prejit.runtime.loader": {"load": "other"},
+    "prejit.runtime.format.root": {"read_root": "bundle"},
     "prejit.runtime.format.opening": {
-        "open_index": "bundle",
         "match": "bundle",
         "read_manifests": "bundle",
         "check_config_blob": "bundle",

@@ -23,10 +23,12 @@ from benchmarks.harness.measure import Row, interleave, progress
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.files import digest_file
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import match, open_index, read_contents, read_manifest
+from prejit.runtime.format.opening import match, read_contents, read_manifest
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Config, Descriptor, encode_index
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 PROGRAMS = 400
@@ -95,8 +97,8 @@ def with_weights(source: Path, to: Path, size: int) -> None:
 def larger(source: Path, to: Path, programs: int, weights_bytes: int) -> None:
     """Copy a bundle for this machine only, with more programs, larger weights, or both."""
     with Layout(source) as layout:
-        index, _ = open_index(layout)
-        target = match(layout, index, Fingerprint.current())[0]
+        root = read_root(layout)
+        target = match(root, Fingerprint.current())[0]
         manifest = read_manifest(layout, target)
         config = with_programs(read_contents(layout, target).config, programs)
     blobs: dict[str, bytes | Path] = {}

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zstandard
+from tests.layouts import index_file
 
 from prejit.runtime import __main__, load
 from prejit.runtime.base.digests import digest_of
@@ -36,7 +37,8 @@ from prejit.runtime.format.checks.config import (
 )
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, INDEX_DIGEST, WEIGHTS_MEDIA_TYPE
-from prejit.runtime.format.opening import OpenTarget, match, open_index, read_manifests
+from prejit.runtime.format.opening import OpenTarget, match, read_manifests
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import (
     Accuracy,
     Chat,
@@ -127,7 +129,7 @@ def audited(path: Path) -> Audit:
 
 def matched(path: Path, machine: Fingerprint) -> list[OpenTarget]:
     with Layout(path) as layout:
-        return list(match(layout, open_index(layout)[0], machine))
+        return list(match(read_root(layout), machine))
 
 
 def test_there_is_a_golden_bundle_of_every_format() -> None:
@@ -135,7 +137,7 @@ def test_there_is_a_golden_bundle_of_every_format() -> None:
 
 
 def test_a_golden_bundle_was_never_made_again(golden: Path) -> None:
-    index = (golden / "index.json").read_bytes()
+    index = index_file(golden).read_bytes()
     assert digest_of(index) == expected(golden)["digests"][golden.name]
 
 

@@ -26,7 +26,8 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
@@ -104,7 +105,7 @@ def fleet(run: Any, environment: dict[str, str], tmp_path_factory: pytest.TempPa
 def opened(path: Path) -> dict[str, Any]:
     """The contents of a bundle by target."""
     with Layout(path) as layout:
-        found = match(layout, open_index(layout)[0], Fingerprint.current())
+        found = match(read_root(layout), Fingerprint.current())
         return {target.name: read_contents(layout, target) for target in found}
 
 
@@ -178,15 +179,15 @@ def test_each_machine_of_the_fleet_picks_its_part(fleet: Path) -> None:
         f"tpu-v6e-jax{NEW}": tpu | {"device_kind": "TPU v6 lite", "device_memory_bytes": 32 << 30},
     }
     with Layout(fleet) as layout:
-        index, _ = open_index(layout)
+        root = read_root(layout)
         for name, said in machines.items():
-            found = match(layout, index, dataclasses.replace(here, **said))
+            found = match(root, dataclasses.replace(here, **said))
             assert [t.name for t in found if t.verdict.matches] == [name]
         for level in LEVELS:
             features = target(level).cpu_features
             assert features is not None
             machine = dataclasses.replace(here, cpu_features=features)
-            chosen = next(t for t in match(layout, index, machine) if t.verdict.matches)
+            chosen = next(t for t in match(root, machine) if t.verdict.matches)
             used = opened(fleet)[chosen.name].config.requirement.cpu_features
             assert set(used) <= set(features)
 

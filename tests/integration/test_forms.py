@@ -152,13 +152,12 @@ def linear_calls(bundle: Path) -> dict[str, int]:
 
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE
-    from prejit.runtime.format.opening import match, open_index, read_contents
+    from prejit.runtime.format.opening import match, read_contents
+    from prejit.runtime.format.root import read_root
     from prejit.runtime.machine.fingerprint import Fingerprint
 
     with Layout(bundle) as layout:
-        contents = read_contents(
-            layout, match(layout, open_index(layout)[0], Fingerprint.current())[0]
-        )
+        contents = read_contents(layout, match(read_root(layout), Fingerprint.current())[0])
         layer = contents.manifest.layer(EXECUTABLES_MEDIA_TYPE)
         packed = layout.read_blob(layer.digest, layer.size)
     unpack: Callable[[bytes], bytes] = zstandard.ZstdDecompressor().decompress

@@ -28,7 +28,8 @@ from prejit.runtime.format.checks.config import check_config, check_library_laye
 from prejit.runtime.format.checks.layers import check_library
 from prejit.runtime.format.checks.oci import check_manifest
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import Contents, match, open_index, read_contents
+from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 from .conftest import Run
@@ -362,7 +363,7 @@ def test_arrays_of_jax_go_to_the_library_on_jaxs_own_client(built: Path) -> None
 
 def contents_of(bundle: Path) -> tuple[Contents, dict[str, bytes]]:
     with Layout(bundle) as layout:
-        [target] = match(layout, open_index(layout)[0], Fingerprint.current())
+        [target] = match(read_root(layout), Fingerprint.current())
         contents = read_contents(layout, target)
         layers = {x.digest: layout.read_blob(x.digest, x.size) for x in contents.manifest.layers}
         return contents, layers
@@ -578,7 +579,7 @@ def test_each_target_gets_its_own_library(make: Callable[..., Path], compiled: C
     found = loaded.call("scaled", x=X)
     np.testing.assert_allclose(found, np.tanh(X * np.float32(2.5) + shift), rtol=1e-6)
     with Layout(path) as layout:
-        targets = match(layout, open_index(layout)[0], Fingerprint.current())
+        targets = match(read_root(layout), Fingerprint.current())
         names = {t.name: read_contents(layout, t).config.libraries for t in targets}
     assert {name: [each.name for each in told or ()] for name, told in names.items()} == {
         "cpu-host": ["libown1.so"],

@@ -18,11 +18,14 @@ import oras.schemas
 import pytest
 from oras.layout.layout import Layout, NewLayoutFromRegistry
 from oras.provider import Registry
+from tests.layouts import blobs_of as blob_files
+from tests.layouts import index_of
 
 from prejit.runtime import RejectError, load
 from prejit.runtime.__main__ import main
 
 TARGETS = ("cpu-host", "cpu-x86-64-v3")
+X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
 MODEL = Path(__file__).parents[1] / "format" / "v3" / "decoder"
 """A bundle with tokenizer and chat templates."""
 
@@ -48,6 +51,10 @@ def test_oras_validates_the_layout_and_finds_every_blob(bundle_dir: Path) -> Non
         for digest in found:
             content = Path(layout.digest_to_blob_path(digest)).read_bytes()
             assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
+    everything = {path.name for path in (bundle_dir / "blobs" / "sha256").iterdir()}
+    whole = layout.get_ordered_blobs(tag="example")
+    assert {digest.removeprefix("sha256:") for digest in whole} == everything
+    assert whole[-1] == load(bundle_dir).digest
     found = Layout(str(MODEL)).get_ordered_blobs(tag="cpu-x86-64-v2")
     assert set(found) == blobs_of(MODEL, "cpu-x86-64-v2").keys()
     assert len(found) == 8, "manifest, config and six layers"
@@ -112,9 +119,11 @@ def test_index_and_manifests_are_as_the_specification_says(
     bundle_dir: Path, path: Path | None
 ) -> None:
     bundle_dir = path or bundle_dir
-    index = json.loads((bundle_dir / "index.json").read_bytes())
-    jsonschema.validate(index, INDEX)
-    jsonschema.validate(index, oras.schemas.index)
+    root = json.loads((bundle_dir / "index.json").read_bytes())
+    index = index_of(bundle_dir)
+    for content in (root, index):
+        jsonschema.validate(content, INDEX)
+        jsonschema.validate(content, oras.schemas.index)
     blobs = bundle_dir / "blobs" / "sha256"
     for descriptor in index["manifests"]:
         manifest = json.loads((blobs / descriptor["digest"].removeprefix("sha256:")).read_bytes())
@@ -128,8 +137,11 @@ def test_index_and_manifests_are_as_the_specification_says(
     assert {path.name for path in bundle_dir.iterdir()} == {"blobs", "index.json", "oci-layout"}
 
 
-def test_every_file_is_named_by_its_digest_and_named_by_the_index(bundle_dir: Path) -> None:
+def test_every_file_is_named_by_its_digest_and_by_something_that_leads_to_it(
+    bundle_dir: Path,
+) -> None:
     expected = {d for target in TARGETS for d in blobs_of(bundle_dir, target)}
+    expected.add(load(bundle_dir).digest)
     found = {
         f"sha256:{hashlib.sha256(blob.read_bytes()).hexdigest()}": blob
         for blob in (bundle_dir / "blobs" / "sha256").iterdir()
@@ -221,6 +233,26 @@ def test_a_target_survives_a_push_and_a_pull_by_oras(
         assert f"sha256:{hashlib.sha256(content).hexdigest()}" == digest
 
 
+def test_a_bundle_survives_a_push_and_a_pull_by_oras(
+    registry: _Store, bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One reference names the whole: the registry's digest is the bundle's."""
+    provider = Registry(insecure=True, tls_verify=False)
+    where = f"127.0.0.1:{registry.server_address[1]}/bundle:v1"
+    Layout(str(bundle_dir)).push_to_registry(provider=provider, target=where, tag="example")
+    media_type, content = registry.manifests["v1"]
+    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert media_type == "application/vnd.oci.image.index.v1+json"
+    NewLayoutFromRegistry(str(tmp_path / "pulled"), provider, where, tag="anything")
+    pulled, whole = load(tmp_path / "pulled", on_mismatch="error"), load(bundle_dir)
+    assert pulled.digest == whole.digest == digest
+    np.testing.assert_array_equal(pulled.call("score", x=X), whole.call("score", x=X))
+    assert main(["verify", str(tmp_path / "pulled")]) == 0
+    said = capsys.readouterr().out
+    assert "ok: 2 targets" in said
+    assert digest in said
+
+
 def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path:
     """A copy of some targets as skopeo makes it: the blobs, and an index of the tool's own."""
     index = json.loads((layout / "index.json").read_bytes())
@@ -242,9 +274,6 @@ def copy_of(layout: Path, to: Path, *targets: str, spaced: bool = False) -> Path
     return to
 
 
-X = np.linspace(-1, 1, 2 * 16, dtype=np.float32).reshape(2, 16)
-
-
 def test_a_target_that_oras_pulled_loads_and_runs(
     registry: _Store, bundle_dir: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +284,8 @@ def test_a_target_that_oras_pulled_loads_and_runs(
     pulled = load(tmp_path / "pulled", on_mismatch="error")
     whole = load(bundle_dir, on_mismatch="error")
     assert (pulled.name, pulled.target) == (whole.name, "cpu-host")
+    _, manifest = registry.manifests["v1"]
+    assert pulled.digest == f"sha256:{hashlib.sha256(manifest).hexdigest()}"
     np.testing.assert_array_equal(pulled.call("score", x=X), whole.call("score", x=X))
 
 
@@ -326,6 +357,25 @@ def test_skopeo_reads_and_copies_every_target_unchanged(bundle_dir: Path, tmp_pa
             name = Path("blobs", "sha256", digest.removeprefix("sha256:"))
             assert (copied / name).read_bytes() == (bundle_dir / name).read_bytes()
         assert load(copied).target == target
+        assert load(copied).digest == f"sha256:{hashlib.sha256(raw).hexdigest()}"
+        assert main(["verify", str(copied)]) == 0
+
+
+@pytest.mark.skipif(
+    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
+)
+def test_skopeo_copies_the_whole_bundle(bundle_dir: Path, tmp_path: Path) -> None:
+    """skopeo 1.9 replaces the index by one without our artifact type, and the bundle keeps its name."""
+    source, copied = f"oci:{bundle_dir}:example", tmp_path / "copied"
+    command = ["skopeo", "--insecure-policy", "copy", "--all", source, f"oci:{copied}:other"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert load(copied).digest == load(bundle_dir).digest
+    np.testing.assert_array_equal(
+        load(copied).call("score", x=X), load(bundle_dir).call("score", x=X)
+    )
+    assert main(["verify", str(copied)]) == 0
+    found = {path.name for path in (copied / "blobs" / "sha256").iterdir()}
+    assert found >= {file.name for file in blob_files(bundle_dir).values()}
 
 
 @pytest.mark.skipif(

@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 class PrejitError(Exception):
-    """Base of all errors of prejit.
+    """Base of all errors of prejit. Control characters in a message are spelt out, as `printable` does.
 
     Attributes:
         code: stable name of the kind of error.
@@ -37,7 +37,7 @@ class PrejitError(Exception):
     exit_code: int = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.hint = hint
 
     def describe(self) -> str:
@@ -92,6 +92,15 @@ class MismatchError(PrejitError):
     ) -> None:
         super().__init__(message, hint=hint)
         self.verdicts = verdicts
+
+
+class ExecutableError(MismatchError):
+    """XLA does not load a verified executable on this machine: too little memory, another plugin or driver.
+
+    The bundle is not damaged.
+    """
+
+    code = "executable"
 
 
 class RejectError(PrejitError):
@@ -186,6 +195,9 @@ class ProcessError(PrejitError):
 
 class PrejitWarning(UserWarning):
     """Something works, but not as the bundle was built; mostly a fallback to compiling."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class TruncationWarning(PrejitWarning):

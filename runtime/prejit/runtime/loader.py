@@ -43,7 +43,8 @@ from prejit.runtime.format.names import (
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import OpenTarget, check_config_blob, match, read_manifests
-from prejit.runtime.format.schema import Config, ImageManifest, Index
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Config, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
 from prejit.runtime.verdict import Axis
@@ -175,8 +176,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
 
 def _open(
     layout: Layout,
-    index: Index,
-    digest: str,
+    root: Root,
     *,
     machine: Fingerprint,
     declared: Fingerprint | None,
@@ -186,14 +186,14 @@ def _open(
 
     Up to format 4: open the blobs of all targets, and verify them now.
     """
-    targets = match(layout, index, machine)
+    targets = match(root, machine)
     if declared is not None:
         # A target must match both machines. The declared one may lack features that this one has, but it
         # cannot add instructions to it: those would end in SIGILL.
         here = {target.name: target for target in targets}
         targets = tuple(
             here[target.name] if target.verdict.matches else target
-            for target in match(layout, index, declared)
+            for target in match(root, declared)
         )
     if must_match and not any(target.verdict.matches for target in targets):
         raise mismatch(layout, targets)
@@ -202,10 +202,12 @@ def _open(
     served = {t.name: manifests[t.name] for t in candidates or [closest_target(targets)]}
     receipts = Receipts(layout.path)
     if int(targets[0].format) >= CHUNKS_SINCE:
-        return _Opened(layout, digest, targets, served, Blobs(layout, served.values(), receipts))
+        return _Opened(
+            layout, root.digest, targets, served, Blobs(layout, served.values(), receipts)
+        )
     blobs = Blobs(layout, manifests.values(), receipts)
     blobs.verify()
-    return _Opened(layout, digest, targets, served, blobs)
+    return _Opened(layout, root.digest, targets, served, blobs)
 
 
 _NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE)

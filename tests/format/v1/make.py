@@ -27,10 +27,12 @@ from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, l
 from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.format import limits
-from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import EXECUTABLES_MEDIA_TYPE, TITLE
-from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Segment
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 HERE = Path(__file__).parent
@@ -120,8 +122,8 @@ def without_executables(path: Path) -> tuple[bytes, dict[str, Any]]:
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(words)
     segment = Segment(0, len(frame), digest_of(frame), len(words), digest_of(words))
     with Layout(path) as layout:
-        index, _ = open_index(layout)
-        [target] = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         layers = [
             layer(

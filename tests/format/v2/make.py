@@ -49,7 +49,7 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
@@ -57,8 +57,10 @@ from prejit.runtime.format.names import (
     TITLE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Config, Memory, Portable, ProgramEntry, Segment
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 
@@ -225,8 +227,8 @@ def without_executables(path: Path) -> tuple[bytes, dict[str, Any]]:
     """
     frame, segment = frame_of(b"an executable for a jaxlib that never was")
     with Layout(path) as layout:
-        index, _ = open_index(layout)
-        [target] = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         layers = [
             layer(
@@ -328,8 +330,8 @@ def fleet(at: Path) -> tuple[bytes, dict[str, Any]]:
 def served_by(machine: Fingerprint) -> str | None:
     """The target of the fleet that a machine loads."""
     with Layout(HERE / "fleet") as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, machine)
+        root = read_root(layout)
+        targets = match(root, machine)
     return next((target.name for target in targets if target.verdict.matches), None)
 
 

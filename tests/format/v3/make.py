@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from prejit.runtime import load
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.format.layout import write_layout
+from prejit.runtime.format.writing import write_layout
 
 HERE = Path(__file__).parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzĠ.,:()_'012"

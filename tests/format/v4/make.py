@@ -31,7 +31,6 @@ from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.layout import write_layout
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
@@ -39,6 +38,7 @@ from prejit.runtime.format.names import (
     PORTABLE_MEDIA_TYPE,
 )
 from prejit.runtime.format.schema import Config, Kernels, Memory, Portable, ProgramEntry
+from prejit.runtime.format.writing import write_layout
 
 HERE = Path(__file__).parent
 X = (0.25, 1.0, 4.0, -1.0, 0.0)

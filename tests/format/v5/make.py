@@ -8,8 +8,9 @@
 All executables are of a jaxlib that never was, so that every machine falls back to the portable programs (and
 the files stay small). `expected.json` holds the digests and what the programs answer.
 
-Format 5 is not released yet: a change of the format before its release may make these bundles again.
-After the release they are never made again. From the root of the repository, with the names of the bundles
+Format 5 is not released yet: a change of the format before its release may make these bundles again. When the
+bundle's index became a blob, `decoder` and `reader` kept all their other blobs. After the release they are
+never made again. From the root of the repository, with the names of the bundles
 to make:
 
     .venv/bin/python -m tests.format.v5.make decoder reader
@@ -36,6 +37,7 @@ from blake3 import blake3
 from jax import export
 from tests.format.v2.make import CPU, NO_JAXLIB, frame_of, without_executables
 from tests.format.v3 import make as v3
+from tests.layouts import index_file
 from tests.parity import t5_cases
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -52,7 +54,6 @@ from prejit.runtime import load
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.bundle import Bundle
 from prejit.runtime.format.arrays import Array
-from prejit.runtime.format.layout import write_layout
 from prejit.runtime.format.limits import MIN_CHUNK_BYTES
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
@@ -68,6 +69,7 @@ from prejit.runtime.format.schema import (
     ProgramEntry,
     RecordedProgram,
 )
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.requirement import Requirement
 
 HERE = Path(__file__).parent
@@ -302,7 +304,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         if (answers := MAKERS[name]()) is not None:
             expected[name] = answers
-        expected["digests"][name] = digest_of((HERE / name / "index.json").read_bytes())
+        expected["digests"][name] = digest_of(index_file(HERE / name).read_bytes())
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 from tests.decoders import write_random
+from tests.layouts import index_of
 
 import prejit.compiler
 import prejit.runtime
@@ -232,7 +232,7 @@ def test_a_build_shows_its_progress_unless_it_is_quiet(
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "compiled score/batch1 for cpu-host" in captured.err
-    index = json.loads((tmp_path / "out" / "score" / "index.json").read_bytes())
+    index = index_of(tmp_path / "out" / "score")
     assert len(index["manifests"]) == 1
 
 

@@ -68,12 +68,14 @@ from prejit.compiler.targets.environments import spec_for
 from prejit.compiler.targets.installing import make_environment
 from prejit.compiler.targets.toolchain import Toolchain
 from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format import limits
 from prejit.runtime.format.blobs import check_blobs
-from prejit.runtime.format.layout import Layout, write_layout
-from prejit.runtime.format.opening import match, open_index, read_manifest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Accuracy
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.targets import Target
 from prejit.runtime.store.receipts import Receipts
@@ -288,7 +290,7 @@ def write(bundle: PackedBundle, output: Path, progress: Progress) -> tuple[Path,
     if is_current(path, bundle.index):
         return path, False
     with progress.phase(f"writing {path}"):
-        write_layout(path, bundle.index, bundle.blobs, digest_of=Receipts(path).digest_of)
+        write_layout(path, bundle.index, bundle.blobs, digest_of_file=Receipts(path).digest_of)
     return path, True
 
 
@@ -296,9 +298,10 @@ def is_current(path: Path, index: bytes) -> bool:
     """Return whether a directory holds exactly this bundle, undamaged."""
     try:
         with Layout(path) as layout:
-            if layout.read("index.json", limits.MAX_INDEX_BYTES) != index:
+            root = read_root(layout)
+            if to_json(root.bundle) != index:  # another one, or a copy of some of its targets
                 return False
-            targets = match(layout, open_index(layout)[0], Fingerprint.current())
+            targets = match(root, Fingerprint.current())
             check_blobs(
                 layout, [read_manifest(layout, target) for target in targets], Receipts(path)
             )

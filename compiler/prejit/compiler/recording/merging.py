@@ -19,7 +19,8 @@ from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import FORMAT_VERSION, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents
-from prejit.runtime.format.schema import Config, Index, RecordedProgram, Segment
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Config, RecordedProgram, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.events import JaxRequest, WatchedProcess
@@ -82,9 +83,9 @@ def read_targets(path: Path) -> tuple[RecordedTarget, ...]:
     return read_whole(path, _read_targets)
 
 
-def _read_targets(layout: Layout, index: Index, digest: str) -> tuple[RecordedTarget, ...]:
+def _read_targets(layout: Layout, root: Root) -> tuple[RecordedTarget, ...]:
     found = []
-    for target in match(layout, index, Fingerprint.current()):
+    for target in match(root, Fingerprint.current()):
         contents = read_contents(layout, target)
         recorded = recorded_of(layout, contents)
         at = contents.manifest.layer(RECORDED_MEDIA_TYPE)

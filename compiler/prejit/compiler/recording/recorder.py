@@ -21,7 +21,7 @@ from prejit.compiler.recording.merging import (
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import BuildError, StoreError
-from prejit.runtime.format.layout import write_layout
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.child import cache_settings, environment_for, run_command
 from prejit.runtime.recorded.events import JaxRequest, read_events

@@ -23,7 +23,8 @@ from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
-from prejit.runtime.format.schema import Config, Index, RecordedProgram
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Config, RecordedProgram
 from prejit.runtime.generation.defaults import check_generation
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -35,11 +36,11 @@ def inspect(options: Namespace) -> int:
     """Print what a bundle holds: versions, layers, and the programs of each target."""
 
     def read(
-        layout: Layout, index: Index, digest: str
+        layout: Layout, root: Root
     ) -> tuple[str, tuple[OpenTarget, ...], list[Contents], Defaults | None]:
-        targets = match(layout, index, Fingerprint.current())
+        targets = match(root, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
-        return digest, targets, contents, _defaults(layout, contents[0])
+        return root.digest, targets, contents, _defaults(layout, contents[0])
 
     digest, targets, contents, defaults = read_whole(options.bundle, read)
     if options.json:

@@ -15,7 +15,8 @@ from prejit.runtime.errors import UsageError
 from prejit.runtime.format.checks.oci import target_of
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME
-from prejit.runtime.format.opening import match, open_index
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.verdict import Axis, Verdict
 
@@ -37,8 +38,7 @@ def explain(options: Namespace) -> int:
         raise UsageError("--page: expected --fleet DIR as well, found none")
     machine = machine_of(options) or Fingerprint.current()
     with Layout(options.bundle) as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, machine)
+        targets = match(read_root(layout), machine)
     chosen = next((target.name for target in targets if target.verdict.matches), None)
     if options.json:
         print_json(
@@ -77,16 +77,16 @@ def _explain_fleet(options: Namespace) -> int:
     from prejit.runtime.fleet.report import explain_fleet
 
     with Layout(options.bundle) as layout:
-        index, digest = open_index(layout)
-        where = str(layout.path / "index.json")
-        targets = [target_of(descriptor, where) for descriptor in index.manifests]
+        root = read_root(layout)
+        targets = [target_of(descriptor, root.path) for descriptor in root.bundle.manifests]
     fleet = read_fleet(options.fleet)
     report = explain_fleet(targets, fleet.machines, fleet.unreadable)
     if options.page is not None:
         from prejit.runtime.pages.fleet import fleet_page
 
         write_text(
-            options.page, fleet_page(index.annotations[BUNDLE_NAME], digest, options.fleet, report)
+            options.page,
+            fleet_page(root.bundle.annotations[BUNDLE_NAME], root.digest, options.fleet, report),
         )
     if options.json:
         print_json(report.described())

@@ -20,7 +20,7 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, shared_zeros, to_numpy
-from prejit.runtime.errors import BuildError, MismatchError, PrejitError, UsageError
+from prejit.runtime.errors import BuildError, ExecutableError, PrejitError, UsageError
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 
 
@@ -177,7 +177,7 @@ class Device:
                 given runs without jax's Python.
 
         Raises:
-            MismatchError: XLA cannot load it on this machine.
+            ExecutableError: XLA cannot load it on this machine.
         """
         _jaxlib.register_library_calls(serialized)
         # Without options it runs on the device numbers of the compiler, which a cluster does not have.
@@ -187,7 +187,7 @@ class Device:
             loaded = self._client.deserialize_executable(serialized, self._devices, options)
         except Exception as error:
             # The bytes match their digest, so they are not damaged.
-            raise MismatchError(
+            raise ExecutableError(
                 f"{path}: XLA cannot load this executable on this machine: {error}",
                 hint="the file is as it was built: look at the memory, the driver and the libraries of this "
                 "machine; where those are right, build the bundle again",

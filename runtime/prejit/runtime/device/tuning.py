@@ -23,7 +23,8 @@ from prejit.runtime.format.blobs import Layer, check_blobs, read_whole
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import PORTABLE_MEDIA_TYPE
 from prejit.runtime.format.opening import match, read_contents
-from prejit.runtime.format.schema import Config, Index
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Config
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
 
@@ -88,8 +89,8 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
             hint="run `prejit tune` on a machine of the target, with jax[cuda13] installed",
         )
 
-    def read(layout: Layout, index: Index, _: str) -> tuple[Config, Layer]:
-        contents = read_contents(layout, match(layout, index, machine)[0])
+    def read(layout: Layout, root: Root) -> tuple[Config, Layer]:
+        contents = read_contents(layout, match(root, machine)[0])
         of_target = [contents.manifest]
         blobs = check_blobs(layout, of_target, Receipts(layout.path))
         return contents.config, blobs.layers(contents.manifest)[PORTABLE_MEDIA_TYPE]

@@ -12,6 +12,7 @@ from prejit.runtime.format.checks.config import (
     check_static,
     check_tree,
     check_weight_sets,
+    segments_of,
 )
 from prejit.runtime.format.checks.layers import check_chat, unpack
 from prejit.runtime.format.checks.oci import check_digest
@@ -19,10 +20,7 @@ from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     CHAT_MEDIA_TYPE,
-    EXECUTABLES_MEDIA_TYPE,
     GENERATION_MEDIA_TYPE,
-    PORTABLE_MEDIA_TYPE,
-    RECORDED_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
 from prejit.runtime.format.opening import (
@@ -32,7 +30,8 @@ from prejit.runtime.format.opening import (
     read_contents,
     read_kernels,
 )
-from prejit.runtime.format.schema import Chunks, Index, Segment
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Chunks, Segment
 from prejit.runtime.machine.fingerprint import Fingerprint
 
 CheckGeneration = Callable[[bytes, int, str], object]
@@ -69,8 +68,8 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
         StoreError: the directory cannot be read.
     """
 
-    def read(layout: Layout, index: Index, digest: str) -> Audit:
-        targets = match(layout, index, Fingerprint.current())
+    def read(layout: Layout, root: Root) -> Audit:
+        targets = match(root, Fingerprint.current())
         contents = [read_contents(layout, target) for target in targets]
         blobs = Blobs(layout, [content.manifest for content in contents], receipts=None)
         blobs.verify(_chunks(contents))
@@ -83,7 +82,7 @@ def audit(path: str | os.PathLike[str], check_generation: CheckGeneration) -> Au
             _check_weights(layout, content)
             _check_texts(layout, content, check_generation)
         programs = sum(len(c.config.programs or c.config.recorded or ()) for c in contents)
-        return Audit(digest, len(targets), programs, blobs.hashed_bytes)
+        return Audit(root.digest, len(targets), programs, blobs.hashed_bytes)
 
     return read_whole(path, read)
 
@@ -103,15 +102,7 @@ def _check_frames(layout: Layout, content: Contents, unpacked: set[tuple[str, Se
         content: the target.
         unpacked: the frames that are checked already; targets share portable programs.
     """
-    programs = content.config.programs
-    packs = {
-        EXECUTABLES_MEDIA_TYPE: [program.executable for program in programs],
-        PORTABLE_MEDIA_TYPE: [
-            *(program.portable for program in programs),
-            *(program.symbolic for program in programs if program.symbolic is not None),
-        ],
-        RECORDED_MEDIA_TYPE: [program.entry for program in content.config.recorded or ()],
-    }
+    packs = segments_of(content.config)
     for at in content.manifest.layers:
         segments = packs.get(at.mediaType)
         if not segments:

@@ -24,8 +24,8 @@ from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import open_index
-from prejit.runtime.format.schema import Chunks, Descriptor, ImageManifest, Index, Segment
+from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.format.schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.verification import VERIFIED, Job, Verification
 from prejit.runtime.store.receipts import Receipts
 
@@ -307,14 +307,14 @@ def check_blobs(
     return blobs
 
 
-def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Index, str], _T]) -> _T:
+def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Root], _T]) -> _T:
     """Read one bundle whole, the old one or the new one, even if a build replaces it meanwhile.
 
     Readers take no lock. They begin again if a check fails and the index has changed since they began.
 
     Args:
         path: directory of the bundle.
-        read: reads from the layout; also takes the index and the bundle's digest. It may be called several
+        read: reads from the layout; also takes what its `index.json` leads to. It may be called several
             times.
 
     Raises:
@@ -324,8 +324,7 @@ def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Index, str]
     for _ in range(_ATTEMPTS):
         with Layout(path) as layout:
             try:
-                index, digest = open_index(layout)
-                return read(layout, index, digest)
+                return read(layout, read_root(layout))
             except RejectError:
                 if not layout.is_replaced():
                     raise

@@ -1,14 +1,13 @@
-"""Layouts that another OCI tool, such as skopeo or oras, copied from a bundle.
+"""Copies of some targets of a bundle that another OCI tool, such as skopeo or oras, made without its index.
 
-Such a tool copies the manifest, config and layers of a target byte for byte, and writes an `index.json` of
-its own. The config of a target repeats the target's entry of our index, so this module makes an index from
-the configs.
+Such a tool copies the manifest, config and layers of a target byte for byte, and lists the manifest in an
+`index.json` of its own. The config of a target repeats the target's entry of the bundle's index, so this
+module makes an index from the configs.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Sequence
 
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import RejectError
@@ -17,81 +16,54 @@ from prejit.runtime.format.checks.oci import check_descriptor, check_digest, che
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
-    BUNDLE_FORMAT,
-    INDEX_DIGEST,
     MANIFEST_MEDIA_TYPE,
     REF_NAME,
     REQUIREMENT,
+    oci_platform,
 )
 from prejit.runtime.format.schema import Config, Descriptor, encode_index
 
-MAX_LAYOUT_BYTES = 4096
-"""Maximum size of an `oci-layout` that another tool wrote."""
 
-
-def manifests_of_copy(content: bytes) -> list[dict[str, Any]] | None:
-    """Return the descriptors of an `index.json` that another tool wrote; None: prejit wrote it.
-
-    A damaged index of prejit is not taken for a copy, because a copy lacks two of its keys.
-    """
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("artifactType") == ARTIFACT_TYPE:
-        return None
-    annotations = found.get("annotations")
-    ours = (BUNDLE_FORMAT, INDEX_DIGEST)
-    if isinstance(annotations, dict) and any(name in annotations for name in ours):
-        return None
-    manifests = found.get("manifests")
-    if not isinstance(manifests, list) or not manifests:
-        return None
-    return manifests if all(isinstance(each, dict) for each in manifests) else None
-
-
-def is_layout_file(content: bytes) -> bool:
-    """Return whether an `oci-layout` of another tool has version 1.0.0."""
-    try:
-        return bool(json.loads(content)["imageLayoutVersion"] == "1.0.0")
-    except (ValueError, RecursionError, LookupError, TypeError):
-        return False
-
-
-def index_of_copy(layout: Layout, manifests: list[dict[str, Any]]) -> bytes:
-    """Return the `index.json` that prejit would have written for the targets of a copy.
+def index_of_copy(layout: Layout, manifests: Sequence[Descriptor]) -> bytes:
+    """Return the bundle's index that prejit would have written for the targets of a copy.
 
     Args:
         layout: the copy.
-        manifests: the descriptors in the copy's own index.
+        manifests: the descriptors of the targets' manifests.
 
     Raises:
         RejectError: a file is damaged, or they are not targets of one bundle.
     """
     where = str(layout.path / "index.json")
-    descriptors, configs = [], list[Config]()
-    for each in manifests:
-        digest, size = each.get("digest"), each.get("size")
-        if not isinstance(digest, str) or type(size) is not int:
-            raise RejectError(where, "expected a digest and a size of each manifest")
-        at = Descriptor(str(each.get("mediaType")), digest, size)
+    if len(manifests) > limits.MAX_TARGETS:
+        raise RejectError(
+            where, f"expected at most {limits.MAX_TARGETS} targets, found {len(manifests)}"
+        )
+    descriptors, found = [], set[tuple[str, int]]()
+    for at in manifests:
         check_descriptor(at, MANIFEST_MEDIA_TYPE, limits.MAX_MANIFEST_BYTES, where)
-        read = layout.read_blob(digest, size)
-        check_digest(read, digest, layout.blob_path(digest))
-        table = check_manifest(read, layout.blob_path(digest)).config
+        read = layout.read_blob(at.digest, at.size)
+        check_digest(read, at.digest, layout.blob_path(at.digest))
+        table = check_manifest(read, layout.blob_path(at.digest)).config
         path = layout.blob_path(table.digest)
         content = layout.read_blob(table.digest, table.size)
         check_digest(content, table.digest, path)
         config = from_json(Config, content, path)
-        configs.append(config)
+        found.add((config.bundle, config.format))
         annotations = {
             REF_NAME: config.target,
             REQUIREMENT: to_json(config.requirement).decode("ascii"),
         }
         descriptors.append(
-            Descriptor(at.mediaType, digest, size, ARTIFACT_TYPE, annotations=annotations)
+            Descriptor(
+                at.mediaType,
+                at.digest,
+                at.size,
+                ARTIFACT_TYPE,
+                oci_platform(config.requirement.architecture),
+                annotations,
+            )
         )
-    found = {(config.bundle, config.format) for config in configs}
     if len(found) > 1:
         names = ", ".join(sorted(f"{name} of format {number}" for name, number in found))
         raise RejectError(

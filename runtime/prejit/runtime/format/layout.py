@@ -1,8 +1,6 @@
-"""An OCI image layout on disk: all reading and writing of bundle files.
+"""An OCI image layout on disk, open for reading.
 
 A reader follows no links, reads at most the expected size, and never opens a path outside the layout.
-Writing is atomic: blobs come first, each as temporary file, fsync, rename; `index.json` comes last. So a
-build that is killed leaves either the bundle that was there before or none.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self, final
 
@@ -19,13 +17,10 @@ from prejit.runtime.base.files import (
     STORE_ERRORS,
     Content,
     Identity,
-    digest_file,
     map_file,
     read_all,
-    write_file,
 )
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.format.names import OCI_LAYOUT
 
 
 @final
@@ -177,65 +172,3 @@ class Layout:
             yield descriptor, status
         finally:
             os.close(descriptor)
-
-
-def write_layout(
-    path: Path,
-    index: bytes,
-    blobs: dict[str, bytes | Path],
-    *,
-    digest_of: Callable[[Path], str] | None = None,
-) -> None:
-    """Write a bundle, or replace one.
-
-    New blobs are written first. Then the index replaces the old one atomically. Then blobs that only the
-    old bundle had are removed, and the temporary files of writers that were killed. So a reader of an index
-    finds its blobs, or finds that the index has changed. Writers of one bundle wait for each other.
-
-    Args:
-        path: the directory; it is made if it is missing.
-        index: the bytes of `index.json`.
-        blobs: digest -> bytes, or the file that holds them. Blobs that exist and match their names are not
-            written again.
-        digest_of: returns the digest of a file; None: the file is hashed.
-
-    Raises:
-        StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
-    """
-    from prejit.runtime.base.locks import locking  # a server writes no bundle
-
-    directory = path / "blobs" / "sha256"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
-    names = {digest.removeprefix("sha256:"): content for digest, content in blobs.items()}
-    try:
-        with locking(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)):
-            for name, content in names.items():
-                size = content.stat().st_size if isinstance(content, Path) else len(content)
-                if not _is_blob(directory / name, size, digest_of or _digest_of):
-                    write_file(directory / name, content)
-            write_file(path / "oci-layout", OCI_LAYOUT)
-            write_file(path / "index.json", index)
-            stale = [file for file in directory.iterdir() if file.name not in names]
-            for file in (*stale, *path.glob(".oci-layout.*.tmp"), *path.glob(".index.json.*.tmp")):
-                file.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot write a bundle: {error}") from error
-
-
-def _is_blob(path: Path, size: int, digest_of: Callable[[Path], str]) -> bool:
-    """Return whether a file exists, has this size, and matches the digest in its name."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        return False
-    return digest_of(path) == f"sha256:{path.name}"
-
-
-def _digest_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return digest_file(file.fileno())

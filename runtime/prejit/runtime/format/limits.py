@@ -5,14 +5,24 @@ They are generous: 10,000 programs make a config of 10 MB.
 
 from __future__ import annotations
 
-MAX_INDEX_BYTES = 4 << 20
-"""Maximum size of `index.json`. A target takes about 800 bytes of it."""
+MAX_INDEX_BYTES = 1 << 20
+"""Maximum size of `index.json`, and of a bundle's index. A target takes about 800 bytes of it."""
+MAX_TARGETS = 1 << 9
+"""Maximum number of targets of a bundle. A reader compares each with the machine and reads its manifest."""
+MAX_ROOT_ENTRIES = 1 << 11
+"""Maximum number of entries of `index.json`: the bundle, its targets, and what refers to them."""
+MAX_OCI_LAYOUT_BYTES = 4096
+"""Maximum size of `oci-layout`. prejit writes 30 bytes; other tools may add spaces."""
 MAX_MANIFEST_BYTES = 64 << 10
 """Maximum size of a manifest. Most have 3 kB."""
 MAX_CONFIG_BYTES = 16 << 20
 """Maximum size of a config. 10,000 programs make one of 10 MB."""
 MAX_PROGRAM_BYTES = 1 << 30
 """Maximum size of an executable or a portable program, decompressed."""
+MAX_UNPACKED_RATIO = 256
+"""Maximum ratio of the sizes of all programs of a pack to the pack. Executables have 3 to 6."""
+FREE_UNPACKED_BYTES = 64 << 20
+"""The programs of a pack may have this size whatever the ratio is."""
 MAX_CHAT_BYTES = 4 << 20
 """Maximum size of the chat templates. Published ones have about 10 kB."""
 

@@ -16,9 +16,10 @@ FORMAT_VERSION = 5
 5 (2026-11-21): digests of the chunks of large layers, with which a load verifies them in the order of use,
     in threads, beside other work, and their fs-verity digests. Trees, static arguments, padding and open
     sizes of the user's programs. Recorded files of jax's compilation cache. Caches of any arrays, which one
-    copy program copies together; encoder-decoders (`encode`). The user's own libraries of FFI handlers. A
-    reader of 5 reads 1 to 4 as they are: every new key may be missing; a cache is keys and values of layers,
-    copied one by one. It verifies them whole, before anything else.
+    copy program copies together; encoder-decoders (`encode`). The user's own libraries of FFI handlers. The
+    bundle's index is a blob, which `index.json` lists beside what refers to it. A reader of 5 reads 1 to 4 as
+    they are: every new key may be missing; a cache is keys and values of layers, copied one by one;
+    `index.json` is the bundle's index. It verifies them whole, before anything else.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
@@ -34,6 +35,9 @@ LIBRARIES_SINCE = 5
 
 CACHES_SINCE = 5
 """The format since which the program table lists the arrays of a decoder's cache."""
+
+BLOB_INDEX_SINCE = 5
+"""The format since which the bundle's index is a blob. Before, it is the file `index.json`."""
 
 OCI_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
 INDEX_MEDIA_TYPE = "application/vnd.oci.image.index.v1+json"
@@ -54,6 +58,8 @@ GENERATION_MEDIA_TYPE = "application/vnd.prejit.generation-config.v1+json"
 LICENSE_MEDIA_TYPE = "application/vnd.prejit.license.v1+text"
 RECORDED_MEDIA_TYPE = "application/vnd.prejit.recorded.v1+zstd"
 """A pack with files of jax's compilation cache."""
+EMPTY_MEDIA_TYPE = "application/vnd.oci.empty.v1+json"
+"""OCI's config of a manifest that needs none: `{}`."""
 LAYER_MEDIA_TYPES = (
     EXECUTABLES_MEDIA_TYPE,
     KERNELS_MEDIA_TYPE,
@@ -87,6 +93,16 @@ read. v2 needs none listed: jaxlib's own wheels need AVX, so every machine that 
 
 KERNEL_PREFIX = "prejit_"
 """The prefix of the names under which a library exports its kernels."""
+
+
+def oci_platform(architecture: str) -> dict[str, str]:
+    """Return the platform of a target's descriptor, in OCI's words.
+
+    Args:
+        architecture: the architecture of the target, as `uname -m` names it.
+    """
+    names = {"x86_64": "amd64", "aarch64": "arm64"}
+    return {"architecture": names.get(architecture, architecture), "os": "linux"}
 
 
 def kernel_target(kernel: str, library: str) -> str:

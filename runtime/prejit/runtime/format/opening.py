@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prejit.runtime.base.digests import digest_of
-from prejit.runtime.format import copied, limits
+from prejit.runtime.errors import RejectError
 from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
     check_kernels_layer,
     check_library_layers,
+    check_packs,
     check_recorded_layer,
 )
 from prejit.runtime.format.checks.layers import check_kernels, check_library
-from prejit.runtime.format.checks.oci import (
-    check_digest,
-    check_index,
-    check_layout_file,
-    check_manifest,
-    target_of,
-)
+from prejit.runtime.format.checks.oci import check_digest, check_manifest, target_of
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import BUNDLE_FORMAT, KERNELS_MEDIA_TYPE
-from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Index
+from prejit.runtime.format.names import BUNDLE_FORMAT, BUNDLE_NAME, KERNELS_MEDIA_TYPE
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Config, Descriptor, ImageManifest
 from prejit.runtime.machine.compare import compare, preference
 from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.verdict import Verdict
 
 
@@ -36,14 +32,18 @@ class OpenTarget:
 
     Attributes:
         name: the target's name.
+        requirement: what its executables need of a machine.
         verdict: the comparison of its requirement with the machine.
         descriptor: the descriptor of its manifest.
+        bundle: the bundle's name, as its index has it.
         format: the bundle's format, as its index has it.
     """
 
     name: str
+    requirement: Requirement
     verdict: Verdict
     descriptor: Descriptor
+    bundle: str
     format: str
 
 
@@ -60,39 +60,19 @@ class Contents:
     config: Config
 
 
-def open_index(layout: Layout) -> tuple[Index, str]:
-    """Read and check `oci-layout` and `index.json`: checks 1 and 2.
-
-    Returns:
-        The index and the bundle's digest. For a copy that another tool made of some targets, these are the
-        index and the digest that prejit would have written for those targets.
-
-    Raises:
-        RejectError: either is missing or damaged.
-    """
-    path = str(layout.path / "oci-layout")
-    version = layout.read("oci-layout", copied.MAX_LAYOUT_BYTES)
-    content = layout.read("index.json", limits.MAX_INDEX_BYTES)
-    manifests = copied.manifests_of_copy(content)
-    if manifests is None or not copied.is_layout_file(version):
-        check_layout_file(version, path)
-    if manifests is not None:
-        content = copied.index_of_copy(layout, manifests)
-    index = check_index(content, str(layout.path / "index.json"))
-    return index, digest_of(content)
-
-
-def match(layout: Layout, index: Index, machine: Fingerprint) -> tuple[OpenTarget, ...]:
+def match(root: Root, machine: Fingerprint) -> tuple[OpenTarget, ...]:
     """Return every target of a bundle with its verdict, in the order of `compare.preference`: check 3.
 
     Raises:
         RejectError: a requirement in the index is damaged.
     """
+    annotations = root.bundle.annotations
+    bundle, written = annotations[BUNDLE_NAME], annotations[BUNDLE_FORMAT]
     targets = []
-    for descriptor in index.manifests:
-        name, needs = target_of(descriptor, str(layout.path / "index.json"))
-        written = index.annotations[BUNDLE_FORMAT]
-        target = OpenTarget(name, compare(name, needs, machine), descriptor, written)
+    for descriptor in root.bundle.manifests:
+        name, needs = target_of(descriptor, root.path)
+        verdict = compare(name, needs, machine)
+        target = OpenTarget(name, needs, verdict, descriptor, bundle, written)
         targets.append((preference(needs, machine), target))
     targets.sort(key=lambda item: item[0])
     return tuple(target for _, target in targets)
@@ -139,14 +119,19 @@ def check_config_blob(
     layout: Layout, target: OpenTarget, manifest: ImageManifest, content: bytes
 ) -> Config:
     """Check that a config is what its digest names and agrees with the index: checks 5 and 7."""
-    name, needs = target_of(target.descriptor, str(layout.path / "index.json"))
     path = layout.blob_path(manifest.config.digest)
     check_digest(content, manifest.config.digest, path)
-    config = check_config(content, target.format, name, needs, path)
+    config = check_config(content, target.format, target.name, target.requirement, path)
+    if config.bundle != target.bundle:
+        raise RejectError(
+            path,
+            f"expected bundle {target.bundle!r:.80}, as the index, found {config.bundle!r:.80}",
+        )
     check_kernels_layer(config, manifest, layout.blob_path(target.descriptor.digest))
     check_library_layers(config, manifest, layout.blob_path(target.descriptor.digest))
     check_chunks_layers(config, manifest, path)
     check_recorded_layer(config, manifest, path)
+    check_packs(config, manifest, path)
     return config
 
 

@@ -3,14 +3,16 @@
 A bundle is an OCI image layout; docs/bundle-format.md describes it for a second implementation.
 
     oci-layout                    {"imageLayoutVersion":"1.0.0"}
-    index.json                    one descriptor for each target, its requirement in the annotations
-    blobs/sha256/<digest>         manifest -> config (the program table) + layers
+    index.json                    the bundle's index, its targets, and what refers to them
+    blobs/sha256/<digest>         the bundle's index: one descriptor for each target, its requirement in the
+                                  annotations -> manifest -> config (the program table) + layers
 
 Each layer has its own media type. Executables and portable programs are *packs*: zstd frames one after the
 other, one frame for each program. The program table has the place of each frame.
 
-All JSON is canonical (sorted keys, no spaces, ASCII, no floats). A reader rejects any other spelling, so a
-bundle has exactly one.
+All JSON but `index.json` is canonical (sorted keys, no spaces, ASCII, no floats). A reader rejects any other
+spelling, so a bundle has exactly one. Other tools write `index.json`, too. Up to format 4 it is the bundle's
+index itself.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.limits import MAX_SIZE
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
+    BLOB_INDEX_SINCE,
     BUNDLE_FORMAT,
     BUNDLE_NAME,
     FORMAT_VERSION,
@@ -54,7 +57,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """`index.json`: an OCI image index, one descriptor for each target in order of preference."""
+    """A bundle's index: an OCI image index, one descriptor for each target in order of preference."""
 
     schemaVersion: int  # noqa: N815
     mediaType: str  # noqa: N815
@@ -508,19 +511,22 @@ def handler_names(*libraries: UserLibrary) -> dict[str, str]:
 def encode_index(
     name: str, manifests: tuple[Descriptor, ...], written: int = FORMAT_VERSION
 ) -> bytes:
-    """Return the bytes of a bundle's `index.json`, with a digest of itself that detects a changed byte.
+    """Return the bytes of a bundle's index.
 
-    It is the digest of the same index without the annotation `dev.prejit.index-digest`. It protects against
-    damage, not against forgery; for that, sign the bundle's digest.
+    Up to format 4 nothing names the digest of these bytes. So they have it in an annotation: the digest of
+    the same index without the annotation `dev.prejit.index-digest`. It detects a changed byte, and no
+    forgery.
     """
     annotations = {BUNDLE_NAME: name, BUNDLE_FORMAT: str(written)}
     index = Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, annotations)
+    if written >= BLOB_INDEX_SINCE:
+        return to_json(index)
     sealed = {**annotations, INDEX_DIGEST: digest_of(to_json(index))}
     return to_json(Index(2, INDEX_MEDIA_TYPE, ARTIFACT_TYPE, manifests, sealed))
 
 
 def index_digest(index: Index) -> str:
-    """Return the digest that an index must have in its annotation `dev.prejit.index-digest`."""
+    """Return the digest that an index up to format 4 must have in `dev.prejit.index-digest`."""
     open_annotations = {k: v for k, v in index.annotations.items() if k != INDEX_DIGEST}
     return digest_of(
         to_json(

@@ -204,7 +204,7 @@ class Programs:
 
         Raises:
             RejectError: its bytes are not those in the program table.
-            MismatchError: XLA cannot load it on this machine.
+            ExecutableError: XLA cannot load it on this machine.
             ClosedError: the bundle is closed.
         """
         self._check_open()

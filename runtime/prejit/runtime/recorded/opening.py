@@ -23,7 +23,8 @@ from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import BUNDLE_NAME, RECORDED_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents, OpenTarget, match, read_contents
-from prejit.runtime.format.schema import Index, RecordedProgram
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import RecordedProgram
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.child import make_directory
@@ -67,19 +68,19 @@ def open_recorded(path: str | os.PathLike[str]) -> RecordedBundle:
     return read_whole(path, partial(_open, machine=Fingerprint.current()))
 
 
-def _open(layout: Layout, index: Index, digest: str, *, machine: Fingerprint) -> RecordedBundle:
-    targets = match(layout, index, machine)
+def _open(layout: Layout, root: Root, *, machine: Fingerprint) -> RecordedBundle:
+    targets = match(root, machine)
     if machine.platform != "cpu":
         # The program decides where it runs. On a machine with an accelerator it may still choose the CPU.
-        targets += match(layout, index, on_cpu(machine))
+        targets += match(root, on_cpu(machine))
     closest = min(targets, key=lambda each: each.verdict.distance)
     chosen = next((each for each in targets if each.verdict.matches), closest)
     contents = read_contents(layout, chosen)
     programs = recorded_of(layout, contents)
     directory = unpacked(layout, chosen, contents) if chosen.verdict.matches else None
     return RecordedBundle(
-        index.annotations[BUNDLE_NAME],
-        digest,
+        root.bundle.annotations[BUNDLE_NAME],
+        root.digest,
         chosen.verdict,
         contents.config.requirement,
         programs,

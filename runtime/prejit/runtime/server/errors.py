@@ -97,9 +97,8 @@ def as_api_error(error: Exception) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(
-        error, ClientDisconnect
-    ):  # nobody reads the answer; the log of requests has its status
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads the answer; the log of requests has its status.
         return ApiError(GONE, "expected a client that waits for the answer, found it gone")
     if isinstance(error, HTTPException):  # Starlette's own: no such path, or another method
         return ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))

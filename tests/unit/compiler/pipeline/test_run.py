@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.decoders import write_random
+from tests.layouts import blobs_of, index_file
 
 from prejit.compiler.compile.executor import Executor
 from prejit.compiler.compile.jobs import Compiled, CompileJob
@@ -131,7 +132,7 @@ def built_once(tmp_path: Path) -> Built:
 
 def test_a_bundle_is_current_only_while_it_is_whole(tmp_path: Path) -> None:
     built = built_once(tmp_path)
-    index = (built.path / "index.json").read_bytes()
+    index = index_file(built.path).read_bytes()
     assert is_current(built.path, index)
     assert not is_current(built.path, index + b" ")
     assert not is_current(tmp_path / "elsewhere", index)
@@ -144,9 +145,8 @@ def test_a_bundle_is_current_only_while_it_is_whole(tmp_path: Path) -> None:
 
 def test_a_packed_bundle_is_written_where_it_is_not(tmp_path: Path) -> None:
     built = built_once(tmp_path)
-    index = (built.path / "index.json").read_bytes()
-    files = (built.path / "blobs" / "sha256").iterdir()
-    packed = PackedBundle("one", index, {f"sha256:{path.name}": path for path in files})
+    index = index_file(built.path).read_bytes()
+    packed = PackedBundle("one", index, blobs_of(built.path))
     path, written = write(packed, tmp_path / "copy", Quiet())
     assert (path, written) == (tmp_path / "copy" / "one", True)
     assert write(packed, tmp_path / "copy", Quiet()) == (path, False)

@@ -25,7 +25,7 @@ from prejit.compiler.recording.merging import (
 )
 from prejit.compiler.recording.recorder import bundle_name, default_name
 from prejit.runtime.errors import UsageError
-from prejit.runtime.format.layout import write_layout
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.events import JaxRequest, WatchedProcess
 

@@ -96,12 +96,12 @@ def test_mapped_weights_are_taken_without_a_copy(settled_dir: Path, device: Devi
     from prejit.runtime.format.blobs import check_blobs
     from prejit.runtime.format.layout import Layout
     from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
-    from prejit.runtime.format.opening import match, open_index, read_contents
+    from prejit.runtime.format.opening import match, read_contents
+    from prejit.runtime.format.root import read_root
     from prejit.runtime.programs.weights import open_weights
 
     with Layout(settled_dir) as layout:
-        index, _ = open_index(layout)
-        [target, *_] = match(layout, index, Fingerprint.current())
+        [target, *_] = match(read_root(layout), Fingerprint.current())
         manifest = read_contents(layout, target).manifest
         layers = check_blobs(layout, [manifest], None).layers(manifest)
     for name, values in open_weights(layers[WEIGHTS_MEDIA_TYPE]).values.items():

@@ -26,7 +26,8 @@ from prejit.runtime.format.names import (
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
-from prejit.runtime.format.opening import match, open_index, read_contents, read_kernels
+from prejit.runtime.format.opening import match, read_contents, read_kernels
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Segment
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -126,8 +127,8 @@ def test_a_changed_library_never_reaches_the_dynamic_linker(
     with pytest.raises(RejectError, match=blob.name):
         load(kernels_dir)
     with Layout(kernels_dir) as layout:
-        index, _ = open_index(layout)
-        (target,) = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        (target,) = match(root, Fingerprint.current())
         read = read_contents(layout, target)
         with pytest.raises(RejectError, match=f"{blob.name}: expected sha256"):
             read_kernels(layout, read.config, read.manifest)

@@ -28,7 +28,8 @@ from prejit.runtime.fleet.machines import Machine, read_fleet
 from prejit.runtime.fleet.report import FleetReport, explain_fleet
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REF_NAME, REQUIREMENT
-from prejit.runtime.format.opening import match, open_index
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.root import read_root
 from prejit.runtime.machine.compare import compare
 from prejit.runtime.machine.environment import effective_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -397,20 +398,20 @@ def test_it_is_what_the_loader_would_choose(
     machines: list[Fingerprint], fleet_bundle: Path
 ) -> None:
     with Layout(fleet_bundle) as layout:
-        index, _ = open_index(layout)
+        root = read_root(layout)
         needs = [
             (
                 t.name,
                 from_json(Requirement, t.descriptor.annotations[REQUIREMENT].encode(), ""),
             )
-            for t in match(layout, index, HOST)
+            for t in match(root, HOST)
             if t.descriptor.annotations is not None
         ]
-        order = [(d.annotations or {})[REF_NAME] for d in index.manifests]
+        order = [(d.annotations or {})[REF_NAME] for d in root.bundle.manifests]
         needs.sort(key=lambda item: order.index(item[0]))
         report = explain_fleet(needs, named(machines))
         for machine, verdict in report.verdicts:
-            ranked = match(layout, index, machine.fingerprint)
+            ranked = match(root, machine.fingerprint)
             chosen = next((t for t in ranked if t.verdict.matches), None)
             expected = chosen or closest_target(ranked)
             assert verdict == expected.verdict

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.layouts import write_files
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -38,8 +39,9 @@ from prejit.runtime.format.checks.elf import read_shared_library
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
 from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.names import INDEX_DIGEST, OCI_LAYOUT
-from prejit.runtime.format.opening import Contents, match, open_index, read_contents
+from prejit.runtime.format.names import INDEX_DIGEST
+from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Config, Index, encode_index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
@@ -178,8 +180,8 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / "v3" / "decoder") as layout:
-        index, _ = open_index(layout)
-        [target] = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         layers = tuple(
             layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
@@ -192,13 +194,7 @@ def test_a_cache_that_no_program_takes_is_never_made(tmp_path: Path, run_python:
     config = from_json(Config, text.encode(), PATH)
     content, blobs = assemble("decoder", [PackedTarget(config, layers)])
     content = encode_index("decoder", from_json(Index, content, PATH).manifests, config.format)
-    path = tmp_path / "bundle"
-    (path / "blobs" / "sha256").mkdir(parents=True)
-    for digest, blob in blobs.items():
-        file = path / "blobs" / "sha256" / digest.removeprefix("sha256:")
-        file.write_bytes(blob if isinstance(blob, bytes) else blob.read_bytes())
-    (path / "oci-layout").write_bytes(OCI_LAYOUT)
-    (path / "index.json").write_bytes(content)
+    path = write_files(tmp_path / "bundle", content, blobs)
     told, megabytes = run_python(GENERATE, path).stdout.splitlines()
     assert (
         "expected float32[1,2,67108864,4] as in the program table, found float32[1,2,32,4]" in told
@@ -268,8 +264,8 @@ def test_a_version_is_read_in_no_time(text: str) -> None:
 
 def contents_of(name: str) -> list[Contents]:
     with Layout(GOLDEN / name) as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        targets = match(root, Fingerprint.current())
         return [read_contents(layout, target) for target in targets]
 
 

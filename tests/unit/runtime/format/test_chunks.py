@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from tests.layouts import index_file, index_of
 
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import blobs
@@ -364,11 +365,11 @@ def test_files_of_a_target_that_cannot_be_served_may_be_missing(
 def own_blobs(recipe: Any, path: Path, targets: set[str]) -> list[Path]:
     """Config and executables of targets. Their manifests, which every load reads, are left out."""
     _, others = recipe.only(*({t.config.target for t in recipe.targets} - targets)).assemble()
-    manifests = {at["digest"] for at in json.loads((path / "index.json").read_bytes())["manifests"]}
+    manifests = {at["digest"] for at in index_of(path)["manifests"]}
     found = [
         file
         for file in (path / "blobs" / "sha256").iterdir()
-        if f"sha256:{file.name}" not in {*others, *manifests}
+        if f"sha256:{file.name}" not in {*others, *manifests} and file != index_file(path)
     ]
     assert len(found) == 2
     return found

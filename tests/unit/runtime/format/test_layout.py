@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.layouts import blobs_of, index_file
 
 from prejit.runtime import __main__
 from prejit.runtime.base import digests
 from prejit.runtime.base.files import digest_file, map_file, write_file
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs, read_whole
-from prejit.runtime.format.layout import Layout, write_layout
+from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import LICENSE_MEDIA_TYPE
-from prejit.runtime.format.opening import match, open_index, read_manifest, read_manifests
+from prejit.runtime.format.opening import match, read_manifest, read_manifests
+from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.format.writing import write_layout
 from prejit.runtime.loader import load
 
 LOAD_AS_NOBODY = """
@@ -183,7 +186,7 @@ def test_a_directory_moved_while_open_is_still_read(bundle_dir: Path, tmp_path: 
 
 def test_an_oversized_index_is_rejected_before_it_is_read(bundle_dir: Path) -> None:
     os.truncate(bundle_dir / "index.json", 1 << 40)  # sparse: reading it would take the memory
-    with pytest.raises(RejectError, match="expected at most 4194304 bytes, found 1099511627776"):
+    with pytest.raises(RejectError, match="expected at most 1048576 bytes, found 1099511627776"):
         load(bundle_dir)
 
 
@@ -327,7 +330,10 @@ def test_replacing_a_bundle_drops_what_it_no_longer_needs(
     (path / "README").write_text("somebody else's file stays")
     index, expected = make_recipe(score_scale=2.0).only("cpu-host").assemble()
     write_layout(path, index, expected)
-    assert {f"sha256:{file.name}" for file in blobs.iterdir()} == set(expected)
+    assert {f"sha256:{file.name}" for file in blobs.iterdir()} == {
+        digests.digest_of(index),
+        *expected,
+    }
     assert old - {file.name for file in blobs.iterdir()}
     assert sorted(entry.name for entry in path.iterdir()) == [
         *("README", "blobs", "index.json", "oci-layout"),
@@ -380,7 +386,7 @@ def test_what_is_there_is_looked_at_when_no_other_writer_removes_it(
         return f"sha256:{path.name}"
 
     def write() -> None:
-        write_layout(bundle_dir, index, blobs, digest_of=digest_of)
+        write_layout(bundle_dir, index, blobs, digest_of_file=digest_of)
 
     other = os.open(bundle_dir, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -395,11 +401,11 @@ def test_what_is_there_is_looked_at_when_no_other_writer_removes_it(
 WRITER = """
 import sys
 from pathlib import Path
-from prejit.runtime.format.layout import write_layout
+from tests.layouts import blobs_of, index_file
+from prejit.runtime.format.writing import write_layout
 
 source, path = Path(sys.argv[1]), Path(sys.argv[2])
-index = (source / "index.json").read_bytes()
-blobs = {f"sha256:{f.name}": f for f in (source / "blobs" / "sha256").iterdir()}
+index, blobs = index_file(source).read_bytes(), blobs_of(source)
 print("ready", flush=True)
 sys.stdin.read(1)
 write_layout(path, index, blobs)
@@ -426,11 +432,11 @@ def digest_of_bundle(path: Path) -> str | None:
     if not (path / "index.json").exists():
         return None
     with Layout(path) as layout:
-        index, digest = open_index(layout)
-        targets = match(layout, index, machine())
+        root = read_root(layout)
+        targets = match(root, machine())
         manifests = [read_manifest(layout, target) for target in targets]
         check_blobs(layout, manifests, None)
-    return digest
+    return root.digest
 
 
 def machine() -> Any:
@@ -442,11 +448,11 @@ def machine() -> Any:
 WRITERS = """
 import os, sys
 from pathlib import Path
-from prejit.runtime.format.layout import write_layout
+from tests.layouts import blobs_of, index_file
+from prejit.runtime.format.writing import write_layout
 
 source = Path(sys.argv[1])
-index = (source / "index.json").read_bytes()
-blobs = {f"sha256:{f.name}": f for f in (source / "blobs" / "sha256").iterdir()}
+index, blobs = index_file(source).read_bytes(), blobs_of(source)
 for line in sys.stdin:
     if (child := os.fork()) == 0:
         os.write(1, b"%d\\n" % os.getpid())
@@ -491,8 +497,7 @@ def test_a_killed_writer_leaves_the_old_bundle_or_the_new_one_or_none(
             span = span or time.perf_counter() - started
             outcomes.append(digest_of_bundle(path))
             if attempt % 8 == 7:  # whatever a killed writer left, the next one mends
-                blobs = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
-                write_layout(path, (new / "index.json").read_bytes(), blobs)
+                write_layout(path, index_file(new).read_bytes(), blobs_of(new))
                 assert digest_of_bundle(path) == becomes
                 assert not list(path.rglob("*.tmp"))
         writers.stdin.close()
@@ -506,8 +511,7 @@ def test_a_writer_killed_at_each_of_its_steps_never_leaves_a_broken_bundle(
 ) -> None:
     """Stops at every system call that shows on disk, in order, where the random kills may miss one."""
     old, new = old_and_new
-    blobs = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
-    index = (new / "index.json").read_bytes()
+    index, blobs = index_file(new).read_bytes(), blobs_of(new)
 
     class Killed(BaseException):
         pass
@@ -630,13 +634,14 @@ def test_two_writers_of_one_bundle_do_not_break_it(
 BUILDS = """
 import sys, time
 from pathlib import Path
-from prejit.runtime.format.layout import write_layout
+from tests.layouts import blobs_of, index_file
+from prejit.runtime.format.writing import write_layout
 
 path = Path(sys.argv[1])
 bundles = []
 for source in map(Path, sys.argv[2:]):
-    blobs = {f"sha256:{f.name}": f.read_bytes() for f in (source / "blobs" / "sha256").iterdir()}
-    bundles.append(((source / "index.json").read_bytes(), blobs))
+    blobs = {digest: file.read_bytes() for digest, file in blobs_of(source).items()}
+    bundles.append((index_file(source).read_bytes(), blobs))
 print("ready", flush=True)
 while True:
     for index, blobs in bundles:
@@ -666,12 +671,12 @@ def test_no_load_is_rejected_while_builds_replace_the_bundle(
     assert seen == allowed, "the bundle was not replaced: the test shows nothing"
 
 
-def whole(layout: Layout, index: Any, digest: str) -> str:
+def whole(layout: Layout, root: Root) -> str:
     """Reads all of a bundle, as `load` does; gives its digest."""
-    targets = match(layout, index, machine())
+    targets = match(root, machine())
     manifests = read_manifests(layout, targets)
     check_blobs(layout, manifests.values(), None)
-    return digest
+    return root.digest
 
 
 def test_a_load_while_the_bundle_is_replaced(
@@ -692,8 +697,7 @@ def test_a_load_while_the_bundle_is_replaced(
 
     def then_replace(layout: Layout, name: str, directory: int, where: str) -> Any:
         if next(steps, None) == 0:
-            content = {f"sha256:{f.name}": f for f in (new / "blobs" / "sha256").iterdir()}
-            write_layout(path, (new / "index.json").read_bytes(), content)
+            write_layout(path, index_file(new).read_bytes(), blobs_of(new))
         return opened(layout, name, directory, where)
 
     monkeypatch.setattr(Layout, "_open_file", then_replace)
@@ -715,8 +719,8 @@ def test_a_load_while_the_bundle_is_replaced(
 def test_a_bundle_that_is_always_being_replaced_is_no_damaged_one(bundle_dir: Path) -> None:
     attempts = []
 
-    def read(layout: Layout, index: Any, digest: str) -> None:
-        attempts.append(digest)
+    def read(layout: Layout, root: Root) -> None:
+        attempts.append(root.digest)
         (bundle_dir / "index.json").touch()
         raise RejectError("blob", "expected a file, found: No such file or directory")
 
@@ -729,9 +733,9 @@ def test_a_missing_blob_is_damage_where_nobody_replaces_the_bundle(bundle_dir: P
     attempts = []
     blob_of(bundle_dir)[0].unlink()
 
-    def read(layout: Layout, index: Any, digest: str) -> str:
-        attempts.append(digest)
-        return whole(layout, index, digest)
+    def read(layout: Layout, root: Root) -> str:
+        attempts.append(root.digest)
+        return whole(layout, root)
 
     with pytest.raises(RejectError, match="No such file"):
         read_whole(bundle_dir, read)

@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.format import second_reader
+from tests.layouts import blob, index_file, index_of, write_files, write_root
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -53,6 +54,7 @@ from prejit.runtime.format.checks.signatures import BUCKETS, Signatures
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
     BUNDLE_FORMAT,
+    BUNDLE_NAME,
     CHAT_MEDIA_TYPE,
     EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
@@ -65,7 +67,6 @@ from prejit.runtime.format.names import (
     LIBRARY_MEDIA_TYPE,
     LICENSE_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
-    OCI_LAYOUT,
     PORTABLE_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
     REF_NAME,
@@ -73,7 +74,8 @@ from prejit.runtime.format.names import (
     TOKENIZER_MEDIA_TYPE,
     WEIGHTS_MEDIA_TYPE,
 )
-from prejit.runtime.format.opening import match, open_index, read_contents
+from prejit.runtime.format.opening import match, read_contents
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Config, Descriptor, Index, Portable, Segment, encode_index
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.loader import load
@@ -91,23 +93,14 @@ def reject(path: Path, complaint: str) -> RejectError:
 
 
 def write(path: Path, assembled: tuple[bytes, dict[str, Any]]) -> Path:
-    index, blobs = assembled
-    (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
-    for digest, content in blobs.items():
-        (path / "blobs" / "sha256" / digest.removeprefix("sha256:")).write_bytes(content)
-    (path / "oci-layout").write_bytes(OCI_LAYOUT)
-    (path / "index.json").write_bytes(index)
-    return path
+    return write_files(path, *assembled)
 
 
 def with_index(recipe: Any, path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A bundle whose index says something else, its own digest set right."""
+    """A bundle whose index says something else, all digests set right."""
     index, blobs = recipe.assemble()
     plain = json.loads(index)
     change(plain)
-    annotations = plain["annotations"]
-    annotations.pop(INDEX_DIGEST, None)
-    annotations[INDEX_DIGEST] = digest_of(to_json(plain))
     return write(path, (to_json(plain), blobs))
 
 
@@ -134,11 +127,17 @@ def with_manifest(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b'{"imageLayoutVersion": "1.0.0"}', b"\0" * 30],
+    [b"", b"{}", b'{"imageLayoutVersion":"1.0.1"}', b"[" * 4000, b"1" * 4096, b"\0" * 30],
 )
 def test_1_another_layout_version_is_rejected(content: bytes, bundle_dir: Path) -> None:
     (bundle_dir / "oci-layout").write_bytes(content)
     assert reject(bundle_dir, "expected").path == str(bundle_dir / "oci-layout")
+
+
+def test_1_up_to_format_4_a_layout_version_has_one_spelling(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
+    (path / "oci-layout").write_bytes(b'{"imageLayoutVersion": "1.0.0"}')
+    assert reject(path, "expected").path == str(path / "oci-layout")
 
 
 # 2. index.json
@@ -171,15 +170,59 @@ def test_2_a_newer_format_is_named_even_where_it_has_new_keys(recipe: Any, tmp_p
     assert error.hint == NEWER_FORMAT_HINT
 
 
-def test_2_an_index_without_its_own_digest_is_rejected(recipe: Any, tmp_path: Path) -> None:
-    path = recipe.write(tmp_path / "b")
-    plain = json.loads((path / "index.json").read_bytes())
+def test_2_an_index_of_format_4_without_its_own_digest_is_rejected(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
+    plain = index_of(path)
     good = plain["annotations"].pop(INDEX_DIGEST)
     for digest in (None, digest_of(b""), good.upper()):
         if digest is not None:
             plain["annotations"][INDEX_DIGEST] = digest
         (path / "index.json").write_bytes(to_json(plain))
         reject(path, INDEX_DIGEST)
+
+
+def test_2_an_index_in_a_blob_has_no_digest_of_itself(recipe: Any, tmp_path: Path) -> None:
+    """It would be a second spelling of one bundle."""
+    index, blobs = recipe.assemble()
+    plain = json.loads(index)
+    path = write(tmp_path / "b", (index, blobs))
+    plain["annotations"][INDEX_DIGEST] = digest_of(index)
+    forged = to_json(plain)
+    blob(path, digest_of(forged)).write_bytes(forged)
+    at = {"mediaType": INDEX_MEDIA_TYPE, "digest": digest_of(forged), "size": len(forged)}
+    write_root(path, [at])
+    reject(path, f"expected no {INDEX_DIGEST}")
+
+
+def test_2_an_index_without_a_name_is_rejected(recipe: Any, tmp_path: Path) -> None:
+    for place, change in enumerate(({}, {BUNDLE_NAME: ""})):
+
+        def forge(index: dict[str, Any], change: dict[str, str] = change) -> None:
+            del index["annotations"][BUNDLE_NAME]
+            index["annotations"] |= change
+
+        reject(with_index(recipe, tmp_path / str(place), forge), f"expected {BUNDLE_NAME}")
+
+
+def test_2_the_bundle_of_an_index_is_that_of_its_configs(recipe: Any, tmp_path: Path) -> None:
+    """Else a policy for one name would let another bundle run."""
+    path = with_index(
+        recipe, tmp_path / "b", lambda i: i["annotations"].update({BUNDLE_NAME: "trusted"})
+    )
+    reject(path, "expected bundle 'trusted', as the index, found 'example'")
+
+
+def test_2_an_endless_list_of_targets_is_rejected(recipe: Any, tmp_path: Path) -> None:
+    def change(index: dict[str, Any]) -> None:
+        [first, *_] = index["manifests"]
+        names = range(limits.MAX_TARGETS + 1)
+        index["manifests"] = [
+            {**first, "annotations": {**first["annotations"], REF_NAME: f"t{name}"}}
+            for name in names
+        ]
+
+    path = with_index(recipe, tmp_path / "b", change)
+    reject(path, f"at most {limits.MAX_TARGETS}, found {limits.MAX_TARGETS + 1}")
 
 
 @pytest.mark.parametrize("written", [None, 2, True])
@@ -210,7 +253,7 @@ def test_2_an_index_that_is_not_one_is_rejected(
     change: Any, complaint: str, recipe: Any, tmp_path: Path
 ) -> None:
     path = with_index(recipe, tmp_path / "b", change)
-    assert reject(path, complaint).path == str(path / "index.json")
+    assert reject(path, complaint).path == str(index_file(path))
 
 
 # 3. targets
@@ -240,7 +283,7 @@ def test_3_a_target_without_name_or_requirement_is_rejected(
     name: str, value: str | None, complaint: str, recipe: Any, tmp_path: Path
 ) -> None:
     path = with_index(recipe, tmp_path / "b", lambda index: annotate(index, name, value))
-    assert reject(path, complaint).path == str(path / "index.json")
+    assert reject(path, complaint).path == str(index_file(path))
 
 
 def test_3_two_targets_of_one_name_cannot_lend_each_other_their_fit(
@@ -300,7 +343,7 @@ def test_4_a_cap_holds_at_its_edge() -> None:
 
 def test_4_an_oversized_blob_is_not_read(recipe: Any, tmp_path: Path) -> None:
     path = recipe.write(tmp_path / "b")
-    manifest = json.loads((path / "index.json").read_bytes())["manifests"][0]
+    manifest = index_of(path)["manifests"][0]
     blob = path / "blobs" / "sha256" / manifest["digest"].removeprefix("sha256:")
     with open(blob, "r+b") as file:
         file.truncate(1 << 40)
@@ -314,7 +357,7 @@ def test_5_a_digest_is_checked_before_the_bytes_are_parsed(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = recipe.only("cpu-host").write(tmp_path / "b")
-    manifest = json.loads((path / "index.json").read_bytes())["manifests"][0]["digest"]
+    manifest = index_of(path)["manifests"][0]["digest"]
     blobs = path / "blobs" / "sha256"
     name = manifest.removeprefix("sha256:")
     config = json.loads((blobs / name).read_bytes())["config"]["digest"].removeprefix("sha256:")
@@ -556,8 +599,8 @@ GOLDEN = Path(__file__).parents[3] / "format"
 def golden_config(name: str, wanted: str | None = None) -> Any:
     """Of a target of a small bundle of any format that lies in the repository; None: of its only one."""
     with Layout(GOLDEN / name) as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        targets = match(root, Fingerprint.current())
         [target] = [target for target in targets if wanted in (None, target.name)]
         return read_contents(layout, target).config
 
@@ -1334,8 +1377,8 @@ def forged_golden(path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     from prejit.compiler.pipeline.pack.bundle_files import PackedTarget, assemble, layer
 
     with Layout(GOLDEN / name) as layout:
-        index, _ = open_index(layout)
-        [target] = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        [target] = match(root, Fingerprint.current())
         contents = read_contents(layout, target)
         layers = tuple(
             layer(kept.mediaType, layout.read_blob(kept.digest, kept.size), "title")
@@ -1465,7 +1508,7 @@ def test_8_every_layer_of_the_target_is_hashed(
         path = tmp_path / "golden"
         name = "v3/decoder" if media_type in OF_MODELS else "v4/kernels"
         shutil.copytree(GOLDEN / name, path)
-    index = json.loads((path / "index.json").read_bytes())
+    index = index_of(path)
     blobs = path / "blobs" / "sha256"
     seen = 0
     for target in index["manifests"]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.layouts import index_of
 
 from prejit.compiler.pipeline.pack.verity import VerityHash
 from prejit.runtime.base.verity import measure
@@ -96,7 +97,7 @@ def test_a_file_that_the_kernel_verifies_is_not_hashed(
 def served_files(path: Path, target: str) -> list[Path]:
     """The layers and the config of a target."""
     files = path / "blobs" / "sha256"
-    for at in json.loads((path / "index.json").read_bytes())["manifests"]:
+    for at in index_of(path)["manifests"]:
         manifest = json.loads((files / at["digest"].removeprefix("sha256:")).read_bytes())
         named = [manifest["config"], *manifest["layers"]]
         found = [files / each["digest"].removeprefix("sha256:") for each in named]

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.layouts import index_file, write_index
 
 from prejit.runtime.base.typed_json import from_json, to_json
 from prejit.runtime.errors import FallbackWarning, MismatchError, RejectError, StoreError
 from prejit.runtime.format.arrays import Mesh
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import REQUIREMENT
-from prejit.runtime.format.opening import match, open_index
+from prejit.runtime.format.opening import match
+from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Index, encode_index
 from prejit.runtime.loader import load
 from prejit.runtime.machine.compare import compare, preference
@@ -491,16 +493,16 @@ def test_a_requirement_without_meaning_is_rejected_by_its_axis(
 ) -> None:
     """It never falls back: who wrote it did not write a bundle."""
     path = recipe.only("cpu-host").write(tmp_path / "bundle")
-    index = from_json(Index, (path / "index.json").read_bytes(), "")
+    index = from_json(Index, index_file(path).read_bytes(), "")
     [descriptor] = index.manifests
     plain = json.loads((descriptor.annotations or {})[REQUIREMENT])
     text = to_json({**plain, field: value}).decode()
     forged = {**(descriptor.annotations or {}), REQUIREMENT: text}
     content = encode_index("example", (dataclasses.replace(descriptor, annotations=forged),))
-    (path / "index.json").write_bytes(content)
+    file = write_index(path, content)
     with pytest.raises(RejectError, match=rf"\b{field}\b.*: expected") as caught:
         load(path)
-    assert caught.value.path == str(path / "index.json")
+    assert caught.value.path == str(file)
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSALS)
@@ -594,8 +596,8 @@ def test_the_flags_of_this_process_are_in_its_fingerprint(
 
 def targets_of(path: Path, machine: Fingerprint) -> list[tuple[str, bool]]:
     with Layout(path) as layout:
-        index, _ = open_index(layout)
-        return [(t.name, t.verdict.matches) for t in match(layout, index, machine)]
+        root = read_root(layout)
+        return [(t.name, t.verdict.matches) for t in match(root, machine)]
 
 
 @pytest.fixture

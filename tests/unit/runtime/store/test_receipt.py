@@ -20,7 +20,8 @@ from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format import blobs
 from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.layout import Layout
-from prejit.runtime.format.opening import match, open_index, read_manifest
+from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.root import read_root
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store import receipts
@@ -314,8 +315,8 @@ def test_receipts_of_files_that_are_gone_are_dropped(
 
 def hashed(path: Path, receipts: Receipts | None) -> int:
     with Layout(path) as layout:
-        index, _ = open_index(layout)
-        targets = match(layout, index, Fingerprint.current())
+        root = read_root(layout)
+        targets = match(root, Fingerprint.current())
         manifests = [read_manifest(layout, target) for target in targets]
         return check_blobs(layout, manifests, receipts).hashed_bytes
 

@@ -18,6 +18,7 @@ from prejit.runtime.format.checks.config import (
     check_config,
     check_kernels_layer,
     check_library_layers,
+    check_packs,
     check_recorded_layer,
 )
 from prejit.runtime.format.checks.oci import check_index, check_manifest, target_of
@@ -37,6 +38,7 @@ from prejit.runtime.format.names import (
     REF_NAME,
     REQUIREMENT,
     TITLE,
+    oci_platform,
 )
 from prejit.runtime.format.schema import Config, Descriptor, ImageManifest, Segment, encode_index
 
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from prejit.compiler.store.interface import BlobWriter, Store
 
 _SAFETENSORS_NAMES = {numpy: name for name, (numpy, _) in SAFETENSORS_DTYPES.items()}
-_OCI_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,7 @@ def assemble(name: str, targets: Iterable[PackedTarget]) -> tuple[bytes, dict[st
                 digest_of(manifest),
                 len(manifest),
                 artifactType=ARTIFACT_TYPE,
-                platform={
-                    "architecture": _OCI_ARCHITECTURES.get(needs.architecture, needs.architecture),
-                    "os": "linux",
-                },
+                platform=oci_platform(needs.architecture),
                 annotations={
                     REF_NAME: target.config.target,
                     REQUIREMENT: to_json(needs).decode("ascii"),
@@ -256,7 +254,7 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
     Raises:
         BuildError: a layer or a table is larger than readers accept, or contradicts itself.
     """
-    path = "index.json"
+    path = "the bundle's index"
     try:
         read = check_index(index, path)
         for descriptor in read.manifests:
@@ -272,5 +270,6 @@ def check_readable(index: bytes, blobs: dict[str, bytes | Path]) -> None:
             check_library_layers(table, manifest, target)
             check_chunks_layers(table, manifest, target)
             check_recorded_layer(table, manifest, target)
+            check_packs(table, manifest, target)
     except RejectError as error:
         raise BuildError(f"no reader would take this bundle: {error}") from error

@@ -51,8 +51,8 @@ class PackedBundle:
 
     Attributes:
         name: name of the bundle.
-        index: content of index.json.
-        blobs: all other files, by digest: content, or the file that has it.
+        index: content of the bundle's index.
+        blobs: all other blobs, by digest: content, or the file that has it.
     """
 
     name: str

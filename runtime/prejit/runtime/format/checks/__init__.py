@@ -4,13 +4,15 @@ A check takes bytes and raises RejectError, which names the file at fault, or re
 trusts only what checks with a smaller number in the column "order" have verified:
 
     order  number    checks                                      function
-    1      1         `oci-layout`                                oci.check_layout_file
-    2      2, 4      `index.json` and its descriptors            oci.check_index, check_descriptor
+    1      1         `oci-layout`                                oci.check_layout_file,
+                                                                 check_layout_version
+    2      2, 4      the bundle's index and its descriptors      oci.check_index, check_descriptor
     3      3         name and requirement of each target         oci.target_of
     4      5, 6, 4   digest and content of each manifest         oci.check_digest, check_manifest
     5      5, 7      digest and content of a target's config     config.check_config, check_kernels_layer,
                                                                  check_chunks_layers,
-                                                                 check_recorded_layer
+                                                                 check_recorded_layer,
+                                                                 check_packs
     6      8         digests of layers and configs, whole,      format.blobs: `Blobs`
                      by chunks or by fs-verity; since
                      format 5 those of the target that is

@@ -27,14 +27,16 @@ from prejit.runtime.format.checks.signatures import (
 from prejit.runtime.format.names import (
     CACHES_SINCE,
     CHUNKS_SINCE,
+    EXECUTABLES_MEDIA_TYPE,
     KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
     LIBRARIES_SINCE,
     LIBRARY_MEDIA_TYPE,
+    PORTABLE_MEDIA_TYPE,
     RECORDED_MEDIA_TYPE,
     RECORDED_SINCE,
 )
-from prejit.runtime.format.schema import Config, Encoder, ImageManifest, ProgramEntry
+from prejit.runtime.format.schema import Config, Encoder, ImageManifest, ProgramEntry, Segment
 from prejit.runtime.machine.requirement import PLATFORMS, Requirement
 
 CHUNK_ALGORITHM = "blake3"
@@ -309,8 +311,55 @@ def _check_recorded(config: Config, path: str) -> None:
             raise RejectError(where, "ingredients: expected digests of 64 hexadecimal digits")
 
 
+def segments_of(config: Config) -> dict[str, list[Segment]]:
+    """Return the frames of each pack of a target, by the pack's media type. Programs may share a frame."""
+    programs = config.programs
+    return {
+        EXECUTABLES_MEDIA_TYPE: [program.executable for program in programs],
+        PORTABLE_MEDIA_TYPE: [
+            *(program.portable for program in programs),
+            *(program.symbolic for program in programs if program.symbolic is not None),
+        ],
+        RECORDED_MEDIA_TYPE: [program.entry for program in config.recorded or ()],
+    }
+
+
+def check_packs(config: Config, manifest: ImageManifest, path: str) -> None:
+    """7. Check that frames lie in their packs, and that a pack does not decompress to too many bytes.
+
+    Args:
+        config: the config of a target.
+        manifest: the manifest of the same target.
+        path: the file of the config, for errors.
+    """
+    for media_type, segments in segments_of(config).items():
+        if not segments:
+            continue
+        size = manifest.layer(media_type).size
+        raw_bytes = 0
+        for segment in set(segments):
+            start, end = segment.offset, segment.offset + segment.size
+            if not 0 <= start <= end <= size:
+                raise RejectError(
+                    path, f"{media_type}: expected frames in {size} bytes, found {start} to {end}"
+                )
+            if not 0 <= segment.raw_size <= limits.MAX_PROGRAM_BYTES:
+                raise RejectError(
+                    path,
+                    f"{media_type}: raw_size: expected 0 to {limits.MAX_PROGRAM_BYTES}, "
+                    f"found {segment.raw_size}",
+                )
+            raw_bytes += segment.raw_size
+        most = limits.FREE_UNPACKED_BYTES + limits.MAX_UNPACKED_RATIO * size
+        if raw_bytes > most:
+            raise RejectError(
+                path,
+                f"{media_type}: expected programs of at most {most} bytes in {size}, found {raw_bytes}",
+            )
+
+
 def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> None:
-    """7. Check that a manifest has a layer of recorded files where its config lists some, and that they fit.
+    """7. Check that a manifest has a layer of recorded files where its config lists some, and not otherwise.
 
     Args:
         config: the config of a target.
@@ -323,16 +372,6 @@ def check_recorded_layer(config: Config, manifest: ImageManifest, path: str) -> 
             path,
             f"expected {'a' if config.recorded else 'no'} layer of recorded files, as the config",
         )
-    if config.recorded is None:
-        return
-    size = manifest.layer(RECORDED_MEDIA_TYPE).size
-    for program in config.recorded:
-        start, end = program.entry.offset, program.entry.offset + program.entry.size
-        if not 0 <= start <= end <= size:
-            raise RejectError(
-                path,
-                f"{program.file}: expected a frame in {size} bytes, found {start} to {end}",
-            )
 
 
 def _is_date(text: str) -> bool:

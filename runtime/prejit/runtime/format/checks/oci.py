@@ -1,4 +1,4 @@
-"""Checks of the files that OCI defines: `oci-layout`, `index.json`, manifests and their descriptors.
+"""Checks of the files that OCI defines: `oci-layout`, indexes, manifests and their descriptors.
 
 Each check raises RejectError, which names the file at fault.
 """
@@ -14,7 +14,9 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
+    BLOB_INDEX_SINCE,
     BUNDLE_FORMAT,
+    BUNDLE_NAME,
     CHAT_MEDIA_TYPE,
     CONFIG_MEDIA_TYPE,
     EXECUTABLES_MEDIA_TYPE,
@@ -51,13 +53,26 @@ _LAYER_CAPS = {
 
 
 def check_layout_file(content: bytes, path: str) -> None:
-    """1. Check that `oci-layout` has exactly the bytes that the format defines."""
+    """1. Check that `oci-layout` has exactly the bytes that the format defines, up to format 4."""
     if content != OCI_LAYOUT:
         raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
 
 
+def check_layout_version(content: bytes, path: str) -> None:
+    """1. Check that `oci-layout` has the version of OCI layouts; other tools write it with other spaces."""
+    try:
+        is_known = bool(json.loads(content)["imageLayoutVersion"] == "1.0.0")
+    except (ValueError, RecursionError, LookupError, TypeError):
+        is_known = False
+    if not is_known:
+        raise RejectError(path, f"expected {OCI_LAYOUT!r}, found {content[:64]!r}")
+
+
 def check_index(content: bytes, path: str) -> Index:
-    """2. Check that `index.json` is canonical, of a known format and undamaged, and that it lists targets."""
+    """2. Check that a bundle's index is canonical, of a known format and undamaged, and lists targets.
+
+    Whoever reads it from a blob checks the digest of the blob before.
+    """
     written = _format_of(content)
     if written is not None and written not in map(str, READABLE_FORMATS):
         newer = re.fullmatch("[1-9][0-9]{0,8}", written) and int(written) > FORMAT_VERSION
@@ -77,12 +92,19 @@ def check_index(content: bytes, path: str) -> Index:
         ARTIFACT_TYPE,
     ):
         raise RejectError(path, f"expected an OCI image index of {ARTIFACT_TYPE}")
-    expected = index_digest(index)
+    expected = None if int(written) >= BLOB_INDEX_SINCE else index_digest(index)
     found = index.annotations.get(INDEX_DIGEST)
     if found != expected:
-        raise RejectError(path, f"expected {INDEX_DIGEST} {expected}, found {found}")
-    if not index.manifests:
-        raise RejectError(path, "expected at least one target, found none")
+        wanted = f"no {INDEX_DIGEST}" if expected is None else f"{INDEX_DIGEST} {expected}"
+        raise RejectError(path, f"expected {wanted}, found {found!r:.80}")
+    if not index.annotations.get(BUNDLE_NAME):
+        raise RejectError(path, f"expected {BUNDLE_NAME} in the annotations, found none")
+    if not 0 < len(index.manifests) <= limits.MAX_TARGETS:
+        raise RejectError(
+            path,
+            f"expected at least one target and at most {limits.MAX_TARGETS}, "
+            f"found {len(index.manifests)}",
+        )
     for descriptor in index.manifests:
         check_descriptor(descriptor, MANIFEST_MEDIA_TYPE, limits.MAX_MANIFEST_BYTES, path)
     names = [(descriptor.annotations or {}).get(REF_NAME) for descriptor in index.manifests]

@@ -1,0 +1,96 @@
+"""What refers to a bundle or to one of its targets: signatures, provenance, lists of parts.
+
+Each is an OCI manifest with a `subject`, which `index.json` lists beside the bundle. A load reads none of
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.runtime.base.typed_json import shown
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import MANIFEST_MEDIA_TYPE
+from prejit.runtime.format.root import Root, read_descriptor
+from prejit.runtime.format.schema import Descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Referrer:
+    """A manifest that refers to another.
+
+    Attributes:
+        descriptor: the descriptor of this manifest.
+        subject: digest of the manifest or index that it refers to.
+        artifact_type: what it is: its artifact type, or the media type of its config if it has none.
+        config: the descriptor of its config.
+        layers: the descriptors of its layers, whose bytes the reader must check.
+        annotations: its annotations.
+    """
+
+    descriptor: Descriptor
+    subject: str
+    artifact_type: str
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    annotations: Mapping[str, str]
+
+
+def referrers(layout: Layout, root: Root, digest: str | None = None) -> tuple[Referrer, ...]:
+    """Return what refers to a digest, or to anything; in the order of `index.json`.
+
+    Args:
+        layout: the layout.
+        root: what its `index.json` leads to.
+        digest: the digest of the bundle, of a target's manifest, or of another referrer; None: any.
+
+    Raises:
+        RejectError: a manifest that `index.json` lists is missing or damaged. Manifests of more than 64 KiB
+            are passed over, as are entries of other media types.
+    """
+    found = []
+    for at in root.others:
+        if at.mediaType != MANIFEST_MEDIA_TYPE or at.size > limits.MAX_MANIFEST_BYTES:
+            continue
+        path = layout.blob_path(at.digest)
+        content = layout.read_blob(at.digest, at.size)
+        check_digest(content, at.digest, path)
+        referrer = _referrer(at, content, path)
+        if referrer is not None and digest in (None, referrer.subject):
+            found.append(referrer)
+    return tuple(found)
+
+
+def _referrer(at: Descriptor, content: bytes, path: str) -> Referrer | None:
+    """Return what a manifest refers to; None: it refers to nothing."""
+    try:
+        plain: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RejectError(path, f"expected JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise RejectError(path, f"expected a manifest, found {shown(plain)}")
+    if plain.get("subject") is None:
+        return None
+    subject, config = (read_descriptor(plain.get(key), path) for key in ("subject", "config"))
+    layers, annotations = plain.get("layers"), plain.get("annotations") or {}
+    artifact_type = plain.get("artifactType") or config.mediaType
+    if type(layers) is not list or not isinstance(artifact_type, str):
+        raise RejectError(path, f"expected a manifest with layers, found {shown(plain)}")
+    if not isinstance(annotations, dict) or not all(
+        isinstance(value, str) for value in annotations.values()
+    ):
+        raise RejectError(path, f"expected annotations as text, found {shown(annotations)}")
+    return Referrer(
+        at,
+        subject.digest,
+        artifact_type,
+        config,
+        tuple(read_descriptor(layer, path) for layer in layers),
+        annotations,
+    )

@@ -1,0 +1,254 @@
+"""Write a bundle, or attach something to it: blobs first, `index.json` last.
+
+Each file is written as temporary file, fsync, rename. So a writer that is killed leaves what was there
+before, or the whole of what is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.files import digest_file, write_file
+from prejit.runtime.base.locks import locking
+from prejit.runtime.base.typed_json import from_json, to_json
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format import limits
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    BLOB_INDEX_SINCE,
+    BUNDLE_FORMAT,
+    EMPTY_MEDIA_TYPE,
+    MANIFEST_MEDIA_TYPE,
+    OCI_LAYOUT,
+)
+from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.root import encode_root, read_root
+from prejit.runtime.format.schema import Descriptor, Index
+
+
+def write_layout(
+    path: Path,
+    index: bytes,
+    blobs: Mapping[str, bytes | Path],
+    *,
+    digest_of_file: Callable[[Path], str] | None = None,
+) -> None:
+    """Write a bundle, or replace one.
+
+    New blobs are written first. Then `index.json` replaces the old one atomically. Then blobs that only the
+    old bundle had are removed, and the temporary files of writers that were killed. So a reader of an index
+    finds its blobs, or finds that `index.json` has changed. Writers of one bundle wait for each other.
+
+    What refers to the bundle or to one of its targets stays, if the old bundle was the same or had the same
+    target.
+
+    Args:
+        path: the directory; it is made if it is missing.
+        index: the bytes of the bundle's index.
+        blobs: all other blobs: digest -> bytes, or the file that holds them. Blobs that exist and match their
+            names are not written again.
+        digest_of_file: returns the digest of a file; None: the file is hashed.
+
+    Raises:
+        StoreError: the disk is full, or writing is not permitted. The bundle that was there still opens.
+    """
+    directory = path / "blobs" / "sha256"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{directory}: cannot make this directory: {error.strerror}") from error
+    read = from_json(Index, index, str(path / "index.json"))
+    with _locked(path):
+        referring = _kept_referrers(path, {digest_of(index), *(at.digest for at in read.manifests)})
+        blobs = {**blobs, digest_of(index): index}
+        _write_blobs(directory, blobs, digest_of_file or _digest_of_file)
+        write_file(path / "oci-layout", OCI_LAYOUT)
+        root = encode_root(read, index, [each.descriptor for each in referring])
+        write_file(path / "index.json", root)
+        kept = {*blobs, *(digest for each in referring for digest in _blobs_of(each))}
+        stale = [file for file in directory.iterdir() if f"sha256:{file.name}" not in kept]
+        for file in (*stale, *path.glob(".oci-layout.*.tmp"), *path.glob(".index.json.*.tmp")):
+            file.unlink(missing_ok=True)
+
+
+class Part(NamedTuple):
+    """A blob of something that is attached to a bundle.
+
+    Attributes:
+        media_type: what it is.
+        content: its bytes.
+        annotations: annotations of its descriptor; None: there are none.
+    """
+
+    media_type: str
+    content: bytes
+    annotations: dict[str, str] | None = None
+
+    def descriptor(self) -> Descriptor:
+        """Return its OCI descriptor."""
+        return Descriptor(
+            self.media_type,
+            digest_of(self.content),
+            len(self.content),
+            annotations=self.annotations or None,
+        )
+
+
+EMPTY = Part(EMPTY_MEDIA_TYPE, b"{}")
+"""The config of a manifest that needs none."""
+
+
+def attach(
+    path: Path,
+    subject: Descriptor,
+    artifact_type: str,
+    config: Part,
+    layers: Sequence[Part],
+    annotations: Mapping[str, str],
+) -> Descriptor:
+    """Attach something to a bundle, to one of its targets, or to what is attached already.
+
+    It writes a manifest that refers to the subject, and lists the manifest in `index.json`. No digest of the
+    bundle changes. If the same manifest is attached already, nothing changes.
+
+    Args:
+        path: the directory of the bundle.
+        subject: the descriptor of what it is attached to.
+        artifact_type: its type, such as `application/vnd.cyclonedx+json`.
+        config: the config of the manifest; `EMPTY` if it needs none.
+        layers: its layers, at least one.
+        annotations: annotations of the manifest.
+
+    Returns:
+        The descriptor of the manifest.
+
+    Raises:
+        UsageError: the bundle has no such subject, or its format has no place for what refers to it.
+        RejectError: the bundle is damaged.
+        StoreError: the disk is full, or writing is not permitted. What was there before is unchanged.
+    """
+    manifest = to_json(
+        {
+            "annotations": dict(annotations),
+            "artifactType": artifact_type,
+            "config": config.descriptor(),
+            "layers": [layer.descriptor() for layer in layers],
+            "mediaType": MANIFEST_MEDIA_TYPE,
+            "schemaVersion": 2,
+            "subject": Descriptor(subject.mediaType, subject.digest, subject.size),
+        }
+    )
+    if len(manifest) > limits.MAX_MANIFEST_BYTES:
+        raise UsageError(
+            f"{artifact_type}: expected a manifest of at most {limits.MAX_MANIFEST_BYTES} bytes, "
+            f"found {len(manifest)}",
+            hint="put what is large into a layer",
+        )
+    at = Descriptor(MANIFEST_MEDIA_TYPE, digest_of(manifest), len(manifest), artifact_type)
+    blobs = {digest_of(part.content): part.content for part in (config, *layers)}
+    with _locked(path):
+        listed = _check_subject(path, subject)
+        _write_blobs(path / "blobs" / "sha256", {**blobs, at.digest: manifest}, _digest_of_file)
+        if at.digest not in listed:
+            root = json.loads((path / "index.json").read_bytes())
+            root["manifests"].append(at)
+            write_file(path / "index.json", to_json(root))
+    return at
+
+
+def _check_subject(path: Path, subject: Descriptor) -> set[str]:
+    """Check that a bundle has what something shall be attached to. Return the digests that it lists."""
+    with Layout(path) as layout:
+        root = read_root(layout)
+    written = root.bundle.annotations[BUNDLE_FORMAT]
+    if int(written) < BLOB_INDEX_SINCE:
+        raise UsageError(
+            f"{path}: expected a bundle of format {BLOB_INDEX_SINCE} or later, found format {written}",
+            hint="build it again: before, nothing can be attached to a bundle",
+        )
+    there = [*root.bundle.manifests, *root.others]
+    if root.subject is not None:
+        there.append(root.subject)
+    if not any(at.digest == subject.digest and at.size == subject.size for at in there):
+        raise UsageError(
+            f"{path}: expected the bundle or one of its targets, found no {subject.digest}",
+            hint="the bundle may have been replaced meanwhile: try again",
+        )
+    return {at.digest for at in there}
+
+
+def _kept_referrers(path: Path, subjects: set[str]) -> list[Referrer]:
+    """Return what the bundle at a path has that refers to these digests, or to what refers to them."""
+    try:
+        with Layout(path) as layout:
+            found = referrers(layout, read_root(layout))
+            known, kept = set(subjects), list[Referrer]()
+            while more := [each for each in found if each.subject in known and each not in kept]:
+                kept += [each for each in more if _is_whole(layout, each)]
+                known |= {each.descriptor.digest for each in kept}
+                found = tuple(each for each in found if each not in more)
+    except (RejectError, StoreError):
+        return []  # there is no bundle yet, or a damaged one
+    return kept
+
+
+def _is_whole(layout: Layout, referrer: Referrer) -> bool:
+    """Return whether the blobs of a referrer are there."""
+    try:
+        for at in (referrer.config, *referrer.layers):
+            with layout.open_blob(at.digest, at.size):
+                pass
+    except RejectError:
+        return False
+    return True
+
+
+def _blobs_of(referrer: Referrer) -> Iterator[str]:
+    yield referrer.descriptor.digest
+    yield referrer.config.digest
+    for layer in referrer.layers:
+        yield layer.digest
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other writers away from a bundle. Where the disk fails, raise StoreError."""
+    try:
+        with locking(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)):
+            yield
+    except OSError as error:
+        raise StoreError(f"{path}: cannot write a bundle: {error}") from error
+
+
+def _write_blobs(
+    directory: Path, blobs: Mapping[str, bytes | Path], digest_of_file: Callable[[Path], str]
+) -> None:
+    """Write those of some blobs that are not there."""
+    for digest, content in blobs.items():
+        file = directory / digest.removeprefix("sha256:")
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        if not _is_blob(file, size, digest_of_file):
+            write_file(file, content)
+
+
+def _is_blob(path: Path, size: int, digest_of_file: Callable[[Path], str]) -> bool:
+    """Return whether a file exists, has this size, and matches the digest in its name."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        return False
+    return digest_of_file(path) == f"sha256:{path.name}"
+
+
+def _digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return digest_file(file.fileno())

@@ -1,0 +1,233 @@
+"""Kill a command, or fail one of its system calls, at any place; then look at what it left and mend it.
+
+The functions named `Scenario.command`, and `heal`, run in processes of their own (processes.py). faults.c is
+preloaded there: it counts the calls on files below a directory and breaks the n-th.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SHIM = Path(__file__).with_name("faults.c")
+ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOMEM", "EMFILE", "EINTR")
+"""What a call fails with. CPython repeats a call that gave EINTR, so that one must not be noticed."""
+LASTING = ("ENOSPC", "EROFS", "EIO")
+"""What may hold from a call on, for every later call of its name."""
+MAY_FAIL_ANYHOW = frozenset(("open", "write", "fsync", "rename", "link", "mmap"))
+"""The calls that get each error; the others get `FEW_ERRORS`."""
+FEW_ERRORS = ("EIO", "EACCES", "EINTR")
+LASTING_EVERY = 5
+"""Errors that last begin at every n-th call."""
+BUCKETS = (1, 2)
+MANIFEST = f"""
+[bundle]
+name = "tiny"
+[[program]]
+name = "p"
+function = "tiny_model:f"
+args = {{ x = "float32[{{n}}]" }}
+buckets = {{ n = {list(BUCKETS)} }}
+[[target]]
+name = "cpu-x86-64-v2"
+"""
+OLD, NEW = 2, 3
+"""Factors of the function that is built, before and after. For ones it gives the factor and one more."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What breaks.
+
+    Attributes:
+        at: the number of the call, from 1, of those on files below the directory; 0: none.
+        error: the name of the error; None: SIGKILL of the process group.
+        lasts: whether every later call of the same name fails too.
+        after_seconds: kill the group after this time instead.
+    """
+
+    at: int = 0
+    error: str | None = None
+    lasts: bool = False
+    after_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process runs, and what breaks in it.
+
+    Attributes:
+        command: one of `COMMANDS`.
+        directory: that the faults are in.
+        state, log: files of the shim.
+        fault: what breaks.
+    """
+
+    command: str
+    directory: str
+    state: str
+    log: str
+    fault: Fault
+
+
+def compile_shim(directory: Path) -> Path:
+    """Return the shared library to preload.
+
+    Raises:
+        FileNotFoundError: there is no C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler: cc, gcc or clang")
+    library = directory / "faults.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SHIM), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def write_project(directory: Path, factor: int) -> None:
+    """Write the manifest and the function, with its factor."""
+    (directory / "tiny.toml").write_text(MANIFEST)
+    (directory / "tiny_model.py").write_text(f"def f(x):\n    return x * {factor:>20} + 1\n")
+    shutil.rmtree(directory / "__pycache__", ignore_errors=True)  # it holds only for whole seconds
+
+
+def _main(*arguments: str | Path) -> int:
+    from prejit.runtime.__main__ import main
+
+    try:
+        return main([*map(str, arguments)])
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 2
+
+
+def build(directory: Path) -> int:
+    """Build the project of a directory, with a cache of its own."""
+    options = ("-o", directory / "out", "--cache", directory / "cache", "--json")
+    return _main("build", directory / "tiny.toml", *options)
+
+
+def collect(directory: Path) -> int:
+    """Collect the garbage of the build cache, and of the programs that this machine compiled."""
+    return _main("gc", "--cache", directory / "cache", "--days", "30")
+
+
+def use(directory: Path) -> int:
+    """Print what the bundle gives here."""
+    return _print_value(directory, other_machine=False)
+
+
+def use_elsewhere(directory: Path) -> int:
+    """Print what the bundle gives on a machine that is no target, which compiles and keeps its programs."""
+    return _print_value(directory, other_machine=True)
+
+
+def _print_value(directory: Path, *, other_machine: bool) -> int:
+    from prejit.runtime.errors import PrejitError
+
+    try:
+        print(json.dumps({"value": value(directory, other_machine=other_machine)}))
+    except PrejitError as error:
+        print(f"error[{error.code}]: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def value(directory: Path, *, other_machine: bool = False) -> float:
+    """Return what the bundle's programs give for ones, after all of it was verified."""
+    import warnings
+
+    import numpy as np
+
+    from prejit.runtime import Fingerprint, load
+
+    os.environ["PREJIT_RUNTIME_CACHE"] = str(directory / "runtime")
+    fingerprint = None
+    if other_machine:
+        fingerprint = dataclasses.replace(Fingerprint.current(), jaxlib="0.4.0")
+    found = set[float]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with load(directory / "out" / "tiny", fingerprint=fingerprint) as bundle:
+            for n in BUCKETS:
+                found.update(bundle.call("p", x=np.ones(n, np.float32)).tolist())
+    [one] = found
+    return one
+
+
+COMMANDS: Mapping[str, Callable[[Path], int]] = {
+    each.__name__: each for each in (build, collect, use, use_elsewhere)
+}
+
+
+def broken(order: Order) -> int:
+    """Run a command with its fault."""
+    fault = order.fault
+    os.environ |= {
+        "FAULTS_ROOT": order.directory,
+        "FAULTS_STATE": order.state,
+        "FAULTS_LOG": order.log,
+        "FAULTS_AT": str(fault.at),
+        "FAULTS_ERRNO": str(getattr(errno, fault.error)) if fault.error else "0",
+        "FAULTS_LASTS": str(int(fault.lasts)),
+    }
+    if fault.after_seconds is not None and not os.fork():
+        time.sleep(fault.after_seconds)
+        os.killpg(0, signal.SIGKILL)
+    ctypes.CDLL(None).faults_begin()
+    return COMMANDS[order.command](Path(order.directory))
+
+
+def heal(directory: str) -> int:
+    """Say what is there, build again, and say what is there then. The state is printed as JSON."""
+    import contextlib
+    import io
+
+    root = Path(directory)
+    said: dict[str, object] = {"kept": len([*root.glob("cache/v1/actions/compile/*.json")])}
+    if (root / "out" / "tiny" / "index.json").exists():
+        said["value"] = value(root)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = build(root)
+    if status:
+        return status
+    [built] = json.loads(printed.getvalue())
+    said |= {"compiled": built["compiled"], "healed": value(root)}
+    said["elsewhere"] = value(root, other_machine=True)
+    temporary = [*root.glob("out/**/*.tmp"), *root.glob("cache/v1/temp/*")]
+    said["left"] = [str(each.relative_to(root)) for each in temporary]
+    print(json.dumps(said))
+    return 0
+
+
+def every_fault(calls: Sequence[str]) -> list[Fault]:
+    """Return all faults of a command: a kill at every call, each error at every call, and errors that last.
+
+    Args:
+        calls: the names of the command's calls, in their order.
+    """
+    faults = [Fault(at) for at in range(1, len(calls) + 1)]
+    for at, name in enumerate(calls, 1):
+        errors = ERRORS if name in MAY_FAIL_ANYHOW else FEW_ERRORS
+        faults += [Fault(at, error) for error in errors]
+        if at % LASTING_EVERY == 0:
+            faults += [Fault(at, error, lasts=True) for error in LASTING]
+    return faults
+
+
+def random_kills(count: int, seconds: float, seed: int) -> list[Fault]:
+    """Return kills at random times of a command that takes so long."""
+    pick = random.Random(seed)
+    return [Fault(after_seconds=pick.uniform(0, seconds)) for _ in range(count)]

@@ -1,0 +1,237 @@
+"""A build, a load, a fallback or a collection that breaks at any call leaves nothing wrong behind.
+
+`make chaos` kills each command at every call on its files and lets every call fail with each error, and kills
+builds at 1,000 random times. It writes the figures to chaos.json beside this file; `make test` tries a few.
+After each, the bundle that is there gives what the old or the new one gives, the next build ends well and
+compiles nothing that was finished, and no temporary file stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import faults, processes
+from .faults import NEW, OLD, Fault, Order
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).with_name("chaos.json")
+EXAMPLES = int(os.environ.get("PREJIT_CHAOS_EXAMPLES", "2"))
+"""How many faults of each scenario are tried, at most."""
+WHOLE_EXAMPLES = 500
+"""From this number on, the figures are written."""
+AT_ONCE = 2 if EXAMPLES >= 10 else 1
+LIMIT_SECONDS = 120
+DOCUMENTED = frozenset((0, 3, 4, 5, 6, 7))
+"""Exit statuses of a command whose files fail. 1 and 2 would blame the user."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command, what is there before it, and what may be there after it.
+
+    Attributes:
+        command: one of `faults.COMMANDS`.
+        start: the prepared directory.
+        before: what a bundle gives that is there before; None: there is none.
+        after: what it gives once the command has ended well.
+    """
+
+    command: str
+    start: str
+    before: float | None
+    after: float | None
+
+
+SCENARIOS = {
+    "the first build": Scenario("build", "new", None, NEW + 1),
+    "a build over a bundle": Scenario("build", "built", OLD + 1, NEW + 1),
+    "the first load": Scenario("use", "built", OLD + 1, OLD + 1),
+    "a load on another machine": Scenario("use_elsewhere", "built", OLD + 1, OLD + 1),
+    "gc": Scenario("collect", "aged", OLD + 1, OLD + 1),
+}
+
+
+@dataclass
+class Campaign:
+    """Prepared directories, and what became of the faults.
+
+    Attributes:
+        directory: of everything.
+        shim: the library to preload.
+        calls: how often each scenario makes each call.
+        counts: of outcomes, by scenario.
+        failures: bad outcomes.
+    """
+
+    directory: Path
+    shim: Path
+    calls: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self, scenario: str, name: str, fault: Fault) -> tuple[processes.Outcome, list[str]]:
+        """Run a scenario in a directory of its own, which stays. Return the outcome, and its calls."""
+        directory = self.directory / name
+        directory.mkdir()
+        tree = directory / "tree"
+        shutil.copytree(self.directory / SCENARIOS[scenario].start, tree, symlinks=True)
+        (directory / "state").write_bytes(bytes(64))
+        (directory / "log").touch()
+        files = (str(directory / "state"), str(directory / "log"))
+        order = Order(SCENARIOS[scenario].command, str(tree), *files, fault)
+        outcome = processes.run(faults.broken, order, directory, limit_seconds=LIMIT_SECONDS)
+        return outcome, (directory / "log").read_text().split()
+
+    def try_one(self, scenario: str, number: int, fault: Fault) -> None:
+        """Break a command, look at what is left, mend it, and judge both."""
+        name = f"{scenario.replace(' ', '-')}-{number}"
+        outcome, calls = self.run(scenario, name, fault)
+        directory = self.directory / name
+        healed = processes.run(
+            faults.heal, str(directory / "tree"), directory, limit_seconds=LIMIT_SECONDS
+        )
+        where = calls[fault.at - 1] if 0 < fault.at <= len(calls) else "no call"
+        kind = "killed" if fault.error is None else fault.error
+        ended = "by SIGKILL" if outcome.status == -9 else f"exit {outcome.status}"
+        self.counts.setdefault(scenario, Counter())[f"{kind}, {ended}"] += 1
+        problem = self._problem(SCENARIOS[scenario], fault, outcome, healed)
+        if problem is None:
+            shutil.rmtree(directory)
+        else:
+            said = "\n".join((outcome.stdout, outcome.stderr, healed.stdout, healed.stderr))
+            self.failures.append(f"{scenario}, {fault}, {where}: {problem}\n{said[-2500:]}")
+
+    def _problem(
+        self,
+        scenario: Scenario,
+        fault: Fault,
+        outcome: processes.Outcome,
+        healed: processes.Outcome,
+    ) -> str | None:
+        allowed = DOCUMENTED if fault.error else {0, -9}
+        if outcome.status not in allowed:
+            return f"the command ended with {outcome.status}"
+        if "Traceback" in outcome.stderr:
+            return "a traceback"
+        if fault.error == "EINTR" and outcome.status != 0:
+            return "an interrupted call was not repeated"
+        if outcome.status == 0 and scenario.command.startswith("use"):
+            [line] = outcome.stdout.splitlines()
+            if json.loads(line)["value"] != scenario.after:
+                return f"a wrong value: {line}"
+        if healed.status != 0:
+            return f"the next build ended with {healed.status}"
+        said = json.loads(healed.stdout.splitlines()[-1])
+        there = said.get("value")
+        if outcome.status == 0 and there != scenario.after:
+            return f"the command ended well, and the bundle gives {there}"
+        if there not in (scenario.before, scenario.after):
+            return f"the bundle that is there gives {there}"
+        if said["healed"] != NEW + 1 or said["elsewhere"] != NEW + 1:
+            return f"the next bundle gives {said['healed']}, elsewhere {said['elsewhere']}"
+        if scenario.start == "new" and said["compiled"] > len(faults.BUCKETS) - said["kept"]:
+            return f"finished work was lost: {said}"
+        if scenario.start == "built" and said["compiled"]:
+            return f"finished work was lost: {said}"
+        if said["left"]:
+            return f"files were left: {said['left']}"
+        return None
+
+    def check(self, scenario: str, tried: list[Fault]) -> None:
+        """Try faults, and fail if one had a bad outcome."""
+        before = len(self.failures)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda each: self.try_one(scenario, *each), enumerate(tried)))
+        found = self.failures[before:]
+        assert not found, f"{len(found)} bad outcomes\n\n" + "\n\n".join(found[:20])
+        assert tried
+
+    def figures(self) -> dict[str, Any]:
+        """Return the content of chaos.json."""
+        return {
+            "date": str(date.today()),
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "bad outcomes": len(self.failures),
+            "faults": sum(map(Counter.total, self.counts.values())),
+            "scenarios": {
+                name: {
+                    "calls": dict(sorted(self.calls[name].items())),
+                    "outcomes": dict(sorted(counts.items())),
+                }
+                for name, counts in self.counts.items()
+            },
+        }
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+    """The three prepared directories, and the figures at the end."""
+    directory = tmp_path_factory.mktemp("chaos")
+    try:
+        shim = faults.compile_shim(directory)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))  # the fork server imports faults.py by its name
+        patch.setenv("LD_PRELOAD", str(shim))
+        patch.delenv("PREJIT_RUNTIME_CACHE", raising=False)
+        made = Campaign(directory, shim)
+        _prepare(made)
+        yield made
+    if EXAMPLES >= WHOLE_EXAMPLES:
+        RESULTS.write_text(json.dumps(made.figures(), indent=1) + "\n")
+
+
+def _prepare(campaign: Campaign) -> None:
+    """Make a directory without a bundle; one with a bundle, and the next one's programs in the cache; and
+    one of which all is older than gc allows."""
+    new, built, aged = (campaign.directory / name for name in ("new", "built", "aged"))
+    new.mkdir()
+    faults.write_project(new, NEW)
+    built.mkdir()
+    for factor in (NEW, OLD):
+        faults.write_project(built, factor)
+        shutil.rmtree(built / "out", ignore_errors=True)
+        ended = processes.run(faults.build, built, campaign.directory, limit_seconds=LIMIT_SECONDS)
+        assert ended.status == 0, ended.stderr
+    faults.write_project(built, NEW)
+    shutil.copytree(built, aged, symlinks=True)
+    then = time.time() - 100 * 86_400
+    for path in (aged / "cache").rglob("*"):
+        os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_command_that_breaks_at_any_call_leaves_nothing_wrong(
+    campaign: Campaign, scenario: str
+) -> None:
+    outcome, calls = campaign.run(scenario, f"{scenario.replace(' ', '-')}-sound", Fault())
+    assert outcome.status == 0, outcome.stderr
+    campaign.calls[scenario] = Counter(calls)
+    tried = faults.every_fault(calls)
+    random.Random(7).shuffle(tried)
+    campaign.check(scenario, tried[:EXAMPLES])
+
+
+@pytest.mark.parametrize("scenario", ["the first build", "a build over a bundle"])
+def test_a_build_killed_at_any_time_leaves_nothing_wrong(campaign: Campaign, scenario: str) -> None:
+    started = time.monotonic()
+    campaign.run(scenario, f"{scenario.replace(' ', '-')}-timed", Fault())
+    seconds = time.monotonic() - started
+    campaign.check(scenario, faults.random_kills(min(EXAMPLES, 500), seconds, seed=1))

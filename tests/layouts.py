@@ -1,0 +1,66 @@
+"""The files of a bundle on disk, for tests that read or forge them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+INDEX = "application/vnd.oci.image.index.v1+json"
+
+
+def blob(path: Path, digest: str) -> Path:
+    """The file of a blob."""
+    return path / "blobs" / "sha256" / digest.removeprefix("sha256:")
+
+
+def index_file(path: Path) -> Path:
+    """The file of a bundle's index: a blob, or `index.json` up to format 4."""
+    root = json.loads((path / "index.json").read_bytes())
+    if "annotations" in root:
+        return path / "index.json"
+    return blob(path, next(at["digest"] for at in root["manifests"] if at["mediaType"] == INDEX))
+
+
+def index_of(path: Path) -> Any:
+    """A bundle's index as plain data."""
+    return json.loads(index_file(path).read_bytes())
+
+
+def blobs_of(path: Path) -> dict[str, Path]:
+    """Every blob of a bundle but its index, by digest: what `write_layout` takes beside the index."""
+    files = (path / "blobs" / "sha256").iterdir()
+    return {f"sha256:{file.name}": file for file in files if file != index_file(path)}
+
+
+def write_files(path: Path, index: bytes, blobs: Mapping[str, bytes | Path]) -> Path:
+    """Write a bundle without care, and without `write_layout`, which would refuse a forged index."""
+    (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+    for digest, content in blobs.items():
+        raw = content if isinstance(content, bytes) else content.read_bytes()
+        blob(path, digest).write_bytes(raw)
+    (path / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
+    write_index(path, index)
+    return path
+
+
+def write_index(path: Path, index: bytes) -> Path:
+    """Put another index in place, whatever it says. Return its file."""
+    from prejit.runtime.base.digests import digest_of
+
+    if b'"dev.prejit.index-digest"' in index:  # of format 4 or less
+        (path / "index.json").write_bytes(index)
+        return path / "index.json"
+    digest = digest_of(index)
+    blob(path, digest).write_bytes(index)
+    entry = {"digest": digest, "mediaType": INDEX, "size": len(index)}
+    entry["artifactType"] = "application/vnd.prejit.bundle.v1"
+    write_root(path, [entry])
+    return blob(path, digest)
+
+
+def write_root(path: Path, entries: list[Any]) -> None:
+    """Write an `index.json` with these entries."""
+    root = {"manifests": entries, "mediaType": INDEX, "schemaVersion": 2}
+    (path / "index.json").write_text(json.dumps(root, sort_keys=True, separators=(",", ":")))

@@ -1,0 +1,269 @@
+"""`index.json` of a layout, as prejit and as other tools write it: which bundle it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.layouts import INDEX, blob, index_file, index_of, write_root
+
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import RejectError
+from prejit.runtime.format import limits
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import (
+    ARTIFACT_TYPE,
+    BUNDLE_FORMAT,
+    MANIFEST_MEDIA_TYPE,
+    REF_NAME,
+)
+from prejit.runtime.format.root import Root, read_root
+from prejit.runtime.loader import load
+
+GOLDEN = Path(__file__).parents[3] / "format"
+ZEROS = "sha256:" + "0" * 64
+
+
+def root_of(path: Path) -> Root:
+    with Layout(path) as layout:
+        return read_root(layout)
+
+
+def rejected(path: Path, complaint: str) -> RejectError:
+    with pytest.raises(RejectError, match=complaint) as caught:
+        root_of(path)
+    return caught.value
+
+
+def entries(path: Path) -> list[Any]:
+    found: list[Any] = json.loads((path / "index.json").read_bytes())["manifests"]
+    return found
+
+
+def names(root: Root) -> list[str]:
+    return [(at.annotations or {})[REF_NAME] for at in root.bundle.manifests]
+
+
+def test_a_bundle_is_named_by_the_digest_of_its_index(bundle_dir: Path) -> None:
+    root = root_of(bundle_dir)
+    content = index_file(bundle_dir).read_bytes()
+    assert root.digest == digest_of(content) == load(bundle_dir).digest
+    assert root.subject is not None
+    assert (root.subject.digest, root.subject.size) == (root.digest, len(content))
+    assert root.path == str(index_file(bundle_dir))
+    assert names(root) == ["cpu-host", "cpu-x86-64-v3"]
+    assert root.others == ()
+
+
+@pytest.mark.parametrize("name", ["v1/call", "v2/fleet", "v3/decoder", "v4/kernels"])
+def test_up_to_format_4_index_json_is_the_index(name: str) -> None:
+    root = root_of(GOLDEN / name)
+    assert root.digest == digest_of((GOLDEN / name / "index.json").read_bytes())
+    assert root.subject is None
+    assert root.bundle.annotations[BUNDLE_FORMAT] == name[1]
+
+
+def test_an_index_of_format_5_is_no_index_json(bundle_dir: Path) -> None:
+    content = index_file(bundle_dir).read_bytes()
+    (bundle_dir / "index.json").write_bytes(content)
+    rejected(bundle_dir, "expected no index of format 5 in index.json")
+
+
+def test_an_index_of_format_4_is_no_blob(tmp_path: Path) -> None:
+    content = (GOLDEN / "v4" / "kernels" / "index.json").read_bytes()
+    (tmp_path / "blobs" / "sha256").mkdir(parents=True)
+    (tmp_path / "oci-layout").write_bytes(b'{"imageLayoutVersion":"1.0.0"}')
+    blob(tmp_path, digest_of(content)).write_bytes(content)
+    at = {"mediaType": INDEX, "digest": digest_of(content), "size": len(content)}
+    write_root(tmp_path, [at])
+    rejected(tmp_path, "expected no index of format 4 in a blob")
+
+
+def without_artifact_types(path: Path) -> None:
+    """As skopeo writes it."""
+    kept = ("mediaType", "digest", "size")
+    write_root(path, [{key: each[key] for key in kept} for each in entries(path)])
+
+
+def index_alone(path: Path) -> None:
+    write_root(path, entries(path)[:1])
+
+
+def in_another_order(path: Path) -> None:
+    write_root(path, entries(path)[::-1])
+
+
+def tagged_twice(path: Path) -> None:
+    found = entries(path)
+    tagged = {**found[0], "annotations": {REF_NAME: "again"}}
+    write_root(path, [tagged, *found])
+
+
+def with_keys_of_others(path: Path) -> None:
+    found = [{**each, "urls": [], "data": "e30=", "x": 1.5} for each in entries(path)]
+    root = {"schemaVersion": 2, "manifests": found, "annotations": {"a": "b"}, "subject": None}
+    (path / "index.json").write_text(json.dumps(root, indent=2))
+    (path / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}\n')
+
+
+def with_strangers(path: Path) -> None:
+    """Entries that are not prejit's, and whose blobs are not here."""
+    stranger = {"mediaType": MANIFEST_MEDIA_TYPE, "digest": ZEROS, "size": 5}
+    other = {"mediaType": "text/plain", "digest": "sha256:" + "1" * 64, "size": 1 << 60}
+    huge = {"mediaType": INDEX, "digest": "sha256:" + "2" * 64, "size": 1 << 40}
+    typed = {**stranger, "artifactType": "application/vnd.cyclonedx+json"}
+    write_root(path, [typed, *entries(path), stranger, other, huge])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        *(without_artifact_types, index_alone, in_another_order, tagged_twice),
+        *(with_keys_of_others, with_strangers),
+    ],
+)
+def test_whoever_writes_index_json_the_bundle_is_the_same(
+    write: Callable[[Path], None], bundle_dir: Path
+) -> None:
+    before = root_of(bundle_dir)
+    write(bundle_dir)
+    after = root_of(bundle_dir)
+    assert (after.digest, after.bundle) == (before.digest, before.bundle)
+    assert load(bundle_dir).digest == before.digest
+    assert audit(bundle_dir, lambda *_: None).digest == before.digest
+
+
+def test_a_pull_of_one_target_keeps_the_name_of_the_bundle(bundle_dir: Path) -> None:
+    """The index has both targets, index.json one, and only its files are there."""
+    digest = load(bundle_dir).digest
+    bundle, *targets = entries(bundle_dir)
+    [gone] = [each for each in targets if each["annotations"][REF_NAME] == "cpu-host"]
+    kept = [each for each in targets if each is not gone]
+    write_root(bundle_dir, [bundle, *kept])
+    manifest = json.loads(blob(bundle_dir, gone["digest"]).read_bytes())
+    blob(bundle_dir, manifest["config"]["digest"]).unlink()
+    blob(bundle_dir, gone["digest"]).unlink()
+    assert names(root_of(bundle_dir)) == ["cpu-x86-64-v3"]
+    loaded = load(bundle_dir, on_mismatch="error")
+    assert (loaded.digest, loaded.target) == (digest, "cpu-x86-64-v3")
+    found = audit(bundle_dir, lambda *_: None)
+    assert (found.digest, found.target_count) == (digest, 1)
+
+
+def test_a_target_that_is_not_here_is_damage_where_index_json_lists_it(bundle_dir: Path) -> None:
+    blob(bundle_dir, entries(bundle_dir)[1]["digest"]).unlink()
+    for write in (lambda path: None, index_alone):
+        write(bundle_dir)
+        with pytest.raises(RejectError, match="No such file"):
+            load(bundle_dir)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda root: root.update(schemaVersion=1), "expected an OCI image index"),
+        (lambda root: root.pop("manifests"), "expected an OCI image index"),
+        (lambda root: root.update(manifests={}), "expected an OCI image index"),
+        (lambda root: root.update(manifests=[]), "expected 1 to 2048 entries, found 0"),
+        (lambda root: root.update(manifests=[[]]), r"expected media type, .*, found \[\]"),
+        (lambda root: root["manifests"][0].update(digest="sha512:0"), "sha256 digest"),
+        (lambda root: root["manifests"][0].update(digest=None), "sha256 digest"),
+        (lambda root: root["manifests"][0].update(size=-1), "and size"),
+        (lambda root: root["manifests"][0].update(size=True), "and size"),
+        (lambda root: root["manifests"][0].update(size=1 << 63), "and size"),
+        (lambda root: root["manifests"][0].update(size=5), "expected 5 bytes, found"),
+        (lambda root: root["manifests"][0].update(size=1 << 62), "expected at most 4194304 bytes"),
+        (lambda root: root["manifests"][0].update(digest=ZEROS), "expected a file, found"),
+        (lambda root: root["manifests"][0].pop("mediaType"), "expected media type"),
+        (lambda root: root["manifests"][0].update(mediaType="text/plain"), "expected media type"),
+        (lambda root: root["manifests"][0].update(artifactType=5), "expected media type"),
+        (lambda root: root["manifests"][0].update(annotations=[]), "expected annotations as text"),
+        (lambda root: root["manifests"][0].update(annotations={"a": 1}), "expected annotations"),
+        (lambda root: root["manifests"][1].update(size=5), "media type and size of the bundle"),
+        (lambda root: root["manifests"][1].update(mediaType=INDEX), "expected one bundle, found 2"),
+        (lambda root: root["manifests"][1].update(digest=ZEROS), "expected targets of the bundle"),
+    ],
+)
+def test_an_index_json_that_leads_to_no_bundle_is_rejected(
+    change: Callable[[Any], object], complaint: str, bundle_dir: Path
+) -> None:
+    root = json.loads((bundle_dir / "index.json").read_bytes())
+    change(root)
+    (bundle_dir / "index.json").write_text(json.dumps(root))
+    rejected(bundle_dir, complaint)
+
+
+def test_two_bundles_in_one_layout_are_rejected(
+    bundle_dir: Path, make_recipe: Any, tmp_path: Path
+) -> None:
+    other = make_recipe(score_scale=2.0).write(tmp_path / "other")
+    for file in (other / "blobs" / "sha256").iterdir():
+        (bundle_dir / "blobs" / "sha256" / file.name).write_bytes(file.read_bytes())
+    write_root(bundle_dir, [*entries(bundle_dir)[:1], *entries(other)[:1]])
+    error = rejected(bundle_dir, "expected one bundle, found 2: sha256:")
+    assert "a directory of its own" in (error.hint or "")
+
+
+def test_entries_of_others_alone_are_no_bundle(bundle_dir: Path) -> None:
+    content = to_json({"schemaVersion": 2, "mediaType": MANIFEST_MEDIA_TYPE})
+    blob(bundle_dir, digest_of(content)).write_bytes(content)
+    at = {"mediaType": MANIFEST_MEDIA_TYPE, "digest": digest_of(content), "size": len(content)}
+    write_root(bundle_dir, [at])
+    rejected(bundle_dir, f"expected an entry of {ARTIFACT_TYPE}, found none")
+
+
+def test_endless_entries_are_rejected(bundle_dir: Path) -> None:
+    [bundle, *_] = entries(bundle_dir)
+    write_root(bundle_dir, [bundle] * (limits.MAX_ROOT_ENTRIES + 1))
+    rejected(bundle_dir, "expected 1 to 2048 entries, found 2049")
+
+
+def test_entries_without_a_type_are_not_read_without_end(bundle_dir: Path) -> None:
+    """Each may be an index of 1 MiB, so that reading all would take gigabytes."""
+    found = []
+    for number in range(5):
+        content = b"%d" % number + b" " * ((1 << 20) - 1)
+        blob(bundle_dir, digest_of(content)).write_bytes(content)
+        found.append({"mediaType": INDEX, "digest": digest_of(content), "size": len(content)})
+    write_root(bundle_dir, [*found, *entries(bundle_dir)])
+    rejected(bundle_dir, "expected at most 4194304 bytes of indexes")
+
+
+def test_a_changed_byte_of_index_json_changes_no_bundle(bundle_dir: Path) -> None:
+    """It is rejected, or the same bundle is read: what is in it leads to checked bytes or to nothing."""
+    before = root_of(bundle_dir)
+    file = bundle_dir / "index.json"
+    content = file.read_bytes()
+    generator = random.Random(1)
+    harmless = 0
+    for at in range(len(content)):
+        for changed in {content[at] ^ 1 << generator.randrange(8), generator.randrange(256)}:
+            file.write_bytes(content[:at] + bytes([changed]) + content[at + 1 :])
+            with contextlib.suppress(RejectError):
+                after = root_of(bundle_dir)
+                assert (after.digest, after.bundle) == (before.digest, before.bundle)
+                harmless += 1
+    assert harmless, "names in it have no meaning"
+
+
+def test_an_index_that_is_cut_or_changed_is_rejected(bundle_dir: Path) -> None:
+    file = index_file(bundle_dir)
+    content = file.read_bytes()
+    for damaged in (content[:-1], content[:-1] + b"]", content + b" ", b""):
+        file.write_bytes(damaged)
+        assert rejected(bundle_dir, "expected").path == str(file)
+
+
+def test_a_bundle_of_the_name_of_its_target_can_be_named(make_recipe: Any, tmp_path: Path) -> None:
+    """Tools take the first entry of a name: it must be the bundle."""
+    path = make_recipe(name="cpu-host").write(tmp_path / "b")
+    found = [each.get("annotations") for each in entries(path)]
+    assert found == [{REF_NAME: "cpu-host"}, None, {REF_NAME: "cpu-x86-64-v3"}]
+    assert load(path).digest == digest_of(to_json(index_of(path)))

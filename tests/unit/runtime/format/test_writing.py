@@ -1,0 +1,376 @@
+"""What is attached to a bundle: it names what it refers to, and changes no name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.layouts import blob, blobs_of, index_file, write_root
+
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import RejectError, StoreError, UsageError
+from prejit.runtime.format import limits, writing
+from prejit.runtime.format.audit import audit
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.root import read_root
+from prejit.runtime.format.schema import Descriptor
+from prejit.runtime.format.writing import EMPTY, Part, attach, write_layout
+from prejit.runtime.loader import load
+
+GOLDEN = Path(__file__).parents[3] / "format"
+TYPE = "application/vnd.example+json"
+NOTES = {"org.example.note": "a note"}
+
+
+def subject_of(path: Path) -> Descriptor:
+    with Layout(path) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    return subject
+
+
+def targets_of(path: Path) -> dict[str, Descriptor]:
+    with Layout(path) as layout:
+        found = read_root(layout).bundle.manifests
+    return {(at.annotations or {})["org.opencontainers.image.ref.name"]: at for at in found}
+
+
+def attached(path: Path, digest: str | None = None) -> tuple[Referrer, ...]:
+    with Layout(path) as layout:
+        return referrers(layout, read_root(layout), digest)
+
+
+def attach_text(path: Path, subject: Descriptor, text: str = "signed") -> Descriptor:
+    return attach(path, subject, TYPE, EMPTY, [Part(TYPE, text.encode())], NOTES)
+
+
+def test_what_is_attached_is_found_by_its_subject(bundle_dir: Path) -> None:
+    bundle, target = subject_of(bundle_dir), targets_of(bundle_dir)["cpu-host"]
+    before = load(bundle_dir).digest
+    layer = Part(TYPE, b"signed", {"org.opencontainers.image.title": "signature"})
+    of_bundle = attach(bundle_dir, bundle, TYPE, EMPTY, [layer], NOTES)
+    of_target = attach_text(bundle_dir, target)
+    of_referrer = attach_text(bundle_dir, of_bundle)
+    for subject, expected in ((bundle, of_bundle), (target, of_target), (of_bundle, of_referrer)):
+        [found] = attached(bundle_dir, subject.digest)
+        assert found.descriptor == expected
+        assert (found.artifact_type, found.annotations) == (TYPE, NOTES)
+    assert len(attached(bundle_dir)) == 3
+    [first] = attached(bundle_dir, bundle.digest)
+    [kept] = first.layers
+    assert blob(bundle_dir, kept.digest).read_bytes() == b"signed"
+    assert kept.annotations == {"org.opencontainers.image.title": "signature"}
+    assert blob(bundle_dir, first.config.digest).read_bytes() == b"{}"
+    assert load(bundle_dir).digest == before
+    assert audit(bundle_dir, lambda *_: None).digest == before
+
+
+def test_a_manifest_of_what_is_attached_is_as_oci_says(bundle_dir: Path) -> None:
+    at = attach_text(bundle_dir, subject_of(bundle_dir))
+    manifest = json.loads(blob(bundle_dir, at.digest).read_bytes())
+    assert manifest["schemaVersion"] == 2
+    assert manifest["artifactType"] == TYPE
+    assert manifest["config"] == {
+        "mediaType": "application/vnd.oci.empty.v1+json",
+        "digest": digest_of(b"{}"),
+        "size": 2,
+    }
+    subject = subject_of(bundle_dir)
+    assert manifest["subject"] == {
+        "mediaType": subject.mediaType,
+        "digest": subject.digest,
+        "size": subject.size,
+    }
+    [listed] = [
+        each
+        for each in json.loads((bundle_dir / "index.json").read_bytes())["manifests"]
+        if each["digest"] == at.digest
+    ]
+    assert listed["artifactType"] == TYPE
+
+
+def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:
+    subject = subject_of(bundle_dir)
+    first = attach_text(bundle_dir, subject)
+    before = {file: file.stat() for file in bundle_dir.rglob("*") if file.is_file()}
+    assert attach_text(bundle_dir, subject) == first
+    after = {file: file.stat() for file in bundle_dir.rglob("*") if file.is_file()}
+    assert {f: s.st_ino for f, s in before.items()} == {f: s.st_ino for f, s in after.items()}
+    blob(bundle_dir, first.digest).unlink()  # and mends what is gone
+    attach_text(bundle_dir, subject)
+    assert len(attached(bundle_dir, subject.digest)) == 1
+
+
+def test_two_that_attach_at_once_lose_nothing(bundle_dir: Path) -> None:
+    subject = subject_of(bundle_dir)
+    threads = [
+        threading.Thread(target=attach_text, args=(bundle_dir, subject, str(number)))
+        for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = attached(bundle_dir, subject.digest)
+    texts = {blob(bundle_dir, each.layers[0].digest).read_bytes() for each in found}
+    assert texts == {b"%d" % number for number in range(8)}
+
+
+def test_whoever_is_killed_while_attaching_leaves_it_attached_or_not(
+    bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    done, digest = 0, load(bundle_dir).digest
+    real = {name: getattr(os, name) for name in ("replace", "fsync", "unlink")}
+    outcomes = []
+    for limit in range(100):
+        path = tmp_path / str(limit)
+        shutil.copytree(bundle_dir, path)
+        done = 0
+
+        def stepping(name: str, limit: int = limit) -> Callable[..., Any]:
+            def step(*args: Any, **kwargs: Any) -> Any:
+                nonlocal done
+                done += 1
+                if done > limit:
+                    raise Killed
+                return real[name](*args, **kwargs)
+
+            return step
+
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, stepping(name))
+            finished = True
+            try:
+                attach_text(path, subject_of(bundle_dir))
+            except Killed:
+                finished = False
+        outcomes.append(len(attached(path)))
+        assert audit(path, lambda *_: None).digest == digest
+        if finished:
+            break
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {0, 1}
+
+
+def test_a_disk_that_is_full_loses_nothing(
+    bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_of(bundle_dir)
+    attach_text(bundle_dir, subject)
+    write = writing.write_file
+
+    def failing(path: Path, content: bytes | Path) -> None:
+        if path.name == "index.json":
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(writing, "write_file", failing)
+    with pytest.raises(StoreError, match="No space left"):
+        attach_text(bundle_dir, subject, "another")
+    assert len(attached(bundle_dir)) == 1
+    assert load(bundle_dir).call("tick") == 7
+
+
+def test_what_is_not_there_gets_nothing_attached(
+    bundle_dir: Path, recipe: Any, make_recipe: Any
+) -> None:
+    subject = subject_of(bundle_dir)
+    stranger = Descriptor(subject.mediaType, digest_of(b""), 0)
+    with pytest.raises(UsageError, match="expected the bundle or one of its targets, found no"):
+        attach_text(bundle_dir, stranger)
+    write_layout(bundle_dir, *make_recipe(score_scale=2.0).assemble())
+    with pytest.raises(UsageError, match=f"found no {subject.digest}"):
+        attach_text(bundle_dir, subject)
+
+
+def test_up_to_format_4_nothing_can_be_attached(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN / "v4" / "kernels", tmp_path / "b"))
+    before = (path / "index.json").read_bytes()
+    with pytest.raises(UsageError, match="expected a bundle of format 5 or later, found format 4"):
+        attach_text(path, targets_of(path)["cpu-x86-64-v2"])
+    assert (path / "index.json").read_bytes() == before
+
+
+def test_a_manifest_that_no_reader_would_take_is_refused(bundle_dir: Path) -> None:
+    text = {"a": "x" * limits.MAX_MANIFEST_BYTES}
+    with pytest.raises(UsageError, match="expected a manifest of at most 65536 bytes"):
+        attach(bundle_dir, subject_of(bundle_dir), TYPE, EMPTY, [Part(TYPE, b"")], text)
+    assert attached(bundle_dir) == ()
+
+
+def test_an_index_json_of_another_tool_keeps_what_it_has(bundle_dir: Path) -> None:
+    root = json.loads((bundle_dir / "index.json").read_bytes())
+    root["annotations"] = {"org.example": "kept"}
+    root["manifests"][0]["urls"] = ["kept"]
+    (bundle_dir / "index.json").write_text(json.dumps(root, indent=1))
+    attach_text(bundle_dir, subject_of(bundle_dir))
+    after = json.loads((bundle_dir / "index.json").read_bytes())
+    assert after["annotations"] == root["annotations"]
+    assert after["manifests"][:-1] == root["manifests"]
+
+
+# What refers to a bundle when the bundle is written again
+
+
+def test_writing_the_same_bundle_keeps_what_refers_to_it(bundle_dir: Path, recipe: Any) -> None:
+    of_bundle = attach_text(bundle_dir, subject_of(bundle_dir))
+    attach_text(bundle_dir, of_bundle)
+    before = attached(bundle_dir)
+    weights = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda f: f.stat().st_size)
+    weights.unlink()
+    write_layout(bundle_dir, *recipe.assemble())
+    assert attached(bundle_dir) == before
+    assert len(before) == 2
+    for each in before:
+        for at in (each.descriptor, each.config, *each.layers):
+            assert blob(bundle_dir, at.digest).stat().st_size == at.size
+
+
+def test_another_bundle_keeps_what_refers_to_a_target_that_it_shares(
+    bundle_dir: Path, recipe: Any
+) -> None:
+    """Its signature is right: the target is the same."""
+    attach_text(bundle_dir, subject_of(bundle_dir), "bundle")
+    kept = attach_text(bundle_dir, targets_of(bundle_dir)["cpu-host"], "host")
+    attach_text(bundle_dir, targets_of(bundle_dir)["cpu-x86-64-v3"], "v3")
+    index, blobs = recipe.only("cpu-host").assemble()
+    write_layout(bundle_dir, index, blobs)
+    [found] = attached(bundle_dir)
+    assert found.descriptor == kept
+    files = {file.name for file in (bundle_dir / "blobs" / "sha256").iterdir()}
+    assert files == {
+        digest.removeprefix("sha256:")
+        for digest in (
+            *blobs,
+            digest_of(index),
+            kept.digest,
+            found.config.digest,
+            *(at.digest for at in found.layers),
+        )
+    }
+
+
+def test_what_has_lost_a_file_is_not_kept(bundle_dir: Path, recipe: Any) -> None:
+    attach_text(bundle_dir, subject_of(bundle_dir))
+    [found] = attached(bundle_dir)
+    blob(bundle_dir, found.layers[0].digest).unlink()
+    write_layout(bundle_dir, *recipe.assemble())
+    assert attached(bundle_dir) == ()
+
+
+def test_a_copy_gets_things_attached_too(bundle_dir: Path) -> None:
+    """A copy of one target, as skopeo makes it: the target is what is signed."""
+    target = targets_of(bundle_dir)["cpu-host"]
+    entry = {"mediaType": target.mediaType, "digest": target.digest, "size": target.size}
+    write_root(bundle_dir, [entry])
+    assert subject_of(bundle_dir).digest == target.digest
+    at = attach_text(bundle_dir, target)
+    assert [each.descriptor.digest for each in attached(bundle_dir, target.digest)] == [at.digest]
+    assert load(bundle_dir).digest == target.digest
+
+
+# Referrers that other tools wrote
+
+
+def listed(path: Path, content: bytes, **changes: Any) -> None:
+    """Lists a manifest in `index.json` whatever it says."""
+    blob(path, digest_of(content)).write_bytes(content)
+    at = {
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "digest": digest_of(content),
+        "size": len(content),
+        "artifactType": TYPE,
+    }
+    root = json.loads((path / "index.json").read_bytes())
+    write_root(path, [*root["manifests"], {**at, **changes}])
+
+
+def manifest_of(subject: Any, changes: Any = None) -> bytes:
+    config = {"mediaType": TYPE, "digest": digest_of(b"{}"), "size": 2}
+    plain = {"schemaVersion": 2, "config": config, "layers": [], "subject": subject}
+    return json.dumps(plain | (changes or {})).encode()
+
+
+def described(at: Descriptor) -> dict[str, Any]:
+    return {"mediaType": at.mediaType, "digest": at.digest, "size": at.size}
+
+
+def test_a_manifest_without_an_artifact_type_has_that_of_its_config(bundle_dir: Path) -> None:
+    listed(bundle_dir, manifest_of(described(subject_of(bundle_dir))))
+    [found] = attached(bundle_dir)
+    assert found.artifact_type == TYPE
+    assert found.annotations == {}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mediaType": "application/vnd.oci.image.index.v1+json"},
+        {"mediaType": "text/plain"},
+        {"size": limits.MAX_MANIFEST_BYTES + 1},
+    ],
+)
+def test_entries_that_cannot_be_manifests_are_passed_over(
+    changes: dict[str, Any], bundle_dir: Path
+) -> None:
+    listed(bundle_dir, manifest_of(described(subject_of(bundle_dir))), **changes)
+    assert attached(bundle_dir) == ()
+    assert load(bundle_dir).call("tick") == 7
+
+
+def test_a_manifest_without_a_subject_refers_to_nothing(bundle_dir: Path) -> None:
+    listed(bundle_dir, manifest_of(None))
+    assert attached(bundle_dir) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"layers": None}, "expected a manifest with layers"),
+        ({"layers": [{}]}, "expected media type, sha256 digest and size"),
+        ({"config": None}, "expected media type, sha256 digest and size"),
+        ({"artifactType": 5}, "expected a manifest with layers"),
+        ({"annotations": {"a": 5}}, "expected annotations as text"),
+        ({"annotations": [1]}, "expected annotations as text"),
+        ({"subject": "sha256:0"}, "expected media type, sha256 digest and size"),
+    ],
+)
+def test_a_damaged_referrer_is_rejected_where_it_is_read_and_loads(
+    changes: dict[str, Any], complaint: str, bundle_dir: Path
+) -> None:
+    listed(bundle_dir, manifest_of(described(subject_of(bundle_dir)), changes))
+    with pytest.raises(RejectError, match=complaint):
+        attached(bundle_dir)
+    assert load(bundle_dir).call("tick") == 7
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"[" * 60000, b"\xff", b"1" * 5000])
+def test_a_referrer_that_is_no_json_is_rejected(content: bytes, bundle_dir: Path) -> None:
+    listed(bundle_dir, content)
+    with pytest.raises(RejectError, match="expected"):
+        attached(bundle_dir)
+
+
+def test_a_referrer_whose_bytes_changed_is_rejected(bundle_dir: Path) -> None:
+    at = attach_text(bundle_dir, subject_of(bundle_dir))
+    file = blob(bundle_dir, at.digest)
+    file.write_bytes(file.read_bytes()[:-1] + b"]")
+    with pytest.raises(RejectError, match=f"expected {at.digest}"):
+        attached(bundle_dir)
+
+
+def test_blobs_of_a_bundle_are_all_but_its_index(bundle_dir: Path) -> None:
+    """The helper of these tests."""
+    assert index_file(bundle_dir) not in blobs_of(bundle_dir).values()
+    assert len(blobs_of(bundle_dir)) + 1 == len(list((bundle_dir / "blobs/sha256").iterdir()))
