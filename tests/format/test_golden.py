@@ -33,6 +33,7 @@ from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
+    check_packs,
     check_recorded_layer,
 )
 from prejit.runtime.format.layout import Layout
@@ -385,9 +386,9 @@ def test_v5_two_readers_refuse_the_same_recorded_files(
     config = {**target.config, "recorded": [changed]}
     needs = from_json(Requirement, to_json(target.needs), "needs")
     with pytest.raises(RejectError, match=complaint):
-        check_recorded_layer(
-            check_config(to_json(config), "5", target.name, needs, "config"), manifest, "config"
-        )
+        checked = check_config(to_json(config), "5", target.name, needs, "config")
+        check_recorded_layer(checked, manifest, "config")
+        check_packs(checked, manifest, "config")
     with pytest.raises((AssertionError, zstandard.ZstdError)):
         second_reader.check_recorded(config, layers, 5)
 

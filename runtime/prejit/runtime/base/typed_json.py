@@ -60,7 +60,7 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
 def check_amount(
     content: bytes, keys: tuple[bytes, ...], containers: tuple[bytes, ...], path: str
 ) -> None:
-    """Refuse JSON that takes too much memory and time as Python values: 30 times its size, if all is brackets.
+    """Refuse JSON that takes too much memory and time as Python values: of brackets 30 times its size.
 
     Args:
         content: JSON.
