@@ -10,6 +10,9 @@ OTHER := $(shell for v in 3.13 3.12; do p=$$(command -v python$$v) && "$$p" -c '
 	p=$$(ls -d $$HOME/.pyenv/versions/$$v.*/bin/python 2>/dev/null | head -n 1); [ -n "$$p" ] && echo $$p && break; done)
 OTHER_VENV := .venv-other
 OTHER_READY := $(OTHER_VENV)/.ready
+# Tools that verify what prejit signs; they have dependencies that the other packages cannot share.
+TOOLS_VENV := .venv-tools
+TOOLS_READY := $(TOOLS_VENV)/.ready
 DOCS_VENV := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 PROMPT := def read_lines(path):
@@ -39,10 +42,10 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) ## all tests on one interpreter, and on a newer one what can differ there
+test: $(READY) $(TOOLS_READY) ## all tests on one interpreter, and on a newer one what can differ there
 	@tests/both.sh $(MAKE)
 
-test-main: $(READY) ## all tests on one interpreter
+test-main: $(READY) $(TOOLS_READY) ## all tests on one interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
@@ -122,14 +125,14 @@ demo-model: $(READY) ## train the demo model again
 	$(BIN)/python manifests/demo-model/train.py
 
 clean: ## remove environments, bundles and caches of this checkout
-	rm -rf .venv .venv-other .venv-gpu .venv-docs site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-other .venv-gpu .venv-docs .venv-tools site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel,trust]' --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
@@ -140,6 +143,13 @@ $(READY): pyproject.toml
 
 $(OTHER_READY): pyproject.toml
 	$(call environment,$(OTHER_VENV),$(OTHER))
+
+$(TOOLS_READY): pyproject.toml
+	@echo 'setting up $(TOOLS_VENV) (a minute the first time)'
+	@$(PYTHON) -m venv $(TOOLS_VENV)
+	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group tools
+	@touch $@
 
 $(DOCS_READY): pyproject.toml
 	@echo 'setting up $(DOCS_VENV) (a minute the first time)'

@@ -42,6 +42,7 @@ def caches(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "PREJIT_CACHE": str(build_cache),
         "PREJIT_ENVIRONMENTS": str(root / "environments"),
         "PREJIT_RUNTIME_CACHE": str(root / "runtime"),
+        "XDG_STATE_HOME": str(root / "state"),
     }
 
 

@@ -39,7 +39,26 @@ def test_a_code_block_is_in_a_language_that_is_checked(snippet: Snippet) -> None
     assert snippet.language in LANGUAGES, f"{snippet}: no test checks {snippet.language}"
 
 
-@pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if s.language == "toml"], ids=_name)
+def _is_policy(snippet: Snippet) -> bool:
+    return snippet.language == "toml" and "[[rules]]" in snippet.code
+
+
+@pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if _is_policy(s)], ids=_name)
+def test_a_trust_policy_is_read(snippet: Snippet) -> None:
+    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    from tests.signers import signer
+
+    from prejit.runtime.trust.policy import parse_policy
+
+    pem = signer("documented").public.pem.encode()
+    assert parse_policy(snippet.code.encode(), str(snippet), lambda *file: pem, ROOT).rules
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [s for s in _SNIPPETS if s.language == "toml" and not _is_policy(s)],
+    ids=_name,
+)
 def test_a_manifest_is_read(snippet: Snippet, page_directory: Path) -> None:
     (page_directory / "score.safetensors").write_bytes(b"")
     manifest = page_directory / "snippet.toml"

@@ -1,4 +1,4 @@
-"""The commands of the build side: `prejit plan`, `build`, `check-model`, `targets`, `schema`, `record`, `gc`.
+"""The commands of the build side: `prejit plan`, `build`, `record`, `sign` and others.
 
 Each command reads its options, calls one function of the build side and prints what that returns.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
     from prejit.compiler.pipeline.plan import PlannedExecutable
     from prejit.compiler.pipeline.run import Built
+    from prejit.compiler.signing.private_key import PrivateKey
     from prejit.compiler.targets.listing import Listed
 
 PLAN_HAS_CHANGES = 8
@@ -463,6 +464,157 @@ def record(
         described = {**asdict(recording), "path": str(recording.path)}
         _print_json({name: value for name, value in described.items() if name != "requests"})
     return recording.status
+
+
+@commands.command(
+    epilog="Examples:\n\n\b\n  openssl ecparam -name prime256v1 -genkey -noout -out release.pem\n"
+    "  prejit sign artifacts/demo --key release.pem\n\n"
+    "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other."
+)
+@click.argument("bundle", type=_path)
+@click.option(
+    "--key",
+    type=_path,
+    required=True,
+    metavar="FILE",
+    help="Private key in PEM: ECDSA on P-256, P-384 or P-521.",
+)
+@_json
+def sign(bundle: Path, key: Path, as_json: bool) -> int:
+    """Attach signatures to BUNDLE and to each of its targets, and write BUNDLE.sig.
+
+    cosign and trust policies verify the signatures, and the OpenSSF's model_signing verifies BUNDLE.sig. The
+    bundle's digest stays the same.
+    """
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.sign import sign as sign_bundle
+
+    signed = sign_bundle(bundle, _private_key(key))
+    tell(
+        f"signed {bundle}: attached {signed.added} signatures, wrote {signed.model_signature}, "
+        f"{signed.digest[:19]}"
+    )
+    if as_json:
+        _print_json({**asdict(signed), "model_signature": str(signed.model_signature)})
+    return 0
+
+
+def _private_key(path: Path) -> PrivateKey:
+    from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, read_private_key
+
+    return read_private_key(path, os.environ.get(PASSWORD_VARIABLE) or None)
+
+
+_channel_name = click.option("--name", required=True, metavar="NAME", help="Name of the channel.")
+_signing_keys = click.option(
+    "--key",
+    "keys",
+    type=_path,
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Private key in PEM; may be repeated.",
+)
+
+
+@commands.group()
+def channel() -> None:
+    """Say which bundle is the current one, so that no machine goes back to an older one."""
+
+
+@channel.command(
+    epilog="Examples:\n\n\b\n"
+    "  prejit channel release stable.json artifacts/demo --name stable --key release.pem --days 30"
+)
+@click.argument("file", type=_path)
+@click.argument("bundle", type=_path)
+@_channel_name
+@_signing_keys
+@click.option(
+    "--days",
+    type=click.IntRange(min=1),
+    default=90,
+    show_default=True,
+    metavar="N",
+    help="How long this is known to be the current bundle. Release again before.",
+)
+def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: int) -> int:
+    """Make BUNDLE the current one of the channel in FILE, with the next version.
+
+    To go back to an older bundle, release that one.
+    """
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.channel_file import release_bundle
+
+    version = release_bundle(file, bundle, name, [_private_key(key) for key in keys], days)
+    tell(f"released {bundle} as version {version} of channel {name}: wrote {file}")
+    return 0
+
+
+@channel.command(
+    epilog="Examples:\n\n\b\n  prejit channel rotate stable.json --name stable --public new.pub.pem "
+    "--key old.pem --key new.pem"
+)
+@click.argument("file", type=_path)
+@_channel_name
+@click.option(
+    "--public",
+    "publics",
+    type=_path,
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Public key of the next version, in PEM; repeat it for each key.",
+)
+@_signing_keys
+@click.option(
+    "--threshold",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many of the public keys must sign.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(min=1),
+    default=365,
+    show_default=True,
+    metavar="N",
+    help="How long the keys count. Rotate again before.",
+)
+def rotate(
+    file: Path,
+    name: str,
+    publics: tuple[Path, ...],
+    keys: tuple[Path, ...],
+    threshold: int,
+    days: int,
+) -> int:
+    """Give the channel in FILE other keys, signed by the old ones and by the new ones."""
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.channel_file import rotate_keys
+
+    private = [_private_key(key) for key in keys]
+    version = rotate_keys(file, name, publics, threshold, private, days)
+    tell(f"channel {name} has version {version} of its keys: wrote {file}")
+    return 0
+
+
+@channel.command(
+    "add-signature",
+    epilog="Examples:\n\n\b\n  prejit channel add-signature stable.json --key second.pem",
+)
+@click.argument("file", type=_path)
+@click.option("--key", type=_path, required=True, metavar="FILE", help="Private key in PEM.")
+def add_signature(file: Path, key: Path) -> int:
+    """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.channel_file import sign_channel
+
+    sign_channel(file, _private_key(key))
+    tell(f"signed {file}")
+    return 0
 
 
 @commands.command(

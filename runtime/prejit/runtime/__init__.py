@@ -18,6 +18,7 @@ How to read the code, from the outside in: `loader.load` opens, checks and verif
     text                                     tokenizer, chat templates, stop strings; no JAX
     programs                                 the programs of a bundle, ready to run
     device                                   jaxlib; the only room that touches private jax
+    trust                                    who signed a bundle, and whether a policy lets it run
     format                                   what the files of a bundle mean, and every check
     machine, store                           what this machine is; what it keeps between starts
     base, errors, verdict                    what every room needs
@@ -46,12 +47,15 @@ if TYPE_CHECKING:
         DeadlineError,
         FallbackWarning,
         MismatchError,
+        PolicyError,
         PrejitError,
         PrejitWarning,
         QueueFullError,
         RejectError,
         StoreError,
         TruncationWarning,
+        UntrustedError,
+        UntrustedWarning,
         UsageError,
     )
     from prejit.runtime.fallback import fallback_counts
@@ -77,8 +81,8 @@ _HOMES = {
     "encoding.encoder": ("EncodeStats", "Encoded"),
     "errors": (
         *("ClosedError", "ContextError", "DeadlineError", "FallbackWarning", "MismatchError"),
-        *("PrejitError", "PrejitWarning", "QueueFullError", "RejectError", "StoreError"),
-        *("TruncationWarning", "UsageError"),
+        *("PolicyError", "PrejitError", "PrejitWarning", "QueueFullError", "RejectError"),
+        *("StoreError", "TruncationWarning", "UntrustedError", "UntrustedWarning", "UsageError"),
     ),
     "fallback": ("fallback_counts",),
     "generation.batch": ("Batch",),
@@ -115,6 +119,7 @@ __all__ = [
     "MismatchError",
     "Options",
     "Piece",
+    "PolicyError",
     "Prefix",
     "PrejitError",
     "PrejitWarning",
@@ -130,6 +135,8 @@ __all__ = [
     "Stream",
     "Token",
     "TruncationWarning",
+    "UntrustedError",
+    "UntrustedWarning",
     "UsageError",
     "Usage",
     "fallback_counts",

@@ -6,6 +6,7 @@ The commands that read or run a bundle are functions in `prejit.runtime.cli`. Th
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -16,6 +17,7 @@ from prejit.runtime import first_line
 from prejit.runtime.base import process
 from prejit.runtime.cli.parser import BUILD_COMMANDS, COMMANDS, parse
 from prejit.runtime.errors import PrejitError, StoreError, UsageError
+from prejit.runtime.trust.sources import TRUST_VARIABLE
 
 _BUILD_PACKAGES = {
     *("prejit", "click", "flax", "huggingface_hub", "orbax", "pydantic", "rich", "safetensors"),
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 ok, 1 build failed, 2 usage, 3 fingerprint mismatch, 4 integrity,
-        6 store, 7 network, 9 regression (`bench`).
+        5 signature or policy, 6 store, 7 network, 9 regression (`bench`).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # this process is the command, which has done nothing but import so far
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in BUILD_COMMANDS:
             return _build_side(arguments)
         options = parse(arguments)
+        _apply_trust(options)
         with process.importing():
             module = importlib.import_module(f"prejit.runtime.cli.{COMMANDS[options.command]}")
         status: int = getattr(module, options.command)(options)
@@ -58,6 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = StoreError(f"{error.filename or 'standard output'}: {error.strerror}")
         print(found.describe(), file=sys.stderr)
         return found.exit_code
+
+
+def _apply_trust(options: argparse.Namespace) -> None:
+    """Make the policy of `--trust` apply to this process and to those that it starts."""
+    if (policy := getattr(options, "trust", None)) is not None:
+        others = os.environ.get(TRUST_VARIABLE)
+        path = os.path.abspath(policy)
+        os.environ[TRUST_VARIABLE] = f"{others}{os.pathsep}{path}" if others else path
 
 
 def _give_up_stdout() -> None:

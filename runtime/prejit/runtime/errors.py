@@ -121,6 +121,33 @@ class RejectError(PrejitError):
         self.path = path
 
 
+class UntrustedError(RejectError):
+    """REJECT: a trust policy does not let this bundle run. Nothing of it was loaded.
+
+    Attributes:
+        case: stable name of the reason, such as `unsigned`.
+    """
+
+    code = "untrusted"
+    exit_code = 5
+
+    def __init__(self, path: str, message: str, *, case: str = "", hint: str | None = None) -> None:
+        super().__init__(
+            path,
+            message,
+            hint=hint
+            or "sign the bundle with a key of the policy (prejit sign), or get a signed one",
+        )
+        self.case = case
+
+
+class PolicyError(PrejitError):
+    """A trust policy cannot be read or applied. It counts as one that allows nothing."""
+
+    code = "policy"
+    exit_code = 5
+
+
 class QueueFullError(PrejitError):
     """An engine's queue is full, so that it refuses a request.
 
@@ -206,3 +233,7 @@ class TruncationWarning(PrejitWarning):
 
 class FallbackWarning(PrejitWarning):
     """Programs are compiled here: this machine matches no target, or no program takes a call."""
+
+
+class UntrustedWarning(PrejitWarning):
+    """A bundle breaks a rule of a trust policy whose level lets it run: `permissive` or `audit`."""

@@ -1,6 +1,6 @@
 """`load`: from the directory of a bundle to programs that run, in a fixed order.
 
-    open -> index -> fingerprint -> manifests -> map -> config -> kernels -> begin to verify -> run
+    open -> index -> fingerprint -> manifests -> policy -> map -> config -> kernels -> begin to verify -> run
 
 There are two kinds of failure, and they are never mixed. A mismatch (this machine matches none of the
 targets) falls back to compiling the portable programs, with a warning that names the axis, or raises
@@ -24,7 +24,13 @@ from prejit.runtime.base import arguments
 from prejit.runtime.base.collector import collector_off
 from prejit.runtime.base.process import importing, span
 from prejit.runtime.device.start import quickly
-from prejit.runtime.errors import FallbackWarning, KernelError, PrejitWarning, UsageError
+from prejit.runtime.errors import (
+    FallbackWarning,
+    KernelError,
+    PrejitWarning,
+    UntrustedWarning,
+    UsageError,
+)
 from prejit.runtime.fallback import (
     closest_target,
     count_fallback,
@@ -47,6 +53,7 @@ from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Config, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.trust.sources import policy_paths
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
@@ -70,6 +77,7 @@ def load(
     fingerprint: Fingerprint | None = None,
     types: Iterable[type[Any]] | Mapping[str, type[Any]] = (),
     generation_config: bool = True,
+    trust: str | os.PathLike[str] | None = None,
 ) -> Bundle:
     """Load a bundle: check this machine, map the weights and begin to verify them.
 
@@ -91,6 +99,8 @@ def load(
             name that each had at build time, `module:Name`. Results of other classes get a substitute.
         generation_config: whether calls that give no sampling options use those of the model's
             generation_config.json. If not, they take prejit's own: the most likely token, until a stop token.
+        trust: the file of a trust policy, which must let the bundle run. Those in /etc/prejit/trust.toml and
+            $PREJIT_TRUST apply as well: each can refuse what the others allow.
 
     Returns:
         The bundle. Its programs become ready when they are first used.
@@ -100,6 +110,8 @@ def load(
         RejectError: the bundle is damaged. Damage in a layer of more than 1 MB may be found later: the first
             request that needs its bytes raises this error, and no request ends before all files of the target
             are verified. Files of other targets are not read: `prejit verify` checks them.
+        UntrustedError: a trust policy does not let the bundle run. Nothing of it was loaded.
+        PolicyError: a trust policy cannot be read, or its package `cryptography` is not installed.
         MismatchError: this machine matches no target, and on_mismatch is `error`.
         UsageError: `prejit record` wrote the bundle.
     """
@@ -115,12 +127,17 @@ def load(
         arguments.instance("fingerprint", fingerprint, Fingerprint)
     named = arguments.classes("types", types)
     uses_defaults = arguments.flag("generation_config", generation_config)
+    policies = policy_paths(None if trust is None else arguments.path("trust", trust))
     machine = Fingerprint.current()
     must_match = on_mismatch == "error"
-    open_ = partial(_open, machine=machine, declared=fingerprint, must_match=must_match)
+    open_ = partial(
+        _open, machine=machine, declared=fingerprint, must_match=must_match, policies=policies
+    )
     opening = time.perf_counter()
     opened = read_whole(path, open_)
     reading = span("reading", opening)
+    for text in opened.reported:
+        warnings.warn(text, UntrustedWarning, stacklevel=_CALLER)
     choice = _choose(opened, must_match)
     if choice.config.format >= CHUNKS_SINCE:
         _begin_verifying(opened, choice)
@@ -165,6 +182,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
         targets: all targets with their verdicts, the best first.
         manifests: by name, of the targets that may be served: those that match, or else the closest.
         blobs: the blobs of these manifests.
+        reported: what trust policies report about these targets and do not refuse.
     """
 
     layout: Layout
@@ -172,6 +190,7 @@ class _Opened(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
     targets: tuple[OpenTarget, ...]
     manifests: Mapping[str, ImageManifest]
     blobs: Blobs
+    reported: tuple[str, ...]
 
 
 def _open(
@@ -181,8 +200,11 @@ def _open(
     machine: Fingerprint,
     declared: Fingerprint | None,
     must_match: bool,
+    policies: Sequence[str],
 ) -> _Opened:
     """Compare the machine with every target, and open the blobs of those that may be served.
+
+    Policies decide about these first.
 
     Up to format 4: open the blobs of all targets, and verify them now.
     """
@@ -199,15 +221,20 @@ def _open(
         raise mismatch(layout, targets)
     manifests = read_manifests(layout, targets)
     candidates = [target for target in targets if target.verdict.matches]
-    served = {t.name: manifests[t.name] for t in candidates or [closest_target(targets)]}
+    candidates = candidates or [closest_target(targets)]
+    reported: tuple[str, ...] = ()
+    if policies:
+        with importing():
+            from prejit.runtime.trust.enforcing import enforce
+        reported = enforce(policies, layout, root, candidates, manifests)
+    served = {target.name: manifests[target.name] for target in candidates}
     receipts = Receipts(layout.path)
     if int(targets[0].format) >= CHUNKS_SINCE:
-        return _Opened(
-            layout, root.digest, targets, served, Blobs(layout, served.values(), receipts)
-        )
+        chunked = Blobs(layout, served.values(), receipts)
+        return _Opened(layout, root.digest, targets, served, chunked, reported)
     blobs = Blobs(layout, manifests.values(), receipts)
     blobs.verify()
-    return _Opened(layout, root.digest, targets, served, blobs)
+    return _Opened(layout, root.digest, targets, served, blobs, reported)
 
 
 _NEEDED_FIRST = (TOKENIZER_MEDIA_TYPE, GENERATION_MEDIA_TYPE, WEIGHTS_MEDIA_TYPE)

@@ -17,7 +17,7 @@ COMPILER = Path(prejit.compiler.cli.__file__).parent
 MODULES = sorted(RUNTIME.rglob("*.py"))
 BUILD_MODULES = sorted(COMPILER.rglob("*.py"))
 BUILD_SIDE = {"prejit.compiler", "click", "flax", "transformers", "pydantic", "rich"}
-WITHOUT_JAX = {"base", "machine", "store", "format", "text"}
+WITHOUT_JAX = {"base", "machine", "store", "format", "text", "trust"}
 """Rooms that read bundles and machines. They import neither JAX nor NumPy: `prejit explain` is quick."""
 ONLY_PRIVATE = RUNTIME / "device" / "_jaxlib.py"
 PRIVATE = ("jax._src", "jaxlib._jax", "jaxlib.xla_client", "jaxlib.mlir", "jaxlib.xla_extension")

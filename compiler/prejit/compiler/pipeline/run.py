@@ -13,6 +13,7 @@
     costs         measure an encoder's programs                  measure.costs
     pack          tables, blobs and index                        pack.contents
     write         the OCI image layout                           here
+    describe      attach the list of parts and the provenance    describe.attaching
 
 Workers compile a program while the next one is lowered and while weights are packed.
 """
@@ -29,6 +30,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
@@ -181,6 +183,7 @@ def build(
     layers = layers if weights is None else (*layers, weights)
     bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
     path, written = write(bundle, output, progress)
+    attach_descriptions(path, plan)
     digest = digest_of(bundle.index)
     return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
 

@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.base.typed_json import to_json
@@ -30,6 +30,7 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from prejit.runtime.generation.defaults import Defaults
+    from prejit.runtime.trust.enforcing import PolicyVerdict
 
 
 def inspect(options: Namespace) -> int:
@@ -141,20 +142,46 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
 
 
 def verify(options: Namespace) -> int:
-    """Check every byte: the digests of all blobs, every frame of every pack, each line of each table."""
+    """Check every byte: the digests of all blobs, every frame of every pack, each line of each table.
+
+    With --policy check too that the policy lets every target run.
+    """
     started = time.perf_counter()
     found = audit(options.bundle, check_generation)
+    trusted: list[PolicyVerdict] = []
+    if options.policy is not None:
+        from prejit.runtime.trust.enforcing import verify_policy
+
+        trusted = verify_policy(options.bundle, options.policy)
     seconds = time.perf_counter() - started
     if options.json:
         counts = {"targets": found.target_count, "programs": found.program_count}
         counts["bytes"] = found.hashed_bytes
-        print_json({"digest": found.digest, **counts, "seconds": round(seconds, 3)})
+        described: dict[str, Any] = {"digest": found.digest, **counts, "seconds": round(seconds, 3)}
+        if options.policy is not None:
+            described["policy"] = [_described(verdict) for verdict in trusted]
+        print_json(described)
         return 0
     print_text(
         f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
         f"{size(found.hashed_bytes)} hashed in {seconds:.1f} s\n{found.digest}"
     )
+    _print_trusted(trusted)
     return 0
+
+
+def _print_trusted(verdicts: Sequence[PolicyVerdict]) -> None:
+    """Print whose signatures let each target run, and what the policy only reports."""
+    for verdict in verdicts:
+        signers = ", ".join(verdict.decision.signers) or "nobody"
+        print_text(f"{verdict.target}: {verdict.policy} lets it run, signed by {signers}")
+        for reason in verdict.decision.reported:
+            print_text(f"{verdict.target}: reported ({reason.case}): {reason.text}")
+
+
+def _described(verdict: PolicyVerdict) -> dict[str, Any]:
+    reported = [reason._asdict() for reason in verdict.decision.reported]
+    return {"target": verdict.target, "signers": verdict.decision.signers, "reported": reported}
 
 
 def _layer_name(media_type: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ BUILD_COMMANDS = {
     "targets": "list the targets that a manifest may name, and which of them this machine builds",
     "schema": "print the JSON Schema of manifests, for editors",
     "record": "run a program and pack what jax compiles for it into a bundle",
+    "sign": "sign a bundle, so that trust policies, cosign and model_signing can verify it",
+    "channel": "say which bundle is the current one, and rotate the keys that say so",
     "gc": "remove cached programs and environments that were not used for some days",
 }
 """The commands of the build side, which need not be installed."""
@@ -38,7 +41,7 @@ COMMANDS = {
 
 _EXAMPLES = {
     "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
-    "verify": "prejit verify artifacts/demo",
+    "verify": "prejit verify artifacts/demo\n  prejit verify artifacts/demo --policy trust.toml",
     "fingerprint": "prejit fingerprint > web-3.json",
     "explain": "prejit explain artifacts/demo\n"
     "  prejit explain artifacts/demo --fingerprint web-3.json\n"
@@ -110,7 +113,12 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     add("inspect", "show what a bundle holds: targets, programs, sizes, versions")
-    add("verify", "check every byte of a bundle; runs nothing and needs no network")
+    command = add("verify", "check every byte of a bundle; runs nothing and needs no network")
+    command.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="check too that this trust policy lets every target run (exit 5: it does not)",
+    )
     add("fingerprint", "print the fingerprint of this machine as JSON", bundle=False, json=False)
     command = add(
         "explain", "compare each target with this machine, axis by axis (exit 3: no target fits)"
@@ -138,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
         "compile a bundle on this GPU and record what XLA measures, for builds elsewhere",
         json=False,
     )
+    _add_trust(command)
     command.add_argument(
         "-o",
         "--output",
@@ -239,6 +248,7 @@ def parser() -> argparse.ArgumentParser:
         "start any JAX program with a recorded bundle as jax's cache (exit: its own)",
         json=False,
     )
+    _add_trust(command)
     command.add_argument(
         "child",
         metavar="COMMAND",
@@ -281,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
         "run the requests of a log of `prejit serve` again and compare (exit 1: one differs)",
         bundle=False,
     )
+    _add_trust(command)
     command.add_argument("log", metavar="LOG", help="file that `prejit serve --log` wrote")
     command.add_argument(
         "--bundle",
@@ -312,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_serving(command: argparse.ArgumentParser) -> None:
     """Add the options of `prejit serve`."""
+    _add_trust(command)
     command.add_argument(
         "bundles",
         metavar="[NAME=]BUNDLE",
@@ -335,6 +347,13 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         type=_count,
         metavar="N",
         help="generations that may wait; more get status 429 (default 256)",
+    )
+    command.add_argument(
+        "--prefix-memory",
+        type=_size,
+        metavar="SIZE",
+        help="bytes, or 512M or 2G, for earlier texts of each bundle, so that prompts that begin like them "
+        "compute only the rest; 0 keeps none (default: as much as the cache of the slots)",
     )
     command.add_argument(
         "--clients",
@@ -395,6 +414,14 @@ def _count(text: str) -> int:
     return number
 
 
+def _size(text: str) -> int:
+    if (match := re.fullmatch(r"([0-9]{1,15})([KMGT]?)", text)) is None:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, or one with K, M, G or T behind it, found {text!r:.40}"
+        )
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+
+
 def _seconds(text: str) -> float:
     number = float(text)
     if not 0 <= number < 1e9:  # NaN is no number of seconds either
@@ -436,9 +463,18 @@ def _add_fingerprint(command: argparse._ActionsContainer) -> None:
     )
 
 
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust",
+        metavar="FILE",
+        help="a trust policy that must let the bundle run; those of $PREJIT_TRUST and the machine apply too",
+    )
+
+
 def _add_loading(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that load a bundle; `prejit.runtime.load` has the same."""
     _add_fingerprint(command)
+    _add_trust(command)
     command.add_argument(
         "--on-mismatch",
         choices=("jit", "error"),

@@ -27,6 +27,8 @@ from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Config
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.trust.enforcing import enforce
+from prejit.runtime.trust.sources import policy_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
     Raises:
         UsageError: this machine has no GPU.
         RejectError, StoreError: the bundle is damaged, or cannot be read.
+        UntrustedError, PolicyError: a trust policy does not let the bundle run.
         BuildError: XLA does not compile a program.
     """
     machine = Fingerprint.current()
@@ -90,7 +93,12 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
         )
 
     def read(layout: Layout, root: Root) -> tuple[Config, Layer]:
-        contents = read_contents(layout, match(root, machine)[0])
+        chosen = match(root, machine)[0]
+        contents = read_contents(layout, chosen)
+        if policies := policy_paths():
+            manifests = {chosen.name: contents.manifest}
+            for text in enforce(policies, layout, root, [chosen], manifests):
+                tell(f"warning: {text}")
         of_target = [contents.manifest]
         blobs = check_blobs(layout, of_target, Receipts(layout.path))
         return contents.config, blobs.layers(contents.manifest)[PORTABLE_MEDIA_TYPE]

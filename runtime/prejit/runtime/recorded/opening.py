@@ -11,13 +11,14 @@ import os
 import shutil
 import stat
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity, digest_file
-from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.errors import StoreError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
@@ -30,6 +31,7 @@ from prejit.runtime.machine.requirement import Requirement
 from prejit.runtime.recorded.child import make_directory
 from prejit.runtime.store.directory import cache_root
 from prejit.runtime.store.receipts import Receipts
+from prejit.runtime.trust.sources import policy_paths
 from prejit.runtime.verdict import Verdict
 
 _UNUSED_DAYS = 30
@@ -64,6 +66,7 @@ def open_recorded(path: str | os.PathLike[str]) -> RecordedBundle:
         RejectError: the bundle is damaged.
         StoreError: it cannot be read, or the runtime's cache cannot be written.
         UsageError: `prejit record` did not write it.
+        UntrustedError, PolicyError: a trust policy does not let it run.
     """
     return read_whole(path, partial(_open, machine=Fingerprint.current()))
 
@@ -76,6 +79,12 @@ def _open(layout: Layout, root: Root, *, machine: Fingerprint) -> RecordedBundle
     closest = min(targets, key=lambda each: each.verdict.distance)
     chosen = next((each for each in targets if each.verdict.matches), closest)
     contents = read_contents(layout, chosen)
+    if policies := policy_paths():
+        from prejit.runtime.trust.enforcing import enforce
+
+        manifests = {chosen.name: contents.manifest}
+        for text in enforce(policies, layout, root, [chosen], manifests):
+            warnings.warn(text, UntrustedWarning, stacklevel=2)
     programs = recorded_of(layout, contents)
     directory = unpacked(layout, chosen, contents) if chosen.verdict.matches else None
     return RecordedBundle(

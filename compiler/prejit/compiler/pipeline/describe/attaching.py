@@ -1,0 +1,58 @@
+"""Attach the descriptions of a bundle that it has not yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prejit.compiler.pipeline.describe.parts import PARTS_MEDIA_TYPE, parts_list
+from prejit.compiler.pipeline.describe.provenance import provenance
+from prejit.compiler.pipeline.plan import Plan
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.opening import Contents, match, read_contents
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Descriptor
+from prejit.runtime.format.writing import EMPTY, Part, attach
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.trust.dsse import PAYLOAD_TYPE
+from prejit.runtime.trust.statement import PROVENANCE_PREDICATE
+
+PREDICATE_ANNOTATION = "in-toto.io/predicate-type"
+"""The annotation that names the predicate of an attached statement, as other tools write it."""
+
+
+def attach_descriptions(path: Path, plan: Plan) -> None:
+    """Attach the list of parts and the provenance of a bundle, if it has none.
+
+    Args:
+        path: directory of the bundle.
+        plan: what was built.
+
+    Raises:
+        RejectError, StoreError: the bundle was replaced by a damaged one, or the disk is full.
+    """
+
+    def read(layout: Layout, root: Root) -> tuple[Root, list[Contents], set[str]]:
+        targets = sorted(match(root, Fingerprint.current()), key=lambda target: target.name)
+        contents = [read_contents(layout, target) for target in targets]
+        return root, contents, {each.artifact_type for each in referrers(layout, root, root.digest)}
+
+    root, contents, there = read_whole(path, read)
+    assert root.subject is not None
+    if PARTS_MEDIA_TYPE not in there:
+        parts = parts_list(root.digest, [(each.manifest, each.config) for each in contents])
+        _attach(path, root.subject, PARTS_MEDIA_TYPE, parts, {})
+    if PAYLOAD_TYPE not in there:
+        configs = [each.config for each in contents]
+        statement = provenance(plan, root.digest, root.bundle, configs)
+        noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
+        _attach(path, root.subject, PAYLOAD_TYPE, statement, noted)
+
+
+def _attach(
+    path: Path, subject: Descriptor, kind: str, content: bytes, noted: dict[str, str]
+) -> None:
+    layers: Sequence[Part] = [Part(kind, content, noted or None)]
+    attach(path, subject, kind, EMPTY, layers, noted)

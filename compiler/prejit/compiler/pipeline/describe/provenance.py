@@ -1,0 +1,110 @@
+"""The provenance of a bundle, as an in-toto statement with SLSA's predicate v1: from what it was built.
+
+It is not signed here: `prejit sign` signs it together with the bundle.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.plan import Plan
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.format.names import REF_NAME
+from prejit.runtime.format.schema import Config, Index
+from prejit.runtime.trust.statement import (
+    PROVENANCE_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+)
+
+BUILD_TYPE = "urn:prejit:build:v1"
+"""SLSA's build type: `prejit build` of a manifest."""
+BUILDER = "urn:prejit:builder"
+"""SLSA's builder. Who ran it is who signs the provenance."""
+
+_MAX_MANIFEST_BYTES = 64 << 10
+"""A longer manifest is named by its digest alone."""
+
+
+def provenance(plan: Plan, digest: str, index: Index, configs: Sequence[Config]) -> bytes:
+    """Return the statement of a bundle's provenance.
+
+    Args:
+        plan: what was built.
+        digest: the bundle's digest.
+        index: its index.
+        configs: the configs of its targets.
+    """
+    subjects = [SignedSubject(digest, plan.manifest.bundle.name)]
+    subjects += [
+        SignedSubject(at.digest, (at.annotations or {}).get(REF_NAME, "")) for at in index.manifests
+    ]
+    predicate = {
+        "buildDefinition": {
+            "buildType": BUILD_TYPE,
+            "externalParameters": _parameters(plan),
+            "internalParameters": {
+                "keys": {config.target: _keys(config) for config in configs},
+            },
+            "resolvedDependencies": [*_packages(configs), *_sources(plan)],
+        },
+        "runDetails": {"builder": {"id": BUILDER, "version": versions("prejit")}},
+    }
+    return encode_statement(Statement(PROVENANCE_PREDICATE, tuple(subjects), predicate))
+
+
+def _parameters(plan: Plan) -> dict[str, Any]:
+    """Return what the user asked for: the manifest, and the targets that were chosen."""
+    found: dict[str, Any] = {"targets": [target.name for target in plan.targets]}
+    path = plan.manifest.path
+    if path is None:  # made in Python
+        return found
+    content = _content(path)
+    described: dict[str, Any] = {"name": path.name, "digest": {"sha256": _hex(content)}}
+    if len(content) <= _MAX_MANIFEST_BYTES:
+        described["content"] = base64.b64encode(content).decode("ascii")
+    return {**found, "manifest": described}
+
+
+def _keys(config: Config) -> dict[str, str]:
+    """Return the key of each program: the digest of everything that its executable was made from."""
+    return {program.name: program.key for program in config.programs}
+
+
+def _packages(configs: Sequence[Config]) -> list[dict[str, Any]]:
+    found = sorted({pair for config in configs for pair in config.versions.items()})
+    return [
+        {"uri": f"pkg:pypi/{name.lower().replace('_', '-')}@{number}"} for name, number in found
+    ]
+
+
+def _sources(plan: Plan) -> list[dict[str, Any]]:
+    """Return the model's files that decide what it computes, and the user's own libraries."""
+    found: list[dict[str, Any]] = []
+    source = None if plan.manifest.model is None else plan.manifest.model.source
+    if plan.model is not None and source is not None:
+        uri = {"uri": source} if source.startswith("hf:") else {}
+        for name, digest in plan.model.configuration:
+            found.append(
+                {**uri, "name": name, "digest": {"sha256": digest.removeprefix("sha256:")}}
+            )
+    for library in plan.libraries:
+        digest = library.described.digest.removeprefix("sha256:")
+        found.append({"name": library.described.name, "digest": {"sha256": digest}})
+    return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it was read before, and is gone since
+        return b""
+
+
+def _hex(content: bytes) -> str:
+    return digest_of(content).removeprefix("sha256:")

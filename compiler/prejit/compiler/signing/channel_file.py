@@ -1,0 +1,114 @@
+"""The file of a channel on disk: read it, change it, write it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from prejit.compiler.signing.channels import (
+    ChannelFile,
+    add_signature,
+    read_channel,
+    release,
+    rotate,
+)
+from prejit.compiler.signing.private_key import PrivateKey
+from prejit.runtime.base.files import write_file
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import BUNDLE_NAME, REF_NAME
+from prejit.runtime.format.root import Root
+from prejit.runtime.trust.channel import MAX_CHANNEL_BYTES
+from prejit.runtime.trust.keys import MAX_KEY_BYTES, read_key
+from prejit.runtime.trust.statement import SignedSubject
+
+
+def release_bundle(
+    file: Path, bundle: Path, name: str, keys: Sequence[PrivateKey], days: int
+) -> int:
+    """Make a bundle the current one of a channel. Return the version of the release.
+
+    Args:
+        file: the channel's file, which is made if it is missing.
+        bundle: directory of the bundle.
+        name: the channel's name.
+        keys: the private keys that sign.
+        days: how long this is known to be the current bundle.
+
+    Raises:
+        RejectError: the bundle is damaged.
+        StoreError: a file cannot be read or written.
+        UsageError: the file is no channel's.
+    """
+    before = _read(file) if file.exists() else ChannelFile()
+    title, subjects = read_whole(bundle, _subjects)
+    after = release(before, name, title, subjects, keys, _after(days))
+    write_file(file, after.encode())
+    return after.version
+
+
+def rotate_keys(
+    file: Path,
+    name: str,
+    publics: Sequence[Path],
+    threshold: int,
+    keys: Sequence[PrivateKey],
+    days: int,
+) -> int:
+    """Give a channel other keys. Return their version.
+
+    Args:
+        file: the channel's file.
+        name: the channel's name.
+        publics: files of the public keys.
+        threshold: how many of them must sign.
+        keys: the private keys that sign: old and new ones.
+        days: how long the keys count.
+
+    Raises:
+        StoreError, UsageError, PolicyError: a file cannot be read, or is wrong.
+    """
+    new = [read_key(_bytes(path, MAX_KEY_BYTES), str(path)) for path in publics]
+    if threshold > len(new):
+        raise UsageError(f"--threshold: expected at most {len(new)}, found {threshold}")
+    after = rotate(_read(file), name, new, threshold, keys, _after(days))
+    write_file(file, after.encode())
+    return after.keys_version
+
+
+def sign_channel(file: Path, key: PrivateKey) -> None:
+    """Sign the release and the newest keys of a channel with another key.
+
+    Raises:
+        StoreError, UsageError: the file cannot be read or written, or is no channel's.
+    """
+    write_file(file, add_signature(_read(file), key).encode())
+
+
+def _read(file: Path) -> ChannelFile:
+    return read_channel(_bytes(file, MAX_CHANNEL_BYTES), str(file))
+
+
+def _bytes(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(max_bytes + 1)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _subjects(layout: Layout, root: Root) -> tuple[str, list[SignedSubject]]:
+    """Return a bundle's name, and the digests of its index and of its targets' manifests."""
+    targets = [
+        SignedSubject(at.digest, (at.annotations or {}).get(REF_NAME, ""))
+        for at in root.bundle.manifests
+    ]
+    whole = SignedSubject(root.digest)
+    subjects = [whole, *(each for each in targets if each.digest != root.digest)]
+    return root.bundle.annotations[BUNDLE_NAME], subjects
+
+
+def _after(days: int) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)

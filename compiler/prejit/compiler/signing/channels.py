@@ -1,0 +1,169 @@
+"""Channels, on the side of whoever publishes: release a bundle, rotate the keys, add a signature.
+
+Each function returns the new channel. `runtime.trust.channel` has the rules that readers apply.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from prejit.compiler.signing.private_key import PrivateKey
+from prejit.runtime.errors import UsageError
+from prejit.runtime.trust.channel import (
+    encode_channel,
+    keys_statement,
+    release_statement,
+    signers,
+)
+from prejit.runtime.trust.dsse import Envelope, envelope_of
+from prejit.runtime.trust.keys import PublicKey
+from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.statement import (
+    KEYS_PREDICATE,
+    RELEASE_PREDICATE,
+    SignedSubject,
+    read_statement,
+)
+
+
+@dataclass(frozen=True)
+class ChannelFile:
+    """A channel's file, as its publisher reads it: signatures are not verified.
+
+    Attributes:
+        rotations: the versions of its keys, oldest first.
+        release: the current release; None: there is none yet.
+    """
+
+    rotations: tuple[Envelope, ...] = ()
+    release: Envelope | None = None
+
+    @property
+    def keys_version(self) -> int:
+        """The version of its keys; 0: those of the policies."""
+        if not self.rotations:
+            return 0
+        last = read_statement(self.rotations[-1].payload, KEYS_PREDICATE)
+        return int(last.predicate["version"])
+
+    @property
+    def version(self) -> int:
+        """The version of its release; 0: there is none yet."""
+        if self.release is None:
+            return 0
+        predicate = read_statement(self.release.payload, RELEASE_PREDICATE).predicate
+        return int(predicate["version"])
+
+    def encode(self) -> bytes:
+        """Return the file's content."""
+        assert self.release is not None
+        return encode_channel(self.rotations, self.release)
+
+
+def read_channel(content: bytes, where: str) -> ChannelFile:
+    """Return a channel's file.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        found: Any = json.loads(content)
+        return ChannelFile(
+            tuple(envelope_of(each) for each in found["keys"]), envelope_of(found["release"])
+        )
+    except (ValueError, RecursionError, LookupError, TypeError, RefusedError) as error:
+        raise UsageError(f"{where}: expected the file of a channel: {error}") from error
+
+
+def release(
+    file: ChannelFile,
+    name: str,
+    bundle: str,
+    subjects: Sequence[SignedSubject],
+    keys: Sequence[PrivateKey],
+    expires: datetime,
+) -> ChannelFile:
+    """Return a channel whose current bundle is another, or the same with a later expiry.
+
+    Args:
+        file: the channel before.
+        name: its name.
+        bundle: the bundle's name.
+        subjects: the digest of its index, and of the manifest of each target.
+        keys: the private keys that sign.
+        expires: until when it is the current one at the latest, in UTC.
+    """
+    payload = release_statement(
+        name,
+        bundle,
+        tuple(subjects),
+        version=file.version + 1,
+        keys_version=file.keys_version,
+        expires=expires,
+    )
+    return replace(file, release=_signed(payload, keys))
+
+
+def rotate(
+    file: ChannelFile,
+    name: str,
+    new: Sequence[PublicKey],
+    threshold: int,
+    keys: Sequence[PrivateKey],
+    expires: datetime,
+) -> ChannelFile:
+    """Return a channel with other keys, whose release is signed again by those that stay or are new.
+
+    Args:
+        file: the channel before; it has a release.
+        name: its name.
+        new: the public keys of the next version.
+        threshold: how many of them must sign.
+        keys: the private keys that sign: of the old version as many as its threshold, and of the new one.
+        expires: until when the keys count, in UTC.
+
+    Raises:
+        UsageError: the channel has no release, or none of the private keys is a new one.
+    """
+    if file.release is None:
+        raise UsageError("expected a channel with a release, found none", hint="release first")
+    payload = keys_statement(
+        name, tuple(new), version=file.keys_version + 1, threshold=threshold, expires=expires
+    )
+    staying = [key for key in keys if key.public.id in {each.id for each in new}]
+    if not staying:
+        raise UsageError(
+            "expected a private key of the new ones, which signs the release again, found none",
+            hint="give both: --key OLD.pem --key NEW.pem",
+        )
+    rotated = ChannelFile((*file.rotations, _signed(payload, keys)), file.release)
+    current = read_statement(file.release.payload, RELEASE_PREDICATE)
+    until = datetime.strptime(str(current.predicate["expires"]), "%Y-%m-%dT%H:%M:%SZ")
+    bundle = str(current.predicate["bundle"])
+    return release(rotated, name, bundle, current.subjects, staying, until)
+
+
+def add_signature(file: ChannelFile, key: PrivateKey) -> ChannelFile:
+    """Return a channel whose release and newest keys this key signs too.
+
+    So several people can reach a threshold, each with a key of their own.
+    """
+    assert file.release is not None
+    rotations = file.rotations
+    if rotations:
+        rotations = (*rotations[:-1], _added(rotations[-1], key))
+    return ChannelFile(rotations, _added(file.release, key))
+
+
+def _added(envelope: Envelope, key: PrivateKey) -> Envelope:
+    if signers(envelope, [key.public]):
+        return envelope
+    return envelope._replace(signatures=(*envelope.signatures, key.sign(envelope.payload)))
+
+
+def _signed(payload: bytes, keys: Sequence[PrivateKey]) -> Envelope:
+    return Envelope(payload, tuple(key.sign(payload) for key in keys))

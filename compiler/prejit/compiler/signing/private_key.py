@@ -1,0 +1,100 @@
+"""Private keys: ECDSA on P-256, P-384 or P-521, in PEM."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prejit.runtime.errors import StoreError, UsageError
+from prejit.runtime.trust.dsse import Envelope, pae
+from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+PASSWORD_VARIABLE = "PREJIT_KEY_PASSWORD"  # noqa: S105 (a variable's name)
+"""The environment variable with the password of an encrypted key."""
+
+
+@dataclass(frozen=True)
+class PrivateKey:
+    """A private key.
+
+    Attributes:
+        public: its public key.
+        private: what signs.
+    """
+
+    public: PublicKey
+    private: EllipticCurvePrivateKey
+
+    def sign(self, payload: bytes) -> bytes:
+        """Return the signature of a payload of the type of in-toto statements: ECDSA in DER."""
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        curve = self.private.curve.name
+        return self.private.sign(pae(payload), ec.ECDSA(hash_of(curve)))
+
+    def envelope(self, payload: bytes) -> Envelope:
+        """Return a payload with its signature, and the hint that cosign writes."""
+        hint = base64.b64encode(bytes.fromhex(self.public.id)).decode("ascii")
+        return Envelope(payload, (self.sign(payload),), hint)
+
+    def model_envelope(self, payload: bytes) -> Envelope:
+        """Return a payload with its signature, and the hint that the OpenSSF's model signing wants."""
+        return Envelope(payload, (self.sign(payload),), pem_digest(self.public.pem))
+
+
+def read_private_key(path: Path, password: str | None = None) -> PrivateKey:
+    """Read a private key.
+
+    Args:
+        path: file in PEM.
+        password: the password of an encrypted key, or None.
+
+    Raises:
+        StoreError: the file cannot be read.
+        UsageError: it is no such key, or the password is wrong; or `cryptography` is not installed.
+    """
+    try:
+        with path.open("rb") as file:
+            pem = file.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read a key: {error.strerror}") from error
+    return parse_private_key(pem, str(path), password)
+
+
+def parse_private_key(pem: bytes, where: str, password: str | None = None) -> PrivateKey:
+    """Return the private key in PEM. Arguments and errors as of `read_private_key`."""
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise UsageError(
+            "expected the package cryptography, which makes signatures, found none",
+            hint="pip install 'prejit[trust]'",
+        ) from error
+    hint = "make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+    try:
+        encoded = None if password is None else password.encode("utf-8")
+        private = serialization.load_pem_private_key(pem, encoded)
+    except TypeError as error:  # a password is missing, or is too much
+        raise UsageError(
+            f"{where}: expected a key that the password fits: {error}",
+            hint=f"set {PASSWORD_VARIABLE} for an encrypted key, and unset it for another",
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(
+            f"{where}: expected a private key in PEM: {error!s:.120}", hint=hint
+        ) from error
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise UsageError(
+            f"{where}: expected a key of ECDSA, found {type(private).__name__}", hint=hint
+        )
+    public = private.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return PrivateKey(read_key(public, where), private)

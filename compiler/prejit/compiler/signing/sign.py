@@ -1,0 +1,166 @@
+"""Sign a bundle: its index and the manifest of each target, as cosign does, and all its files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from prejit.compiler.signing.model_signing import model_signature
+from prejit.compiler.signing.private_key import PrivateKey
+from prejit.runtime.base.files import write_file
+from prejit.runtime.errors import RejectError, UsageError
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import REF_NAME
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import Descriptor
+from prejit.runtime.format.writing import EMPTY, Part, attach
+from prejit.runtime.trust.channel import signers
+from prejit.runtime.trust.dsse import (
+    BUNDLE_MEDIA_TYPE,
+    MAX_ENVELOPE_BYTES,
+    PAYLOAD_TYPE,
+    encode_bundle,
+    read_bundle,
+)
+from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.statement import (
+    PROVENANCE_PREDICATE,
+    SIGNATURE_PREDICATE,
+    encode_statement,
+    read_statement,
+    signature_statements,
+)
+
+_CREATED = "org.opencontainers.image.created"
+
+
+@dataclass(frozen=True)
+class Signed:
+    """What was signed.
+
+    Attributes:
+        digest: the bundle's digest.
+        subjects: digests of the bundle's index and of the manifests of its targets.
+        added: how many signatures were attached; 0: this key had signed all before.
+        model_signature: the file with the signature of the directory.
+        key: id of the key.
+    """
+
+    digest: str
+    subjects: tuple[str, ...]
+    added: int
+    model_signature: Path
+    key: str
+
+
+def sign(path: str | os.PathLike[str], key: PrivateKey) -> Signed:
+    """Attach signatures to a bundle, and write `NAME.sig` beside its directory.
+
+    The digest of the bundle stays. Signing again with the same key attaches nothing. `NAME.sig` covers the
+    files as they are afterwards, so it is written anew each time.
+
+    Args:
+        path: directory of the bundle.
+        key: the private key.
+
+    Raises:
+        RejectError: the bundle is damaged.
+        StoreError: it cannot be read or written.
+        UsageError: nothing can be attached to it, because its format is too old.
+    """
+    path = Path(path)
+    descriptors, names, signed, described, digest = read_whole(path, partial(_read, key=key))
+    statements = signature_statements(digest, names)
+    payloads = [
+        (subject, SIGNATURE_PREDICATE, encode_statement(statement))
+        for subject, statement in statements.items()
+    ]
+    payloads += [(digest, PROVENANCE_PREDICATE, payload) for payload in described]
+    added = 0
+    for subject, predicate, payload in payloads:
+        if payload in signed:
+            continue
+        content = encode_bundle(key.envelope(payload))
+        annotations = {
+            "dev.sigstore.bundle.content": "dsse-envelope",
+            "dev.sigstore.bundle.predicateType": predicate,
+            _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        layer = Part(BUNDLE_MEDIA_TYPE, content)
+        attach(path, descriptors[subject], BUNDLE_MEDIA_TYPE, EMPTY, [layer], annotations)
+        added += 1
+    beside = path.resolve().with_name(f"{path.resolve().name}.sig")
+    write_file(beside, model_signature(path, key))
+    return Signed(digest, tuple(statements), added, beside, key.public.id)
+
+
+class _Bundle(NamedTuple):
+    """What a bundle holds that concerns its signatures.
+
+    Attributes:
+        descriptors: what is to be signed, by digest.
+        targets: name and digest of each target's manifest.
+        signed: the payloads that this key has signed.
+        provenance: the statements of its provenance.
+        digest: the bundle's digest.
+    """
+
+    descriptors: dict[str, Descriptor]
+    targets: list[tuple[str, str]]
+    signed: set[bytes]
+    provenance: list[bytes]
+    digest: str
+
+
+def _read(layout: Layout, root: Root, key: PrivateKey) -> _Bundle:
+    if root.subject is None:
+        raise UsageError(
+            f"{layout.path}: expected a bundle that signatures can be attached to, found one of an older "
+            "format, or a copy of several targets without the bundle's index",
+            hint="build it again, or copy the whole bundle",
+        )
+    descriptors = {at.digest: at for at in root.bundle.manifests} | {root.digest: root.subject}
+    targets = [
+        ((at.annotations or {}).get(REF_NAME, ""), at.digest)
+        for at in root.bundle.manifests
+        if at.digest != root.digest
+    ]
+    signed = set(_signed_by(layout, root, key))
+    return _Bundle(descriptors, targets, signed, list(_provenance(layout, root)), root.digest)
+
+
+def _provenance(layout: Layout, root: Root) -> Iterable[bytes]:
+    """Yield the statements of a bundle's provenance that are attached to it."""
+    for each in referrers(layout, root, root.digest):
+        if each.artifact_type != PAYLOAD_TYPE or len(each.layers) != 1:
+            continue
+        [at] = each.layers
+        if at.size > MAX_ENVELOPE_BYTES:
+            continue
+        content = layout.read_blob(at.digest, at.size)
+        check_digest(content, at.digest, layout.blob_path(at.digest))
+        with contextlib.suppress(RefusedError):
+            if read_statement(content, PROVENANCE_PREDICATE).about(root.digest):
+                yield content
+
+
+def _signed_by(layout: Layout, root: Root, key: PrivateKey) -> Iterable[bytes]:
+    """Yield the payloads of attached signatures by a key."""
+    for each in referrers(layout, root):
+        if each.artifact_type != BUNDLE_MEDIA_TYPE or len(each.layers) != 1:
+            continue
+        try:
+            envelope = read_bundle(layout.read_blob(each.layers[0].digest, each.layers[0].size))
+        except (RefusedError, RejectError):
+            continue
+        if signers(envelope, [key.public]):
+            yield envelope.payload

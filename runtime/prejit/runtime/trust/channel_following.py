@@ -1,0 +1,59 @@
+"""Follow a channel: read its file, compare it with what was accepted last, and keep what is accepted."""
+
+from __future__ import annotations
+
+from prejit.runtime.trust.channel import MAX_CHANNEL_BYTES, Accepted, KeySet, Outcome, accept
+from prejit.runtime.trust.channel_state import ChannelState
+from prejit.runtime.trust.policy import ChannelRule, Policy
+from prejit.runtime.trust.reasons import Reason, RefusedError
+
+
+def current_release(policy: Policy, channel: ChannelRule, now: float) -> Outcome | Reason:
+    """Return the current release of a channel, or why there is none. Keep that it was accepted.
+
+    Args:
+        policy: the policy.
+        channel: the channel.
+        now: seconds since the epoch.
+
+    Raises:
+        PolicyError: what was accepted cannot be read or kept.
+    """
+    try:
+        with open(channel.file, "rb") as file:
+            content = file.read(MAX_CHANNEL_BYTES + 1)
+    except OSError as error:
+        return Reason(
+            "channel-missing",
+            "authenticity",
+            f"channel {channel.name!r}: cannot read {channel.file}: {error.strerror}",
+        )
+    state = ChannelState(policy.path, channel.name)
+    with state.locked():
+        kept = state.read()
+        last = _newest(kept, channel, now)
+        try:
+            outcome = accept(
+                content,
+                channel.name,
+                last,
+                now,
+                minimum_version=channel.minimum_version,
+                revoked=policy.revoked_keys,
+            )
+        except RefusedError as error:
+            return error.reason
+        if outcome.accepted != kept:
+            state.write(outcome.accepted)
+    return outcome
+
+
+def _newest(kept: Accepted | None, channel: ChannelRule, now: float) -> Accepted:
+    """Return what was accepted last, with the keys of the policy if these are newer or nothing is kept."""
+    keys = tuple(each.key for each in channel.keys if each.expires is None or now < each.expires)
+    own = KeySet(channel.keys_version, keys, channel.threshold)
+    if kept is None:
+        return Accepted(own)
+    if kept.keys.version >= own.version:
+        return kept
+    return kept._replace(keys=own)

@@ -1,0 +1,139 @@
+"""What this user has accepted of a channel, kept between starts so that no older release comes back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from prejit.runtime.base.files import write_file
+from prejit.runtime.base.locks import lock_file
+from prejit.runtime.errors import PolicyError, StoreError
+from prejit.runtime.trust.channel import Accepted, KeySet
+from prejit.runtime.trust.foreign_json import field, read_object
+from prejit.runtime.trust.keys import read_key
+from prejit.runtime.trust.reasons import RefusedError
+
+_MAX_BYTES = 1 << 20
+
+
+def state_root() -> Path:
+    """Return the directory of states: `$XDG_STATE_HOME/prejit/trust`, else `~/.local/state/prejit/trust`."""
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "prejit" / "trust"
+
+
+@final
+class ChannelState:
+    """The state of one channel of one policy: a file that only this user may write.
+
+    Unlike a cache it must be there: without it a rollback is not noticed. So what cannot be kept is an error.
+    """
+
+    def __init__(self, policy: str, channel: str) -> None:
+        """Choose the file.
+
+        Args:
+            policy: path of the policy.
+            channel: name of the channel.
+        """
+        name = hashlib.sha256(f"{os.path.abspath(policy)}\0{channel}".encode()).hexdigest()
+        self.path = state_root() / f"{name}.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the state's lock for a block, so that two starts do not accept two releases at once.
+
+        Raises:
+            PolicyError: the directory cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = lock_file(self.path.with_suffix(".lock"))
+        except OSError as error:
+            raise self._unkept(str(error.strerror)) from error
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> Accepted | None:
+        """Return what was accepted last; None: nothing yet.
+
+        Raises:
+            PolicyError: the file cannot be read or is damaged, or others may write to it.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with open(os.open(self.path, flags), "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    raise self._damaged("others may write to it")
+                content = file.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unkept(str(error.strerror)) from error
+        try:
+            return _read(content, str(self.path))
+        except RefusedError as error:
+            raise self._damaged(str(error)) from error
+
+    def write(self, accepted: Accepted) -> None:
+        """Keep what was accepted.
+
+        Raises:
+            PolicyError: it cannot be written.
+        """
+        found = {
+            "keys": [key.pem for key in accepted.keys.keys],
+            "keys_version": accepted.keys.version,
+            "threshold": accepted.keys.threshold,
+            "expires": accepted.keys.expires,
+            "version": accepted.version,
+            "release_keys_version": accepted.release_keys_version,
+            "release": accepted.release_digest,
+        }
+        try:
+            write_file(self.path, json.dumps(found, sort_keys=True).encode("ascii"))
+            self.path.chmod(0o600)
+        except (OSError, StoreError) as error:
+            raise self._unkept(str(error)) from error
+
+    def _unkept(self, reason: str) -> PolicyError:
+        return PolicyError(
+            f"{self.path}: cannot keep which release was accepted: {reason}",
+            hint="set XDG_STATE_HOME to a directory that this user can write and that outlives the process",
+        )
+
+    def _damaged(self, reason: str) -> PolicyError:
+        return PolicyError(
+            f"{self.path}: expected the state of a channel: {reason}",
+            hint="find out who changed it, then delete it; the next start accepts any release that is signed",
+        )
+
+
+def _read(content: bytes, path: str) -> Accepted:
+    found = read_object(content, _MAX_BYTES, "state", path)
+    pems = field(found, "keys", list, "state", path)
+    try:
+        keys = tuple(read_key(str(pem).encode("utf-8"), path) for pem in pems)
+    except PolicyError as error:
+        raise RefusedError("state", str(error)) from error
+    expires = found.get("expires")
+    if not isinstance(expires, int | float | None) or isinstance(expires, bool):
+        raise RefusedError("state", f"{path}: expires: expected a number or null")
+    threshold = field(found, "threshold", int, "state", path)
+    if not 1 <= threshold <= len(keys):
+        raise RefusedError("state", f"{path}: threshold: expected 1 to the number of keys")
+    return Accepted(
+        KeySet(field(found, "keys_version", int, "state", path), keys, threshold, expires),
+        field(found, "version", int, "state", path),
+        field(found, "release_keys_version", int, "state", path),
+        field(found, "release", str, "state", path),
+    )

@@ -1,0 +1,254 @@
+"""The rule: whether a policy lets a bundle run, from what is attached to it. No reading of files.
+
+For each target that may run, in this order:
+
+1. The first rule whose names fit the bundle's name decides. No rule: refused.
+2. A bundle or a manifest that is revoked is refused.
+3. Each attached signature is parsed and verified with the keys of the rule. It counts if it is by a key that
+   neither expired nor was revoked, and is about the bundle's index or about this target's manifest.
+4. As many different keys as the threshold must be left.
+5. The bundle must be the current one of the rule's channel.
+
+A reason is enforced or only reported, by the level of the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from prejit.runtime.trust.dsse import Envelope, pae, read_bundle
+from prejit.runtime.trust.policy import Policy, Rule, TrustedKey, enforces
+from prejit.runtime.trust.reasons import Reason, RefusedError
+from prejit.runtime.trust.statement import (
+    BUNDLE_ANNOTATION,
+    SIGNATURE_PREDICATE,
+    SignedSubject,
+    read_statement,
+)
+
+if TYPE_CHECKING:
+    from prejit.runtime.trust.channel import Outcome
+
+MAX_VERIFICATIONS = 512
+"""Maximum number of times that one decision tries a key on a signature; each takes about 0.1 ms."""
+
+
+class TrustTarget(NamedTuple):
+    """A target that may run.
+
+    Attributes:
+        bundle: name of the bundle, as the manifest has it.
+        digest: the bundle's digest: that of its index.
+        manifest: digest of the target's manifest.
+    """
+
+    bundle: str
+    digest: str
+    manifest: str
+
+
+Attached = bytes | Reason
+"""A sigstore bundle that is attached to a bundle or to a manifest, or why it cannot be read."""
+
+
+class Decision(NamedTuple):
+    """Whether a bundle may run.
+
+    Attributes:
+        refusal: why not; None: it may.
+        reported: reasons that the level of the rule does not enforce.
+        signers: names of the keys whose signatures counted.
+    """
+
+    refusal: Reason | None
+    reported: tuple[Reason, ...] = ()
+    signers: tuple[str, ...] = ()
+
+    @property
+    def is_allowed(self) -> bool:
+        """True if the bundle may run."""
+        return self.refusal is None
+
+
+def decide(
+    policy: Policy,
+    target: TrustTarget,
+    attached: Sequence[Attached],
+    releases: Mapping[str, Outcome | Reason],
+    now: float,
+) -> Decision:
+    """Return whether a policy lets a target of a bundle run.
+
+    Args:
+        policy: the policy.
+        target: the target.
+        attached: the signatures that are attached to the bundle's index and to the target's manifest.
+        releases: the current release of each channel of the policy by its name, or why there is none.
+        now: seconds since the epoch.
+    """
+    rule = policy.rule_for(target.bundle)
+    if rule is None:
+        text = f"expected a rule for the name {target.bundle!r:.80}, found none"
+        return Decision(Reason("no-rule", "authenticity", text))
+    if rule.level == "skip":
+        return Decision(None)
+    reasons = list(_revoked(policy, target))
+    signers: dict[str, TrustedKey] = {}
+    if rule.threshold:
+        counted, faults = _count(rule, policy, target, attached, now)
+        late = [*counted.expired.items(), *counted.revoked.items()]
+        # A signature that is late for a reason which the level does not enforce still counts.
+        tolerated = {
+            key_id: key for key_id, (key, why) in late if not enforces(rule.level, why.kind)
+        }
+        signers = tolerated | counted.valid
+        if len(signers) < rule.threshold:
+            refused = [why for _, (_, why) in late if enforces(rule.level, why.kind)]
+            reasons.append(_why_too_few(rule, len(signers), refused, faults, bool(attached)))
+        elif len(counted.valid) < rule.threshold:
+            reasons += [why for _, (_, why) in late]
+    if rule.channel is not None:
+        reasons += _channel_reasons(releases[rule.channel.name], target)
+    enforced = [reason for reason in reasons if enforces(rule.level, reason.kind)]
+    names = tuple(sorted(key.name for key in signers.values()))
+    return Decision(
+        enforced[0] if enforced else None,
+        tuple(reason for reason in reasons if reason not in enforced),
+        names,
+    )
+
+
+def _revoked(policy: Policy, target: TrustTarget) -> Iterable[Reason]:
+    for digest, what in ((target.digest, "bundle"), (target.manifest, "target's manifest")):
+        if digest in policy.revoked_digests:
+            yield Reason("digest-revoked", "revocation", f"the {what} {digest} is revoked")
+
+
+class _Counted(NamedTuple):
+    """The keys that signed, by id.
+
+    Attributes:
+        valid: those that count.
+        expired, revoked: those that would count, and why they do not.
+    """
+
+    valid: dict[str, TrustedKey]
+    expired: dict[str, tuple[TrustedKey, Reason]]
+    revoked: dict[str, tuple[TrustedKey, Reason]]
+
+
+def _count(
+    rule: Rule, policy: Policy, target: TrustTarget, attached: Sequence[Attached], now: float
+) -> tuple[_Counted, list[Reason]]:
+    """Return the keys that signed, and why other signatures do not count."""
+    counted, faults = _Counted({}, {}, {}), list[Reason]()
+    budget = MAX_VERIFICATIONS
+    for each in attached:
+        try:
+            if isinstance(each, Reason):
+                raise RefusedError(each.case, each.text, each.kind)
+            envelope = read_bundle(each)
+            budget -= len(envelope.signatures) * len(rule.keys)
+            if budget < 0:
+                raise RefusedError(
+                    "too-many-signatures",
+                    f"expected signatures that {MAX_VERIFICATIONS} verifications decide, found more",
+                )
+            keys = _signing_keys(envelope, rule)
+            bundle = _subject_of(envelope, target).annotations.get(BUNDLE_ANNOTATION)
+        except RefusedError as error:
+            faults.append(error.reason)
+            continue
+        for key in keys:
+            _sort(counted, key, bundle if bundle in policy.revoked_digests else None, now)
+    return counted, faults
+
+
+def _signing_keys(envelope: Envelope, rule: Rule) -> list[TrustedKey]:
+    """Return the keys of a rule that signed an envelope.
+
+    Raises:
+        RefusedError: none did.
+    """
+    message = pae(envelope.payload)
+    found = [
+        each
+        for each in rule.keys
+        if any(each.key.verifies(signature, message) for signature in envelope.signatures)
+    ]
+    if found:
+        return found
+    hinted = [each.name for each in rule.keys if each.key.is_hinted(envelope.hint)]
+    if hinted:
+        raise RefusedError(
+            "wrong-signature", f"expected a signature by the key {hinted[0]}, found a wrong one"
+        )
+    raise RefusedError(
+        "unknown-key",
+        "expected a signature by a key of the rule, found one by another",
+        "authenticity",
+    )
+
+
+def _subject_of(envelope: Envelope, target: TrustTarget) -> SignedSubject:
+    """Return what an envelope signs: the bundle or the target's manifest.
+
+    Raises:
+        RefusedError: it is about something else, or is no signature.
+    """
+    statement = read_statement(envelope.payload, SIGNATURE_PREDICATE)
+    for digest in (target.digest, target.manifest):
+        if (subject := statement.about(digest)) is not None:
+            return subject
+    raise RefusedError(
+        "other-subject",
+        f"expected a signature of {target.digest} or of {target.manifest}, found one of "
+        f"{statement.subjects[0].digest}",
+    )
+
+
+def _sort(counted: _Counted, each: TrustedKey, revoked: str | None, now: float) -> None:
+    """Sort a key that signed by whether it counts. `revoked`: a revoked bundle that the signature names."""
+    if revoked is not None:
+        text = f"the key {each.name} signed the target in the bundle {revoked}, which is revoked"
+        counted.revoked[each.key.id] = (each, Reason("bundle-revoked", "revocation", text))
+    elif each.is_revoked:
+        reason = Reason("key-revoked", "revocation", f"the key {each.name} is revoked")
+        counted.revoked[each.key.id] = (each, reason)
+    elif each.expires is not None and now >= each.expires:
+        reason = Reason("key-expired", "expiry", f"the key {each.name} has expired")
+        counted.expired[each.key.id] = (each, reason)
+    else:
+        counted.valid[each.key.id] = each
+
+
+def _why_too_few(
+    rule: Rule, found: int, late: Sequence[Reason], faults: Sequence[Reason], is_any: bool
+) -> Reason:
+    """Return the reason why fewer keys signed than must, the most telling one."""
+    names = ", ".join(each.name for each in rule.keys)
+    expected = f"expected signatures by {rule.threshold} of the keys {names}, found {found}"
+    if late:
+        return Reason(late[0].case, late[0].kind, f"{expected}: {late[0].text}")
+    if found:
+        also = f"; another does not count: {faults[0].text}" if faults else ""
+        return Reason("threshold", "authenticity", expected + also)
+    if not is_any:
+        return Reason("unsigned", "authenticity", f"{expected}: nothing is attached")
+    damaged = [fault for fault in faults if fault.kind != "authenticity"]
+    first = (damaged or list(faults))[0]
+    return Reason(first.case, first.kind, f"{expected}: {first.text}")
+
+
+def _channel_reasons(found: Outcome | Reason, target: TrustTarget) -> Iterable[Reason]:
+    if isinstance(found, Reason):
+        yield found
+        return
+    from prejit.runtime.trust.channel import why_not_current
+
+    if found.expired is not None:
+        yield found.expired
+    other = why_not_current(found.release, target.bundle, target.digest, target.manifest)
+    if other is not None:
+        yield other

@@ -1,0 +1,188 @@
+"""Ask every policy that applies whether targets of an open bundle may run, before any of it is loaded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from prejit.runtime.errors import RejectError, UntrustedError
+from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.checks.oci import check_digest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.names import BUNDLE_NAME
+from prejit.runtime.format.opening import OpenTarget, match, read_manifests
+from prejit.runtime.format.referrers import Referrer, referrers
+from prejit.runtime.format.root import Root
+from prejit.runtime.format.schema import ImageManifest
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
+from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, MAX_ENVELOPE_BYTES
+from prejit.runtime.trust.policy import ChannelRule, Policy, read_policy
+from prejit.runtime.trust.reasons import Reason
+
+if TYPE_CHECKING:
+    from prejit.runtime.trust.channel import Outcome
+
+MAX_ATTACHED = 64
+"""Maximum number of signatures of a bundle and of one of its targets that are read."""
+
+
+class PolicyVerdict(NamedTuple):
+    """The decision of one policy about one target.
+
+    Attributes:
+        policy: the policy's file.
+        target: the target's name.
+        decision: the decision.
+    """
+
+    policy: str
+    target: str
+    decision: Decision
+
+
+def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[PolicyVerdict]:
+    """Return the decision of one policy about each target of a bundle.
+
+    Raises:
+        UntrustedError: it refuses a target.
+        PolicyError: the policy cannot be read or applied.
+        RejectError, StoreError: the bundle is damaged, or cannot be read.
+    """
+
+    def read(layout: Layout, root: Root) -> list[PolicyVerdict]:
+        targets = match(root, Fingerprint.current())
+        manifests = read_manifests(layout, targets)
+        found = verdicts([policy], layout, root, targets, manifests)
+        for verdict in found:
+            _check(verdict, layout)
+        return found
+
+    return read_whole(bundle, read)
+
+
+def enforce(
+    paths: Sequence[str],
+    layout: Layout,
+    root: Root,
+    targets: Iterable[OpenTarget],
+    manifests: Mapping[str, ImageManifest],
+) -> tuple[str, ...]:
+    """Check that every policy lets targets run.
+
+    Args:
+        paths: the files of the policies.
+        layout: the bundle.
+        root: what its `index.json` leads to.
+        targets: the targets that may run.
+        manifests: their manifests, checked, by the target's name.
+
+    Returns:
+        What the policies only report, as text.
+
+    Raises:
+        UntrustedError: a policy refuses a target.
+        PolicyError: a policy cannot be read or applied.
+        RejectError: something that is attached to the bundle is damaged.
+    """
+    reported = []
+    for verdict in verdicts(paths, layout, root, targets, manifests):
+        _check(verdict, layout)
+        reported += [
+            f"{layout.path}: {verdict.policy} reports about target {verdict.target} ({reason.case}): "
+            f"{reason.text}"
+            for reason in verdict.decision.reported
+        ]
+    return tuple(reported)
+
+
+def _check(verdict: PolicyVerdict, layout: Layout) -> None:
+    if (refusal := verdict.decision.refusal) is not None:
+        raise UntrustedError(
+            os.fspath(layout.path),
+            f"{verdict.policy} does not let target {verdict.target} run ({refusal.case}): {refusal.text}",
+            case=refusal.case,
+        )
+
+
+def verdicts(
+    paths: Sequence[str],
+    layout: Layout,
+    root: Root,
+    targets: Iterable[OpenTarget],
+    manifests: Mapping[str, ImageManifest],
+) -> list[PolicyVerdict]:
+    """Return the decision of every policy about every target. Arguments and errors as of `enforce`."""
+    policies = [read_policy(path) for path in paths]
+    now = time.time()
+    attached = referrers(layout, root)
+    found = []
+    for target in targets:
+        named = manifests[target.name].annotations.get(BUNDLE_NAME)
+        if named != target.bundle:  # the rule of another name would decide
+            raise RejectError(
+                layout.blob_path(target.descriptor.digest),
+                f"expected bundle {target.bundle!r:.80}, as the index, found {named!r:.80}",
+            )
+        about = TrustTarget(target.bundle, root.digest, target.descriptor.digest)
+        signatures = list(_signatures(layout, attached, about))
+        for policy in policies:
+            releases = _releases(policy, target.bundle, now)
+            decision = decide(policy, about, signatures, releases, now)
+            found.append(PolicyVerdict(policy.path, target.name, decision))
+    return found
+
+
+def _signatures(
+    layout: Layout, attached: Iterable[Referrer], about: TrustTarget
+) -> Iterable[Attached]:
+    """Yield the signatures that are attached to a bundle or to a target of it."""
+    count = 0
+    for each in attached:
+        is_signature = each.artifact_type == BUNDLE_MEDIA_TYPE
+        if not is_signature or each.subject not in (about.digest, about.manifest):
+            continue
+        count += 1
+        if count > MAX_ATTACHED:
+            yield Reason(
+                "too-many-signatures",
+                "integrity",
+                f"expected at most {MAX_ATTACHED} signatures, found more",
+            )
+            return
+        yield _signature(layout, each)
+
+
+def _signature(layout: Layout, referrer: Referrer) -> Attached:
+    if len(referrer.layers) != 1 or referrer.layers[0].mediaType != BUNDLE_MEDIA_TYPE:
+        return Reason("referrer-layers", "integrity", f"expected one layer of {BUNDLE_MEDIA_TYPE}")
+    [at] = referrer.layers
+    if at.size > MAX_ENVELOPE_BYTES:
+        return Reason(
+            "bundle-json-size",
+            "integrity",
+            f"expected at most {MAX_ENVELOPE_BYTES} bytes, found {at.size}",
+        )
+    try:
+        content = layout.read_blob(at.digest, at.size)
+        check_digest(content, at.digest, layout.blob_path(at.digest))
+    except RejectError as error:
+        return Reason("referrer-damaged", "integrity", str(error))
+    return content
+
+
+def _releases(policy: Policy, bundle: str, now: float) -> dict[str, Outcome | Reason]:
+    """Return the release of the channel that a bundle's rule names, if it names one."""
+    rule = policy.rule_for(bundle)
+    if rule is None or rule.channel is None:
+        return {}
+    return {rule.channel.name: _release(policy, rule.channel, now)}
+
+
+def _release(policy: Policy, rule: ChannelRule, now: float) -> Outcome | Reason:
+    # Most policies have no channel, and a start pays for each import.
+    from prejit.runtime.trust.channel_following import current_release
+
+    return current_release(policy, rule, now)

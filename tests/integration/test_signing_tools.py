@@ -1,0 +1,150 @@
+"""What `prejit sign` writes is verified by the tools of others: model_signing, securesystemslib, openssl.
+
+They have dependencies that other packages here cannot share, so they are in an environment of their own,
+`.venv-tools`, which `make test` makes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.layouts import blob
+from tests.signers import signer
+
+from prejit.compiler.signing.sign import Signed, sign
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import read_root
+from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, pae
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".venv-tools" / "bin" / "python"
+VERIFY = """
+import base64, json, sys
+from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
+from in_toto_attestation.v1.statement import STATEMENT_TYPE_URI
+from in_toto_attestation.v1 import statement_pb2
+from google.protobuf import json_format
+from securesystemslib.dsse import Envelope
+from securesystemslib.signer import SSlibKey
+from sigstore_models.bundle.v1 import Bundle
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+pem = open(sys.argv[1], "rb").read()
+key = SSlibKey.from_crypto(load_pem_public_key(pem))
+for path in sys.argv[2:]:
+    text = open(path).read()
+    bundle = Bundle.from_json(text)
+    assert bundle.media_type == "application/vnd.dev.sigstore.bundle.v0.3+json"
+    plain = json.loads(text)["dsseEnvelope"]
+    plain["signatures"][0]["keyid"] = key.keyid  # by which this library looks for the key
+    envelope = Envelope.from_dict(plain)
+    assert envelope.payload_type == "application/vnd.in-toto+json"
+    assert envelope.verify([key], 1)
+    found = json_format.Parse(envelope.payload, statement_pb2.Statement())
+    assert found.type == STATEMENT_TYPE_URI
+    for subject in found.subject:  # the whole would need a predicate, which cosign leaves empty
+        ResourceDescriptor.copy_from_pb(subject).validate()
+    assert found.predicate_type == "https://sigstore.dev/cosign/sign/v1"
+    print(found.subject[0].digest["sha256"])
+"""
+
+pytestmark = pytest.mark.skipif(
+    not TOOLS.exists(), reason="no .venv-tools: `make .venv-tools/.ready` makes it"
+)
+
+
+@pytest.fixture
+def signed(bundle_dir: Path) -> Signed:
+    return sign(bundle_dir, signer("a"))
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Path:
+    (tmp_path / "a.pub.pem").write_text(signer("a").public.pem)
+    return tmp_path / "a.pub.pem"
+
+
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(TOOLS), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def model_signing(bundle: Path, signed: Signed, public: Path) -> subprocess.CompletedProcess[str]:
+    given = ("--signature", signed.model_signature, "--public_key", public)
+    return tool("-m", "model_signing", "verify", "key", *given, bundle)
+
+
+@pytest.mark.parametrize("curve", ["SECP256R1", "SECP384R1", "SECP521R1"])
+def test_model_signing_verifies_the_directory(curve: str, bundle_dir: Path, tmp_path: Path) -> None:
+    key = signer(f"a-{curve}", curve)
+    (tmp_path / "key.pem").write_text(key.public.pem)
+    done = model_signing(bundle_dir, sign(bundle_dir, key), tmp_path / "key.pem")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_model_signing_refuses_a_changed_file(
+    bundle_dir: Path, signed: Signed, public: Path
+) -> None:
+    largest = max((bundle_dir / "blobs" / "sha256").iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"\xff")
+    assert model_signing(bundle_dir, signed, public).returncode != 0
+
+
+def test_model_signing_refuses_another_key(
+    bundle_dir: Path, signed: Signed, tmp_path: Path
+) -> None:
+    (tmp_path / "b.pub.pem").write_text(signer("b").public.pem)
+    assert model_signing(bundle_dir, signed, tmp_path / "b.pub.pem").returncode != 0
+
+
+def attached(bundle: Path) -> list[tuple[Any, Path]]:
+    with Layout(bundle) as layout:
+        found = referrers(layout, read_root(layout))
+    return [(each, blob(bundle, each.layers[0].digest)) for each in found]
+
+
+def test_libraries_of_in_toto_and_sigstore_read_and_verify_what_is_attached(
+    bundle_dir: Path, signed: Signed, public: Path
+) -> None:
+    done = tool("-c", VERIFY, public, *(file for _, file in attached(bundle_dir)))
+    assert done.returncode == 0, done.stderr
+    assert {f"sha256:{line}" for line in done.stdout.split()} == set(signed.subjects)
+
+
+def test_openssl_verifies_what_is_attached(
+    bundle_dir: Path, signed: Signed, public: Path, tmp_path: Path
+) -> None:
+    for _, file in attached(bundle_dir):
+        envelope = json.loads(file.read_bytes())["dsseEnvelope"]
+        (tmp_path / "pae").write_bytes(pae(base64.b64decode(envelope["payload"])))
+        (tmp_path / "sig").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
+        command = ["openssl", "dgst", "-sha256", "-verify", public, "-signature"]
+        done = subprocess.run(
+            [*command, tmp_path / "sig", tmp_path / "pae"], capture_output=True, check=False
+        )
+        assert done.stdout == b"Verified OK\n", done.stderr
+
+
+def test_the_manifest_of_a_signature_is_as_cosign_writes_it(
+    bundle_dir: Path, signed: Signed
+) -> None:
+    for each, _ in attached(bundle_dir):
+        manifest = json.loads(blob(bundle_dir, each.descriptor.digest).read_bytes())
+        assert manifest["artifactType"] == BUNDLE_MEDIA_TYPE
+        assert manifest["config"]["mediaType"] == "application/vnd.oci.empty.v1+json"
+        assert [layer["mediaType"] for layer in manifest["layers"]] == [BUNDLE_MEDIA_TYPE]
+        assert manifest["subject"]["digest"] in signed.subjects
+        noted = manifest["annotations"]
+        assert noted["dev.sigstore.bundle.content"] == "dsse-envelope"
+        predicate = "https://sigstore.dev/cosign/sign/v1"
+        assert noted["dev.sigstore.bundle.predicateType"] == predicate
+        assert "org.opencontainers.image.created" in noted

@@ -1,0 +1,43 @@
+"""Keys and policies for tests of trust."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
+
+
+def signer(name: str, curve: str = "SECP256R1") -> PrivateKey:
+    """Return a private key; the same one for the same name in one run."""
+    return _made(name, curve)
+
+
+@cache
+def _made(name: str, curve: str) -> PrivateKey:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    kind: Any = getattr(ec, curve)
+    return parse_private_key(
+        ec.generate_private_key(kind()).private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+        name,
+    )
+
+
+def key_table(name: str, key: PrivateKey | None = None, **more: str) -> str:
+    """Return a table of `trust.toml` with a key."""
+    pem = (key or signer(name)).public.pem
+    lines = "".join(f"{key} = {value}\n" for key, value in more.items())
+    return f'[keys.{name}]\npem = """\n{pem}"""\n{lines}\n'
+
+
+def write_policy(path: Path, *texts: str) -> Path:
+    """Write a policy made of parts."""
+    path.write_text("\n".join(texts))
+    return path

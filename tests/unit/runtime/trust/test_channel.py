@@ -1,0 +1,353 @@
+"""A channel never goes back: releases, expiry, thresholds, and the rotation of its keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.signers import signer
+
+from prejit.runtime.errors import PolicyError
+from prejit.runtime.trust.channel import (
+    Accepted,
+    KeySet,
+    Outcome,
+    accept,
+    encode_channel,
+    keys_statement,
+    release_statement,
+)
+from prejit.runtime.trust.channel_state import ChannelState
+from prejit.runtime.trust.dsse import Envelope
+from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.statement import (
+    SIGNATURE_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+)
+
+OLD, NEW = "sha256:" + "1" * 64, "sha256:" + "2" * 64
+NOW = datetime(2026, 11, 22, tzinfo=UTC)
+LATER = datetime(2027, 11, 22, tzinfo=UTC)
+
+
+def keys_of(*names: str) -> tuple[Any, ...]:
+    return tuple(signer(name).public for name in names)
+
+
+def trusted(*names: str, threshold: int = 1, version: int = 0) -> Accepted:
+    return Accepted(KeySet(version, keys_of(*names), threshold))
+
+
+def signed(payload: bytes, names: Sequence[str]) -> Envelope:
+    return Envelope(payload, tuple(signer(name).sign(payload) for name in names))
+
+
+def release(
+    version: int,
+    digest: str = NEW,
+    by: Sequence[str] = ("a",),
+    *,
+    keys: int = 0,
+    expires: datetime = LATER,
+    name: str = "stable",
+) -> Envelope:
+    payload = release_statement(
+        name, "demo", (SignedSubject(digest),), version=version, keys_version=keys, expires=expires
+    )
+    return signed(payload, by)
+
+
+def rotation(
+    version: int,
+    names: Sequence[str],
+    by: Sequence[str],
+    *,
+    threshold: int = 1,
+    expires: datetime = LATER,
+    name: str = "stable",
+) -> Envelope:
+    payload = keys_statement(
+        name, keys_of(*names), version=version, threshold=threshold, expires=expires
+    )
+    return signed(payload, by)
+
+
+def run(
+    last: Accepted, current: Envelope, *rotations: Envelope, now: datetime = NOW, **options: Any
+) -> Outcome:
+    content = encode_channel(rotations, current)
+    return accept(content, "stable", last, now.timestamp(), **options)
+
+
+def refused(last: Accepted, current: Envelope, *rotations: Envelope, **options: Any) -> str:
+    with pytest.raises(RefusedError) as raised:
+        run(last, current, *rotations, **options)
+    return raised.value.reason.case
+
+
+def test_a_release_is_accepted_and_remembered() -> None:
+    found = run(trusted("a"), release(7))
+    assert found.expired is None
+    assert found.release.digests == {NEW}
+    assert (found.accepted.version, found.accepted.release_keys_version) == (7, 0)
+    assert run(found.accepted, release(7)).release.version == 7  # the next start
+
+
+def test_a_lower_version_is_refused() -> None:
+    last = run(trusted("a"), release(7)).accepted
+    assert refused(last, release(6, OLD)) == "channel-rollback"
+
+
+def test_a_rollback_is_a_higher_version_that_names_the_older_digest() -> None:
+    last = run(trusted("a"), release(7)).accepted
+    assert run(last, release(8, OLD)).release.digests == {OLD}
+
+
+def test_two_releases_of_one_version_are_refused() -> None:
+    last = run(trusted("a"), release(7)).accepted
+    assert refused(last, release(7, OLD)) == "channel-two-releases"
+
+
+def test_the_minimum_holds_on_a_machine_that_saw_none() -> None:
+    assert refused(trusted("a"), release(7), minimum_version=8) == "channel-minimum"
+    assert run(trusted("a"), release(8), minimum_version=8).release.version == 8
+
+
+@pytest.mark.parametrize(
+    ("threshold", "by"),
+    [(1, ["stranger"]), (2, ["a"]), (2, ["a", "a"]), (2, ["a", "stranger"])],
+)
+def test_too_few_signers_are_refused(threshold: int, by: list[str]) -> None:
+    last = trusted("a", "b", threshold=threshold)
+    assert refused(last, release(1, by=by)) == "channel-signature"
+
+
+def test_two_of_three_are_enough() -> None:
+    last = trusted("a", "b", "c", threshold=2)
+    assert run(last, release(1, by=["c", "a"])).release.version == 1
+
+
+def test_an_expired_release_says_so_and_is_still_compared() -> None:
+    late = release(7, expires=NOW)
+    found = run(trusted("a"), late)
+    assert found.expired is not None
+    assert found.expired.case == "channel-expired"
+    last = run(trusted("a"), release(8)).accepted
+    assert refused(last, late) == "channel-rollback"
+
+
+def test_another_channel_is_refused() -> None:
+    assert refused(trusted("a"), release(1, name="canary")) == "channel-name"
+
+
+def test_a_signature_of_a_bundle_is_no_release() -> None:
+    payload = encode_statement(Statement(SIGNATURE_PREDICATE, (SignedSubject(NEW),)))
+    assert refused(trusted("a"), signed(payload, ["a"])) == "predicate-type"
+
+
+def test_a_revoked_key_signs_nothing() -> None:
+    revoked = frozenset({signer("a").public.id})
+    assert refused(trusted("a"), release(1), revoked=revoked) == "channel-signature"
+
+
+# --- rotation ---------------------------------------------------------------------------------------------
+
+
+def test_old_keys_sign_new_ones() -> None:
+    turn = rotation(1, ["b"], by=["a", "b"])
+    found = run(trusted("a"), release(1, by=["b"], keys=1), turn)
+    assert found.accepted.keys.version == 1
+    assert [key.id for key in found.accepted.keys.keys] == [signer("b").public.id]
+
+
+def test_rotations_are_walked_one_after_the_other() -> None:
+    first = rotation(1, ["b", "c"], by=["a", "b", "c"], threshold=2)
+    second = rotation(2, ["d"], by=["b", "c", "d"])
+    found = run(trusted("a"), release(1, by=["d"], keys=2), first, second)
+    assert found.accepted.keys.version == 2
+    # A machine that has walked them reads the same file, and one that begins with newer keys too.
+    assert run(found.accepted, release(1, by=["d"], keys=2), first, second).release.version == 1
+    newer = trusted("b", "c", threshold=2, version=1)
+    assert run(newer, release(1, by=["d"], keys=2), first, second).accepted.keys.version == 2
+
+
+@pytest.mark.parametrize("by", [["b"], ["a"], ["stranger", "b"]])
+def test_a_rotation_needs_the_old_keys_and_the_new_ones(by: list[str]) -> None:
+    turn = rotation(1, ["b"], by=by)
+    assert refused(trusted("a"), release(1, by=["b"], keys=1), turn) == "channel-signature"
+
+
+def test_a_rotation_keeps_to_the_threshold_of_the_old_keys() -> None:
+    last = trusted("a", "c", threshold=2)
+    turn = rotation(1, ["b"], by=["a", "b"])
+    assert refused(last, release(1, by=["b"], keys=1), turn) == "channel-signature"
+
+
+def test_a_version_of_the_keys_is_never_left_out() -> None:
+    turn = rotation(2, ["b"], by=["a", "b"])
+    assert refused(trusted("a"), release(1, by=["b"], keys=2), turn) == "channel-keys-version"
+
+
+def test_old_keys_sign_no_release_after_a_rotation() -> None:
+    turn = rotation(1, ["b"], by=["a", "b"])
+    last = run(trusted("a"), release(1, by=["b"], keys=1), turn).accepted
+    assert refused(last, release(9)) == "channel-signature"
+    # A key that stays does not bring an old release back.
+    stays = rotation(1, ["a", "b"], by=["a", "b"])
+    last = run(trusted("a"), release(1, by=["a"], keys=1), stays).accepted
+    assert refused(last, release(9)) == "channel-release-keys"
+
+
+def test_a_stolen_key_does_not_block_the_channel() -> None:
+    blocked = run(trusted("a"), release((1 << 53) - 1)).accepted
+    turn = rotation(1, ["b"], by=["a", "b"])
+    found = run(blocked, release(1, by=["b"], keys=1), turn)
+    assert found.release.version == 1
+
+
+def test_expired_keys_say_so() -> None:
+    turn = rotation(1, ["b"], by=["a", "b"], expires=NOW)
+    found = run(trusted("a"), release(1, by=["b"], keys=1), turn)
+    assert found.expired is not None
+    assert found.expired.case == "channel-keys-expired"
+
+
+def test_only_the_last_keys_must_not_be_expired() -> None:
+    first = rotation(1, ["b"], by=["a", "b"], expires=NOW)
+    second = rotation(2, ["c"], by=["b", "c"])
+    assert run(trusted("a"), release(1, by=["c"], keys=2), first, second).expired is None
+
+
+def test_a_rotation_of_another_channel_is_refused() -> None:
+    turn = rotation(1, ["b"], by=["a", "b"], name="canary")
+    assert refused(trusted("a"), release(1, by=["b"], keys=1), turn) == "channel-name"
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("channel-version", lambda p: p.update(version=-1)),
+        ("channel-version", lambda p: p.update(version=1 << 53)),
+        ("channel-version", lambda p: p.update(version=True)),
+        ("channel-version", lambda p: p.update(version="1")),
+        ("channel-version", lambda p: p.pop("version")),
+        ("channel-version", lambda p: p.pop("keys")),
+        ("channel-expires", lambda p: p.pop("expires")),
+        ("channel-expires", lambda p: p.update(expires="tomorrow")),
+        ("channel-expires", lambda p: p.update(expires="2027-01-01T00:00:00+01:00")),
+        ("channel-release", lambda p: p.update(bundle=None)),
+        ("channel-name", lambda p: p.pop("channel")),
+    ],
+)
+def test_a_release_that_is_signed_and_wrong_is_refused(case: str, change: Change) -> None:
+    found = json.loads(release(1).payload)
+    change(found["predicate"])
+    assert refused(trusted("a"), signed(json.dumps(found).encode(), ["a"])) == case
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.update(keys=[]),
+        lambda p: p.update(keys=["no key"]),
+        lambda p: p.update(keys=p["keys"] * 2),
+        lambda p: p.update(keys=[1]),
+        lambda p: p.update(threshold=0),
+        lambda p: p.update(threshold=3),
+        lambda p: p.update(keys=p["keys"] * 20),
+    ],
+)
+def test_keys_that_are_signed_and_wrong_are_refused(change: Change) -> None:
+    found = json.loads(rotation(1, ["b"], by=["a", "b"]).payload)
+    change(found["predicate"])
+    turn = signed(json.dumps(found).encode(), ["a", "b"])
+    assert refused(trusted("a"), release(1, by=["b"], keys=1), turn) == "channel-keys"
+
+
+@pytest.mark.parametrize(
+    ("content", "case"),
+    [
+        (b"", "channel-json"),
+        (b"[]", "channel-json"),
+        (b"{}", "channel-type"),
+        (b'{"mediaType":"application/vnd.prejit.channel.v1+json"}', "channel-keys"),
+        (b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":[]}', "envelope"),
+        (b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":[1]}', "envelope"),
+        (
+            b'{"mediaType":"application/vnd.prejit.channel.v1+json","keys":['
+            + b"0," * 256
+            + b"0]}",
+            "channel-keys",
+        ),
+        (b" " * (5 << 20), "channel-json-size"),
+    ],
+)
+def test_files_that_are_no_channel_are_refused(content: bytes, case: str) -> None:
+    with pytest.raises(RefusedError) as raised:
+        accept(content, "stable", trusted("a"), NOW.timestamp())
+    assert raised.value.reason.case == case
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChannelState:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return ChannelState("/etc/trust.toml", "stable")
+
+
+def test_what_was_accepted_is_read_again(state: ChannelState) -> None:
+    turn = rotation(1, ["b", "c"], by=["a", "b"])
+    accepted = run(trusted("a"), release(5, by=["b"], keys=1), turn).accepted
+    with state.locked():
+        assert state.read() is None
+        state.write(accepted)
+    found = state.read()
+    assert found is not None
+    assert found._replace(keys=accepted.keys) == accepted
+    assert [key.id for key in found.keys.keys] == [key.id for key in accepted.keys.keys]
+    assert (found.keys.threshold, found.keys.expires) == (1, LATER.timestamp())
+
+
+def test_each_policy_and_channel_has_its_own(state: ChannelState) -> None:
+    paths = {ChannelState(p, c).path for p in ("/a/t.toml", "/b/t.toml") for c in ("x", "y")}
+    assert len(paths | {state.path}) == 5
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"keys":["x"]}', b"\xff"])
+def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
+    with state.locked():
+        state.write(trusted("a"))
+    state.path.write_bytes(damage)
+    with pytest.raises(PolicyError, match="state of a channel"):
+        state.read()
+
+
+def test_a_state_that_others_may_write_is_an_error(state: ChannelState) -> None:
+    with state.locked():
+        state.write(trusted("a"))
+    state.path.chmod(0o666)
+    with pytest.raises(PolicyError, match="others may write"):
+        state.read()
+
+
+def test_a_state_that_cannot_be_kept_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(PolicyError, match="cannot keep"), ChannelState("x", "y").locked():
+        pass

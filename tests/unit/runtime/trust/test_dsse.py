@@ -1,0 +1,140 @@
+"""Envelopes and statements from anybody: they are read as signed, or refused; nothing else is ever raised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.signers import key_table, signer
+
+from prejit.runtime.trust.channel import signers
+from prejit.runtime.trust.decision import TrustTarget, decide
+from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae, read_bundle
+from prejit.runtime.trust.policy import parse_policy
+from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.statement import (
+    SIGNATURE_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+    read_statement,
+    signature_statements,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+DIGEST = st.binary(min_size=32, max_size=32).map(lambda raw: f"sha256:{raw.hex()}")
+INDEX = "sha256:" + "1" * 64
+GOOD = encode_bundle(signer("a").envelope(encode_statement(signature_statements(INDEX, [])[INDEX])))
+POLICY = parse_policy(
+    f'{key_table("a")}[[rules]]\nnames = ["demo"]\nkeys = ["a"]'.encode(),
+    "trust.toml",
+    lambda name, of: b"",
+    Path(),
+)
+
+
+def test_the_encoding_that_is_signed_is_that_of_dsse() -> None:
+    # The example of the specification (secure-systems-lab/dsse, protocol.md).
+    assert (
+        pae(b"hello world", "http://example.com/HelloWorld")
+        == b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
+    )
+    assert pae("ä".encode(), "ä") == "DSSEv1 2 ä 2 ä".encode()
+
+
+@given(
+    st.binary(max_size=200),
+    st.lists(st.binary(min_size=1, max_size=139), min_size=1, max_size=16),
+    st.text(max_size=20, alphabet=st.characters(codec="utf-8")),
+)
+def test_an_envelope_is_read_as_it_was_written(
+    payload: bytes, signatures: list[bytes], hint: str
+) -> None:
+    envelope = Envelope(payload, tuple(signatures), hint)
+    assert read_bundle(encode_bundle(envelope)) == envelope
+
+
+@given(
+    st.lists(
+        st.builds(
+            SignedSubject,
+            DIGEST,
+            st.text(max_size=9, alphabet=st.characters(codec="utf-8")),
+            st.dictionaries(st.just("a"), st.just("b")),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_a_statement_is_read_as_it_was_written(subjects: list[SignedSubject]) -> None:
+    statement = Statement(SIGNATURE_PREDICATE, tuple(subjects), {"n": 1})
+    assert read_statement(encode_statement(statement), SIGNATURE_PREDICATE) == statement
+
+
+@given(st.binary(max_size=300) | JSON.map(lambda found: json.dumps(found).encode()))
+def test_any_bytes_are_refused_and_never_raise_anything_else(content: bytes) -> None:
+    with pytest.raises(RefusedError):
+        read_bundle(content)
+    with pytest.raises(RefusedError):
+        read_statement(content, SIGNATURE_PREDICATE)
+
+
+def _replaced(found: Any, path: list[int], value: Any) -> Any:
+    """Return JSON in which the value that a path of numbers leads to is another."""
+    if not path or not isinstance(found, dict | list) or not found:
+        return value
+    keys = sorted(found) if isinstance(found, dict) else list(range(len(found)))
+    key = keys[path[0] % len(keys)]
+    changed = dict(found) if isinstance(found, dict) else list(found)
+    changed[key] = _replaced(found[key], path[1:], value)  # type: ignore[index, call-overload]
+    return changed
+
+
+@given(st.lists(st.integers(0, 9), max_size=5), JSON)
+def test_any_value_in_any_place_of_a_bundle_is_refused_or_does_not_matter(
+    path: list[int], value: Any
+) -> None:
+    content = json.dumps(_replaced(json.loads(GOOD), path, value)).encode()
+    decision = decide(POLICY, TrustTarget("demo", INDEX, INDEX), [content], {}, 0.0)
+    if decision.is_allowed:
+        assert read_bundle(content).payload == read_bundle(GOOD).payload
+
+
+@given(st.lists(st.integers(0, 9), max_size=4), JSON)
+def test_any_value_in_any_place_of_a_signed_statement_is_refused_or_does_not_matter(
+    path: list[int], value: Any
+) -> None:
+    payload = json.dumps(_replaced(json.loads(read_bundle(GOOD).payload), path, value)).encode()
+    content = encode_bundle(signer("a").envelope(payload))
+    decision = decide(POLICY, TrustTarget("demo", INDEX, INDEX), [content], {}, 0.0)
+    if decision.is_allowed:
+        assert read_statement(payload, SIGNATURE_PREDICATE).about(INDEX) is not None
+
+
+@settings(max_examples=300)
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_any_byte_that_is_changed_is_refused_or_does_not_matter(place: int, bits: int) -> None:
+    content = bytearray(GOOD)
+    content[place] ^= bits
+    decision = decide(POLICY, TrustTarget("demo", INDEX, INDEX), [bytes(content)], {}, 0.0)
+    if decision.is_allowed:
+        assert read_bundle(bytes(content)).payload == read_bundle(GOOD).payload
+
+
+@given(st.binary(max_size=80))
+def test_any_signature_by_nobody_verifies_with_no_key(signature: bytes) -> None:
+    keys = [signer("a").public, signer("b-521", "SECP521R1").public]
+    assert signers(Envelope(b"payload", (signature,)), keys) == set()

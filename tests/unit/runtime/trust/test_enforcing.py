@@ -1,0 +1,364 @@
+"""Nothing of a bundle is loaded before every policy allows it, however the bundle came there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.layouts import blob, index_of, write_root
+from tests.signers import key_table, signer, write_policy
+
+from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
+from prejit.compiler.signing.sign import sign
+from prejit.runtime import load
+from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import read_root
+from prejit.runtime.format.writing import EMPTY, Part, attach
+from prejit.runtime.recorded.opening import open_recorded
+from prejit.runtime.trust import sources
+from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE
+
+GOLDEN = Path(__file__).parents[3] / "format"
+X = np.ones((2, 16), np.float32)
+KEYS = key_table("a") + key_table("b")
+
+
+def rule(text: str = 'keys = ["a"]', names: str = '["example"]') -> str:
+    return f"[[rules]]\nnames = {names}\n{text}\n"
+
+
+@pytest.fixture(autouse=True)
+def no_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREJIT_TRUST", raising=False)
+    monkeypatch.setattr(sources, "SYSTEM_POLICY", tmp_path / "system.toml")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return write_policy(tmp_path / "trust.toml", KEYS, rule())
+
+
+def case_of(bundle: Path, policy: Path | None) -> str:
+    """Return the name of the reason why a bundle does not load."""
+    with pytest.raises(UntrustedError) as raised:
+        load(bundle, trust=policy)
+    assert raised.value.exit_code == 5
+    return raised.value.case
+
+
+def runs(bundle: Path, policy: Path | None) -> None:
+    with load(bundle, trust=policy) as loaded:
+        assert loaded.call("score", x=X).shape == (2, 4)
+
+
+def entries(bundle: Path) -> list[Any]:
+    found: list[Any] = json.loads((bundle / "index.json").read_bytes())["manifests"]
+    return found
+
+
+def signatures(bundle: Path, digest: str | None = None) -> tuple[Any, ...]:
+    with Layout(bundle) as layout:
+        return referrers(layout, read_root(layout), digest)
+
+
+def test_a_signed_bundle_runs_and_keeps_its_digest(bundle_dir: Path, policy: Path) -> None:
+    with Layout(bundle_dir) as layout:
+        before = read_root(layout).digest
+    signed = sign(bundle_dir, signer("a"))
+    assert signed.digest == before
+    assert signed.added == 3  # the index and two targets
+    runs(bundle_dir, policy)
+
+
+def test_an_unsigned_bundle_is_refused_before_a_layer_is_opened(
+    bundle_dir: Path, policy: Path
+) -> None:
+    with Layout(bundle_dir) as layout:
+        targets = read_root(layout).bundle.manifests
+    for target in targets:
+        manifest = json.loads(blob(bundle_dir, target.digest).read_bytes())
+        for at in (manifest["config"], *manifest["layers"]):
+            blob(bundle_dir, at["digest"]).unlink(missing_ok=True)
+    assert case_of(bundle_dir, policy) == "unsigned"
+    with pytest.raises(RejectError, match="expected a file"):  # they are really gone
+        load(bundle_dir)
+
+
+def test_signing_again_attaches_nothing(bundle_dir: Path) -> None:
+    sign(bundle_dir, signer("a"))
+    before = (bundle_dir / "index.json").read_bytes()
+    assert sign(bundle_dir, signer("a")).added == 0
+    assert (bundle_dir / "index.json").read_bytes() == before
+    assert sign(bundle_dir, signer("b")).added == 3
+
+
+def test_two_people_reach_a_threshold_one_after_the_other(bundle_dir: Path, tmp_path: Path) -> None:
+    both = write_policy(tmp_path / "two.toml", KEYS, rule('keys = ["a", "b"]\nthreshold = 2'))
+    sign(bundle_dir, signer("a"))
+    assert case_of(bundle_dir, both) == "threshold"
+    sign(bundle_dir, signer("b"))
+    runs(bundle_dir, both)
+
+
+# --- which policies apply ---------------------------------------------------------------------------------
+
+
+def test_the_policy_of_the_machine_cannot_be_loosened(
+    bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_policy(sources.SYSTEM_POLICY, KEYS, rule())
+    loose = write_policy(tmp_path / "loose.toml", rule('level = "skip"', '["*"]'))
+    monkeypatch.setenv("PREJIT_TRUST", str(loose))
+    for given in (None, loose):
+        assert case_of(bundle_dir, given) == "unsigned"
+    sign(bundle_dir, signer("a"))
+    runs(bundle_dir, loose)
+
+
+def test_each_policy_can_refuse_what_the_others_allow(
+    bundle_dir: Path, tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_policy(tmp_path / "other.toml", KEYS, rule('keys = ["b"]'))
+    sign(bundle_dir, signer("a"))
+    monkeypatch.setenv("PREJIT_TRUST", f"{policy}:{other}")
+    assert case_of(bundle_dir, None) == "unknown-key"
+    monkeypatch.setenv("PREJIT_TRUST", str(policy))
+    runs(bundle_dir, None)
+    assert case_of(bundle_dir, other) == "unknown-key"
+
+
+def test_a_policy_that_is_not_there_is_an_error(bundle_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="cannot read"):
+        load(bundle_dir, trust=tmp_path / "gone.toml")
+
+
+def test_a_policy_of_the_machine_behind_a_dead_link_is_an_error(bundle_dir: Path) -> None:
+    sources.SYSTEM_POLICY.symlink_to("nowhere")
+    with pytest.raises(PolicyError, match="cannot read"):
+        load(bundle_dir)
+
+
+def test_without_a_policy_nothing_is_asked(bundle_dir: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntrustedWarning)
+        runs(bundle_dir, None)
+
+
+def test_audit_warns_and_runs(bundle_dir: Path, tmp_path: Path) -> None:
+    audit = write_policy(tmp_path / "audit.toml", KEYS, rule('level = "audit"\nkeys = ["a"]'))
+    with pytest.warns(UntrustedWarning, match=r"reports about target cpu-\S+ \(unsigned\)"):
+        runs(bundle_dir, audit)
+
+
+def test_another_name_needs_another_rule(
+    make_recipe: Callable[..., Any], tmp_path: Path, policy: Path
+) -> None:
+    bundle = make_recipe(name="other").write(tmp_path / "other")
+    sign(bundle, signer("a"))
+    assert case_of(bundle, policy) == "no-rule"
+
+
+@pytest.mark.parametrize("version", ["v1", "v2", "v3", "v4"])
+def test_a_bundle_of_an_older_format_is_unsigned(version: str, tmp_path: Path) -> None:
+    everything = write_policy(tmp_path / "all.toml", KEYS, rule(names='["*"]'))
+    golden = next(path.parent for path in sorted((GOLDEN / version).rglob("index.json")))
+    with pytest.raises(UntrustedError) as raised:
+        load(golden, trust=everything)
+    assert raised.value.case == "unsigned"
+
+
+def test_recorded_bundles_are_asked_about_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = shutil.copytree(GOLDEN / "v5" / "recorded", tmp_path / "recorded")
+    name = index_of(bundle)["annotations"]["dev.prejit.name"]
+    policy = write_policy(tmp_path / "t.toml", KEYS, rule(names=json.dumps([name])))
+    monkeypatch.setenv("PREJIT_TRUST", str(policy))
+    with pytest.raises(UntrustedError):
+        open_recorded(bundle)
+    sign(bundle, signer("a"))
+    open_recorded(bundle)
+
+
+# --- copies, and what can be done to them -----------------------------------------------------------------
+
+
+def one_target(bundle: Path, to: Path, place: int = 0, *, signed: bool) -> Path:
+    """Copy one target as a tool does, with or without what refers to it."""
+    shutil.copytree(bundle, to)
+    target = index_of(bundle)["manifests"][place]
+    kept = [entry for entry in entries(bundle) if entry["digest"] == target["digest"]]
+    if signed:
+        found = {each.descriptor.digest for each in signatures(bundle, target["digest"])}
+        assert found
+        kept += [entry for entry in entries(bundle) if entry["digest"] in found]
+    write_root(to, kept)
+    return to
+
+
+def test_a_copy_of_one_target_verifies_by_its_own_signature(
+    bundle_dir: Path, tmp_path: Path, policy: Path
+) -> None:
+    sign(bundle_dir, signer("a"))
+    runs(one_target(bundle_dir, tmp_path / "signed", signed=True), policy)
+    assert case_of(one_target(bundle_dir, tmp_path / "bare", signed=False), policy) == "unsigned"
+
+
+def test_a_signature_of_another_target_does_not_count(
+    bundle_dir: Path, tmp_path: Path, policy: Path
+) -> None:
+    sign(bundle_dir, signer("a"))
+    copy = one_target(bundle_dir, tmp_path / "copy", 0, signed=False)
+    other = index_of(bundle_dir)["manifests"][1]["digest"]
+    [found] = signatures(bundle_dir, other)
+    content = blob(bundle_dir, found.layers[0].digest).read_bytes()
+    with Layout(copy) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    attach(copy, subject, BUNDLE_MEDIA_TYPE, EMPTY, [Part(BUNDLE_MEDIA_TYPE, content)], {})
+    assert case_of(copy, policy) == "other-subject"
+
+
+def test_signatures_of_another_bundle_do_not_count(
+    bundle_dir: Path, make_recipe: Callable[..., Any], tmp_path: Path, policy: Path
+) -> None:
+    sign(bundle_dir, signer("a"))
+    forged = make_recipe(score_scale=2.0).write(tmp_path / "forged")
+    for each in signatures(bundle_dir):
+        content = blob(bundle_dir, each.layers[0].digest).read_bytes()
+        with Layout(forged) as layout:
+            root = read_root(layout)
+        for subject in (root.subject, *root.bundle.manifests):
+            assert subject is not None
+            part = Part(BUNDLE_MEDIA_TYPE, content)
+            attach(forged, subject, BUNDLE_MEDIA_TYPE, EMPTY, [part], {})
+    assert case_of(forged, policy) == "other-subject"
+
+
+def test_stripped_signatures_leave_an_unsigned_bundle(bundle_dir: Path, policy: Path) -> None:
+    before = entries(bundle_dir)
+    sign(bundle_dir, signer("a"))
+    write_root(bundle_dir, before)
+    assert case_of(bundle_dir, policy) == "unsigned"
+
+
+def test_a_damaged_signature_does_not_count(bundle_dir: Path, policy: Path) -> None:
+    sign(bundle_dir, signer("a"))
+    for each in signatures(bundle_dir):
+        file = blob(bundle_dir, each.layers[0].digest)
+        file.write_bytes(file.read_bytes()[:-1] + b" ")
+    assert case_of(bundle_dir, policy) == "referrer-damaged"
+
+
+def test_a_damaged_manifest_of_a_signature_is_a_damaged_bundle(
+    bundle_dir: Path, policy: Path
+) -> None:
+    sign(bundle_dir, signer("a"))
+    file = blob(bundle_dir, signatures(bundle_dir)[0].descriptor.digest)
+    file.write_bytes(file.read_bytes()[:-1] + b" ")
+    with pytest.raises(RejectError) as raised:
+        load(bundle_dir, trust=policy)
+    assert not isinstance(raised.value, UntrustedError)
+
+
+@pytest.mark.parametrize(
+    ("parts", "case"),
+    [
+        ([Part("text/plain", b"x")], "referrer-layers"),
+        ([Part(BUNDLE_MEDIA_TYPE, b"x"), Part(BUNDLE_MEDIA_TYPE, b"y")], "referrer-layers"),
+        ([Part(BUNDLE_MEDIA_TYPE, b"x")], "bundle-json"),
+        ([Part(BUNDLE_MEDIA_TYPE, bytes(2 << 20))], "bundle-json-size"),
+    ],
+)
+def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
+    parts: list[Part], case: str, bundle_dir: Path, policy: Path
+) -> None:
+    with Layout(bundle_dir) as layout:
+        subject = read_root(layout).subject
+    assert subject is not None
+    attach(bundle_dir, subject, BUNDLE_MEDIA_TYPE, EMPTY, parts, {})
+    assert case_of(bundle_dir, policy) == case
+    sign(bundle_dir, signer("a"))
+    runs(bundle_dir, policy)
+
+
+# --- channels ---------------------------------------------------------------------------------------------
+
+
+def test_a_channel_goes_forward_back_by_a_higher_version_and_never_down(
+    bundle_dir: Path, make_recipe: Callable[..., Any], tmp_path: Path
+) -> None:
+    newer = make_recipe(score_scale=2.0).write(tmp_path / "newer")
+    policy = write_policy(
+        tmp_path / "trust.toml",
+        KEYS,
+        rule('channel = "stable"'),
+        '[channels.stable]\nfile = "stable.json"\nkeys = ["a"]',
+    )
+    file = tmp_path / "stable.json"
+    assert case_of(bundle_dir, policy) == "channel-missing"
+    assert release_bundle(file, bundle_dir, "stable", [signer("a")], 1) == 1
+    runs(bundle_dir, policy)
+    assert case_of(newer, policy) == "channel-other"
+    first = file.read_bytes()
+    assert release_bundle(file, newer, "stable", [signer("a")], 1) == 2
+    runs(newer, policy)
+    assert case_of(bundle_dir, policy) == "channel-other"
+    file.write_bytes(first)  # replayed
+    assert case_of(bundle_dir, policy) == "channel-rollback"
+    assert case_of(newer, policy) == "channel-rollback"
+    second = release_bundle(file, newer, "stable", [signer("a")], 1)
+    assert (second, release_bundle(file, bundle_dir, "stable", [signer("a")], 1)) == (2, 3)
+    runs(bundle_dir, policy)  # back, by a higher version
+
+
+def test_keys_are_rotated_end_to_end(bundle_dir: Path, tmp_path: Path) -> None:
+    policy = write_policy(
+        tmp_path / "trust.toml",
+        KEYS,
+        rule('channel = "stable"'),
+        '[channels.stable]\nfile = "stable.json"\nkeys = ["a"]',
+    )
+    file, public = tmp_path / "stable.json", tmp_path / "b.pub.pem"
+    public.write_text(signer("b").public.pem)
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)
+    runs(bundle_dir, policy)
+    assert rotate_keys(file, "stable", [public], 1, [signer("a"), signer("b")], 1) == 1
+    runs(bundle_dir, policy)
+    release_bundle(file, bundle_dir, "stable", [signer("a")], 1)  # the old key alone
+    assert case_of(bundle_dir, policy) == "channel-signature"
+    sign_channel(file, signer("b"))
+    runs(bundle_dir, policy)
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+def test_the_command_line_ends_with_status_5(
+    bundle_dir: Path, policy: Path, tmp_path: Path, prejit: Any
+) -> None:
+    np.save(tmp_path / "x.npy", X)
+    call = ("call", bundle_dir, "score", "--arg", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out")
+    done = prejit(*call, "--trust", policy, status=5)
+    assert "error[untrusted]" in done.stderr
+    assert "does not let target" in done.stderr
+    prejit(*call, env={"PREJIT_TRUST": str(policy)}, status=5)
+    assert "error[policy]" in prejit(*call, "--trust", tmp_path / "gone", status=5).stderr
+    prejit("verify", bundle_dir, "--policy", policy, status=5)
+    sign(bundle_dir, signer("a"))
+    prejit(*call, "--trust", policy)
+    found = json.loads(prejit("verify", bundle_dir, "--policy", policy, "--json").stdout)
+    assert [each["signers"] for each in found["policy"]] == [["a"], ["a"]]
+    assert "lets it run, signed by a" in prejit("verify", bundle_dir, "--policy", policy).stdout

@@ -1,0 +1,57 @@
+"""Public keys are read as `cryptography` reads them, whichever way is taken."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from cryptography.hazmat.primitives import serialization
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.signers import signer
+
+from prejit.runtime.errors import PolicyError
+from prejit.runtime.trust.keys import read_key
+
+CURVES = ["SECP256R1", "SECP384R1", "SECP521R1"]
+FORM = serialization.PublicFormat.SubjectPublicKeyInfo
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_quick_way_gives_what_cryptography_gives(curve: str) -> None:
+    private = signer(f"k-{curve}", curve).private
+    public = private.public_key()
+    pem = public.public_bytes(serialization.Encoding.PEM, FORM)
+    for text in (pem, pem.replace(b"\n", b"\r\n"), b"\n" + pem, pem.strip()):
+        found = read_key(text, "here")
+        assert found.public == public
+        assert found.pem.encode() == pem
+        der = public.public_bytes(serialization.Encoding.DER, FORM)
+        assert found.id == hashlib.sha256(der).hexdigest()
+
+
+def test_text_before_a_key_is_taken_as_openssl_writes_it() -> None:
+    pem = signer("k").public.pem
+    assert read_key(f"a key of ours\n{pem}".encode(), "here").id == signer("k").public.id
+
+
+def test_a_point_that_is_not_on_the_curve_is_refused() -> None:
+    lines = signer("k").public.pem.splitlines()
+    lines[2] = "A" * len(lines[2])
+    with pytest.raises(PolicyError, match="here: expected a public key in PEM"):
+        read_key("\n".join(lines).encode(), "here")
+
+
+@given(
+    st.binary(max_size=200)
+    | st.binary(max_size=120).map(
+        lambda raw: b"-----BEGIN PUBLIC KEY-----\n" + raw + b"\n-----END PUBLIC KEY-----"
+    )
+)
+def test_any_bytes_are_refused(content: Any) -> None:
+    with pytest.raises(PolicyError):
+        read_key(content, "here")
