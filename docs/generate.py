@@ -223,6 +223,9 @@ def command_line_page() -> str:
     parts.append("## Commands that build\n")
     for name, command in cli.commands.commands.items():
         parts.append(_click_command(name, command))
+        if isinstance(command, click.Group):
+            for inner, each in command.commands.items():
+                parts.append(_click_command(f"{name} {inner}", each))
     parts.append("## Commands that use a bundle\n")
     actions = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
     for name, command_parser in actions[0].choices.items():
