@@ -27,7 +27,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage chaos soak docs clean
+.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage fuzz chaos soak docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -108,6 +108,9 @@ hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls,
 
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
+
+fuzz: $(READY) ## 100,000 hostile bundles through the checks (1 hour); writes its figures
+	PREJIT_FUZZ_EXAMPLES=100000 $(BIN)/python -m tests.campaigns.fuzz
 
 chaos: $(READY) ## a build, load, fallback and gc that break at every call on their files (2 hours); writes its figures
 	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py

@@ -33,6 +33,7 @@ from prejit.runtime.format.checks import oci
 from prejit.runtime.format.checks.config import (
     check_chunks_layers,
     check_config,
+    check_packs,
     check_recorded_layer,
 )
 from prejit.runtime.format.layout import Layout
@@ -370,8 +371,8 @@ def recorded() -> tuple[second_reader.Target, ImageManifest, dict[str, bytes]]:
         ({"ingredients": {"computation": "A" * 64}}, "expected digests of 64 hexadecimal digits"),
         ({"entry": {"raw_size": 0}}, "raw_size: expected 1 to"),
         ({"entry": {"raw_size": (1 << 30) + 1}}, "raw_size: expected 1 to"),
-        ({"entry": {"offset": 1 << 20}}, "expected a frame in .* bytes, found 1048576 to"),
-        ({"entry": {"offset": -1}}, "expected a frame in .* bytes, found -1 to"),
+        ({"entry": {"offset": 1 << 20}}, "expected frames in .* bytes, found 1048576 to"),
+        ({"entry": {"offset": -1}}, "expected frames in .* bytes, found -1 to"),
     ],
 )
 def test_v5_two_readers_refuse_the_same_recorded_files(
@@ -385,9 +386,9 @@ def test_v5_two_readers_refuse_the_same_recorded_files(
     config = {**target.config, "recorded": [changed]}
     needs = from_json(Requirement, to_json(target.needs), "needs")
     with pytest.raises(RejectError, match=complaint):
-        check_recorded_layer(
-            check_config(to_json(config), "5", target.name, needs, "config"), manifest, "config"
-        )
+        checked = check_config(to_json(config), "5", target.name, needs, "config")
+        check_recorded_layer(checked, manifest, "config")
+        check_packs(checked, manifest, "config")
     with pytest.raises((AssertionError, zstandard.ZstdError)):
         second_reader.check_recorded(config, layers, 5)
 

@@ -22,8 +22,10 @@ MAX_INTEGER = (1 << 63) - 1
 MAX_JSON_ITEMS = 1 << 19
 """Maximum number of keys, and of lists and objects, in a config or a header of weights. 15,000 programs or
 100,000 tensors have as many."""
-_SMALL_JSON_BYTES = 1 << 20
-"""Smaller JSON is never refused for its number of items: it cannot take much memory."""
+_BYTES_AN_ITEM = 8
+"""Minimum number of bytes of JSON for each key, and for each list or object, on average. Configs have 20."""
+_FREE_JSON_ITEMS = 1 << 12
+"""JSON is never refused for fewer items: they cannot take much memory or time."""
 
 T = TypeVar("T")
 
@@ -58,7 +60,7 @@ def from_json(cls: type[T], content: bytes, path: str) -> T:
 def check_amount(
     content: bytes, keys: tuple[bytes, ...], containers: tuple[bytes, ...], path: str
 ) -> None:
-    """Refuse JSON that takes too much memory as Python values, such as 30 times its size for all brackets.
+    """Refuse JSON that takes too much memory and time as Python values: of brackets 30 times its size.
 
     Args:
         content: JSON.
@@ -69,11 +71,14 @@ def check_amount(
     Raises:
         RejectError: the content has more keys, or more lists and objects, than any bundle needs.
     """
-    if len(content) <= _SMALL_JSON_BYTES:
+    most = min(MAX_JSON_ITEMS, max(_FREE_JSON_ITEMS, len(content) // _BYTES_AN_ITEM))
+    if len(content) <= most:
         return
     for what, marks in (("keys", keys), ("lists and objects", containers)):
-        if (found := sum(map(content.count, marks))) > MAX_JSON_ITEMS:
-            raise RejectError(path, f"expected at most {MAX_JSON_ITEMS} {what}, found {found}")
+        if (found := sum(map(content.count, marks))) > most:
+            raise RejectError(
+                path, f"expected at most {most} {what} in {len(content)} bytes, found {found}"
+            )
 
 
 def from_any_json(cls: type[T], content: bytes, path: str) -> T:

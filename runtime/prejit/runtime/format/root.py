@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prejit.runtime.base.digests import digest_of, is_digest
-from prejit.runtime.base.typed_json import MAX_INTEGER, shown, to_json
+from prejit.runtime.base.typed_json import MAX_INTEGER, check_amount, shown, to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.checks.oci import (
@@ -76,6 +76,7 @@ def read_root(layout: Layout) -> Root:
     path = str(layout.path / "index.json")
     version = layout.read("oci-layout", limits.MAX_OCI_LAYOUT_BYTES)
     content = layout.read("index.json", limits.MAX_INDEX_BYTES)
+    check_amount(content, (b":",), (b"[", b"{"), path)
     plain = _parsed(content)
     if plain is None or _is_bundle_index(plain):
         check_layout_file(version, str(layout.path / "oci-layout"))
@@ -309,4 +310,5 @@ def _read(layout: Layout, at: Descriptor) -> bytes:
     check_descriptor(at, at.mediaType, _cap(at), path)
     content = layout.read_blob(at.digest, at.size)
     check_digest(content, at.digest, path)
+    check_amount(content, (b":",), (b"[", b"{"), path)
     return content

@@ -24,7 +24,7 @@ from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import aligned_zeros, to_jax, to_numpy
-from prejit.runtime.errors import BuildError, MismatchError
+from prejit.runtime.errors import BuildError, ExecutableError, MismatchError
 from prejit.runtime.format.arrays import DTYPES as TABLE_DTYPES
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 from prejit.runtime.format.checks.safetensors import SAFETENSORS_DTYPES
@@ -359,7 +359,7 @@ def test_no_branch_for_another_platform_is_left(device: Device) -> None:
 
 
 def test_bytes_that_xla_does_not_take_are_an_error_of_ours(device: Device) -> None:
-    with pytest.raises(MismatchError, match="somewhere: XLA cannot load this executable"):
+    with pytest.raises(ExecutableError, match="somewhere: XLA cannot load this executable"):
         device.load(b"no executable", "somewhere")
     with pytest.raises(BuildError, match="XLA cannot compile"):
         device.compile(b"no StableHLO")

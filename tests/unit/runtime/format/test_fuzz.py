@@ -1,0 +1,42 @@
+"""A sample of `make fuzz`: hostile bundles are rejected or right, soon, in little memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tests.campaigns.fuzz import Fuzzer
+
+from prejit.runtime.format import audit
+
+EXAMPLES = 150
+
+
+def test_verify_and_load_reject_the_same_hostile_bundles() -> None:
+    outcomes, problems = Counter[str](), []
+    with Fuzzer() as fuzzer:
+        for number in range(EXAMPLES):
+            tried = fuzzer.attempt(number)
+            outcomes[tried.outcome] += 1
+            if tried.problem:
+                problems.append(tried)
+    assert not problems, f"repeat it: python -m tests.campaigns.fuzz {problems[0].number}"
+    assert outcomes["rejected"] > EXAMPLES / 2
+    assert outcomes["accepted"] > 5
+
+
+def test_a_check_that_is_missing_or_raises_something_else_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the sample would show nothing."""
+    with Fuzzer() as fuzzer:
+        for number in range(20):
+            assert fuzzer.attempt(number).problem == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(audit, "check_weights", lambda *_: [][0])
+            found = [fuzzer.attempt(number).problem for number in range(40)]
+            assert any("found IndexError" in problem for problem in found)
+        with monkeypatch.context() as patch:
+            patch.setattr(audit, "unpack", lambda *_: b"")
+            found = [fuzzer.attempt(number).problem for number in range(EXAMPLES)]
+            assert any(problem.startswith("verify: None; load: RejectError") for problem in found)

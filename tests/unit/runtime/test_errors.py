@@ -1,0 +1,58 @@
+"""Errors and warnings, wherever they are printed: a traceback, a log, a terminal."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from tests.layouts import index_of, write_index
+
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import (
+    ExecutableError,
+    FallbackWarning,
+    MismatchError,
+    PrejitError,
+    RejectError,
+    StoreError,
+)
+from prejit.runtime.loader import load
+
+HOSTILE = "a\x1b]0;pwned\x07b\u202ec\x9b31m"
+SPELT = "a\\x1b]0;pwned\\x07b\\u202ec\\x9b31m"
+
+
+@pytest.mark.parametrize("kind", [PrejitError, StoreError, MismatchError])
+def test_a_message_cannot_move_the_cursor_of_whoever_prints_it(kind: type[PrejitError]) -> None:
+    """As a traceback does, which never asks for `describe`."""
+    error = kind(HOSTILE, hint=HOSTILE)
+    assert str(error) == SPELT
+    assert error.describe() == f"error[{kind.code}]: {SPELT}\n\nhint: {SPELT}"
+    assert str(RejectError(HOSTILE, HOSTILE)) == f"{SPELT}: {SPELT}"
+
+
+def test_a_warning_cannot_either(bundle_dir: Path) -> None:
+    plain = index_of(bundle_dir)
+    for target in plain["manifests"]:
+        needs = json.loads(target["annotations"]["dev.prejit.requirement"])
+        target["annotations"] |= {
+            "dev.prejit.requirement": to_json({**needs, "jaxlib": "0.0.1"}).decode(),
+            "org.opencontainers.image.ref.name": f"{HOSTILE}{target['digest'][7:9]}",
+        }
+    write_index(bundle_dir, to_json(plain))
+    with pytest.raises(MismatchError) as caught:
+        load(bundle_dir, on_mismatch="error")
+    assert SPELT in str(caught.value)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warnings.warn(HOSTILE, FallbackWarning, stacklevel=1)
+    assert str(told[0].message) == SPELT
+
+
+def test_an_executable_that_xla_refuses_is_no_damaged_bundle() -> None:
+    assert issubclass(ExecutableError, MismatchError)
+    assert not issubclass(ExecutableError, RejectError)
+    assert ExecutableError.code == "executable"
+    assert ExecutableError.exit_code == 3
