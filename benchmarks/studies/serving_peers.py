@@ -220,6 +220,8 @@ def prejit_serve(prepared: Prepared) -> Cells:
         prepared.bundle,
         "--port",
         str(port),
+        "--prefix-memory",
+        "0",  # nothing is kept, as by the others
     )
     with running((*command, "--on-mismatch", "error"), port, is_ready) as process:
         return child(sys.executable, "http", f"{port}:{process}", prepared)

@@ -181,6 +181,8 @@ def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Coll
         decoder_dir,
         "--slots",
         "3",
+        "--prefix-memory",
+        "2M",
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_SERVICE_NAME="web",
     )
@@ -199,6 +201,8 @@ def test_a_server_is_scraped_and_sends_traces(decoder_dir: Path, collector: Coll
         found = values(page.text)
         assert found["vllm:time_to_first_token_seconds_count", frozenset()] == 2
         assert found["prejit:server_state", frozenset({("state", "ready")})] == 1
+        budgets = {value for (name, _), value in found.items() if "prefix_cache_budget" in name}
+        assert budgets == {2 << 20}
         assert server.end(signal.SIGTERM) == 0
     finally:
         server.kill()

@@ -1,5 +1,6 @@
-// Lets test_kernel_linear.py choose what multiplies many rows: a machine's best is not the only one to be tested.
-#include "linear_bf16.h"
+// Lets test_kernel_linear.py choose what multiplies bfloat16 and int8 weights: a machine's best is not the only one to be
+// tested.
+#include "linear_multiplier.h"
 
 extern "C" __attribute__((visibility("default"))) int use_multiplier(int wanted) {
   return prejit::use_multiplier(static_cast<prejit::Multiplier>(wanted));

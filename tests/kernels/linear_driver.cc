@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "linear.h"
-#include "linear_bf16.h"
+#include "linear_multiplier.h"
 #include "threads.h"
 
 using namespace prejit;
@@ -129,9 +129,10 @@ void check(Random& random, Dtype dtype, int64_t m, int64_t k, int64_t n, bool ga
 void products(uint32_t seed) {
   Random random{seed};
   for (int i = 0; i < 30; ++i) {
-    // Few rows, or enough to be packed; inputs beyond one panel at times.
+    // Few rows, or enough to be packed; inputs beyond one panel or chunk at times.
     int64_t m = i % 5 == 4 ? 127 + random.below(40) : random.below(40), n = random.below(90), k = random.below(70);
     if (i % 7 == 3) k += 380;
+    if (i % 15 == 8) k += 2048;
     bool gated = random.below(2), at_page = random.below(2);
     switch (random.below(3)) {
       case 0: check<float>(random, Dtype::kFloat32, m, k, n, gated, at_page); break;

@@ -385,9 +385,10 @@ class Bundle:
             memory: how many bytes all caches may take together, at any time; None: 80 % of the memory that is
                 free on the device now. A prompt that would need more is refused when it is submitted.
             prefix_memory: how many bytes of that earlier prompts may take, for later prompts that begin like
-                them; None: a quarter of what the slots leave.
-            prefill_tokens: how many positions of new prompts a step computes while others decode; fewer make
-                the gaps between their tokens shorter and first tokens later. None: 64 on a CPU, else 512.
+                them; None: as much as the cache of the slots, and at most a quarter of what it leaves.
+            prefill_tokens: how many positions of new prompts are computed between two decode steps; fewer
+                make the gaps between tokens shorter and first tokens later. While more prompts wait than
+                texts run, it is up to four times as many. None: 64 on a CPU, else 512.
 
         Raises:
             UsageError: a value is out of range, no batch bucket is large enough, or the memory is too small.

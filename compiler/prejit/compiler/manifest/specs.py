@@ -82,7 +82,8 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
 
     A context has no prefill longer than itself, which no prompt could fill. Copies go from the smallest batch
     to every other (a new row for a slot, a prefix for a new row), from each context to the next (a text that
-    grows), and between neighbouring batches both ways (an engine with more or fewer requests than before).
+    grows), from every batch to the larger ones (prompts that were computed together; an engine with more
+    requests than before) and to the next smaller one (an engine with fewer).
     """
     for number, batch in enumerate(sizes.batch):
         for place, context in enumerate(sizes.context):
@@ -102,8 +103,8 @@ def _decoder_specs(sizes: Generate) -> Iterator[ProgramSpec]:
             yield _copy_spec(sizes.batch[0], context, bucket)
             if place:
                 yield _copy_spec(batch, sizes.context[place - 1], bucket)
-            if number > 1:  # from the smallest batch there is one already
-                yield _copy_spec(sizes.batch[number - 1], context, bucket)
+            for smaller in sizes.batch[1:number]:  # from the smallest batch there is one already
+                yield _copy_spec(smaller, context, bucket)
             if batch != sizes.batch[-1]:
                 yield _copy_spec(sizes.batch[number + 1], context, bucket)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -348,6 +349,13 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         help="generations that may wait; more get status 429 (default 256)",
     )
     command.add_argument(
+        "--prefix-memory",
+        type=_size,
+        metavar="SIZE",
+        help="bytes, or 512M or 2G, for earlier texts of each bundle, so that prompts that begin like them "
+        "compute only the rest; 0 keeps none (default: as much as the cache of the slots)",
+    )
+    command.add_argument(
         "--clients",
         type=_count,
         default=1024,
@@ -404,6 +412,14 @@ def _count(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
     return number
+
+
+def _size(text: str) -> int:
+    if (match := re.fullmatch(r"([0-9]{1,15})([KMGT]?)", text)) is None:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, or one with K, M, G or T behind it, found {text!r:.40}"
+        )
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
 def _seconds(text: str) -> float:

@@ -2,5 +2,6 @@
 
 May import `encoding`, `generation` and the rooms below them. The server is built on this room.
 
+    admission what is computed of new prompts between two decode steps
     metrics   what an engine measures: counters, histograms, and the one object that holds them all
 """

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from prejit.runtime.engine.admission import positions_between, positions_of_call
 from prejit.runtime.engine.memory import CachePlan
 from prejit.runtime.engine.metrics import Recorder
 from prejit.runtime.engine.queue import FairQueue
@@ -23,7 +24,7 @@ from prejit.runtime.generation.prefix_cache import PrefixCache
 from prejit.runtime.generation.rows import Token, checked_mask
 
 _ENTERING = 2
-"""How many prompts are computed in turns, each in a cache of its own; the others wait in the queue."""
+"""While so many prompts are computed in turns, each in a cache of its own, the others wait in the queue."""
 _SHRINK_SECONDS = 1.0
 """How long fewer requests must run before they move to a smaller batch. Moving costs about one step."""
 _PAUSE_SECONDS = 0.05
@@ -109,12 +110,14 @@ class Loop:
             decoder: the programs.
             plan: the largest cache.
             queue_size: how many requests may wait.
-            prefill_tokens: how many positions of prompts a step computes beside decoding.
+            prefill_tokens: how many positions of prompts are computed between two decode steps, if no more
+                prompts wait than texts run.
             recorder: counts what happens.
         """
         self._decoder = decoder
         self._plan = plan
         self._queue_size = queue_size
+        self._prefill_tokens = prefill_tokens
         self._recorder = recorder
         self._prefixes = PrefixCache(decoder, plan.prefix_bytes)
         self._sizes = _batches(decoder, plan)
@@ -124,6 +127,7 @@ class Loop:
             largest=(plan.batch, plan.context),
             prefill_tokens=prefill_tokens,
             prefixes=self._prefixes,
+            together=plan.together,
         )
         self._changed = threading.Condition()
         self._queue: FairQueue[Ticket] = FairQueue()
@@ -134,6 +138,7 @@ class Loop:
         # Of the last step: tickets with tokens that are handed out while the next step runs.
         self._held: list[tuple[Ticket, list[Token], float]] = []
         self._smaller_since: float | None = None
+        self._has_rested = True  # whether the request that comes next comes after a pause
         self._request_seconds = 0.1  # how long a request has a slot, on average of the last ones
         self.state = CacheState()
 
@@ -207,6 +212,7 @@ class Loop:
             try:
                 if kept:
                     self._batch.keep()
+                    self._has_rested = True
                     self._observe()
                 else:
                     self._round()
@@ -233,11 +239,11 @@ class Loop:
         if self._batch.entering:
             self._hand_out()  # computing prompts may take long
         started = time.perf_counter()
-        tokens = self._batch.step(self._hand_out)
+        tokens = self._batch.step(self._hand_out, self._positions())
         now = time.perf_counter()
         self._hand_out()  # a step that decodes nothing has not done so
-        live = len({token.slot for token in tokens})
-        self._recorder.step(live, self._batch.slots if live else 0, now - started)
+        decoded = len({token.slot for token in tokens if token.usage.passes})
+        self._recorder.step(decoded, self._batch.slots if decoded else 0, now - started)
         self._deliver(tokens, now)
         self._observe()
 
@@ -277,23 +283,46 @@ class Loop:
             return
         self._resize(min(len(self._running) + waiting, self._plan.batch))
         while self._batch.free and self._batch.entering < _ENTERING:
-            with self._changed:
-                if not self._queue:
-                    return
-                client, ticket = self._queue.take()
-                self._queue.charge(client, len(ticket.generation.request.prompt))
+            if not (tickets := self._take()):
+                return
             self._hand_out()  # making room in the cache may take long
-            ticket.generation.enter()
             now = time.perf_counter()
-            self._recorder.admitted(now - ticket.submitted)
+            for ticket in tickets:
+                ticket.generation.enter()
+                self._recorder.admitted(now - ticket.submitted)
             try:
-                slot = self._batch.begin(ticket.generation.request)
+                slots = self._batch.begin(*(ticket.generation.request for ticket in tickets))
             except Exception as error:
-                self._recorder.finished("error", now - ticket.submitted)
-                self._forget(ticket)
-                _wake(ticket.receiver.fail(error))
+                for ticket in tickets:
+                    self._recorder.finished("error", now - ticket.submitted)
+                    self._forget(ticket)
+                    _wake(ticket.receiver.fail(error))
                 raise
-            self._running[slot] = ticket
+            self._running.update(zip(slots, tickets, strict=True))
+
+    def _take(self) -> list[Ticket]:
+        """Take the next request from the queue, and those behind it whose prompts fit into one call."""
+        taken: list[Ticket] = []
+        rows, longest = 1, 0
+        with self._changed:
+            while len(taken) < rows and (found := self._queue.next()) is not None:
+                prompt_tokens = len(found[1].generation.request.prompt)
+                if not taken:
+                    most = positions_of_call(self._prefill_tokens, self._positions())
+                    rows, longest = self._batch.call_for(prompt_tokens, len(self._queue), most)
+                elif prompt_tokens > longest:
+                    break
+                client, ticket = self._queue.take()
+                self._queue.charge(client, prompt_tokens)
+                taken.append(ticket)
+        return taken
+
+    def _positions(self) -> int:
+        """Return how many positions of prompts to compute before the next decode step."""
+        with self._changed:
+            waiting = len(self._queue)
+        waiting = min(waiting, self._batch.free) + self._batch.entering
+        return positions_between(self._prefill_tokens, waiting, self._batch.decoding)
 
     def _resize(self, wanted: int) -> None:
         """Move to the smallest batch for this many requests, at once if it is larger, else after a while."""
@@ -301,7 +330,9 @@ class Loop:
             return  # nobody is there: keep what the slots have cached
         batch = next(size for size in self._sizes if size >= wanted)
         now = time.perf_counter()
-        if batch >= self._batch.slots or not self._running:
+        # Without a pause, those whose requests ended just now send their next ones.
+        has_rested, self._has_rested = self._has_rested, False
+        if batch >= self._batch.slots or has_rested:
             self._smaller_since = None
         elif self._smaller_since is None:
             self._smaller_since = now

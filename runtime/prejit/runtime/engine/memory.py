@@ -25,6 +25,7 @@ class CachePlan:
             into a larger one.
         budget_bytes: how much they may take.
         prefix_bytes: the part of it for prefixes.
+        together: the largest batch in which prompts are computed together before they are copied.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class CachePlan:
     peak_bytes: int
     budget_bytes: int
     prefix_bytes: int
+    together: int
 
 
 def plan_caches(
@@ -43,7 +45,8 @@ def plan_caches(
         decoder: the programs.
         slots: how many requests are to run at a time.
         budget_bytes: how much all caches may take.
-        prefix_bytes: how much of it prefixes may take; None: a quarter of what is left.
+        prefix_bytes: how much of it prefixes may take; None: as much as the cache of the slots, and at most
+            a quarter of what is left.
 
     Raises:
         UsageError: the bundle has no batch for this many slots, or not even its shortest context fits.
@@ -51,12 +54,20 @@ def plan_caches(
     batch = decoder.batch_for(slots)
     kept = prefix_bytes or 0
     for context in reversed(decoder.contexts):
-        if (peak := _peak(decoder, batch, context) + kept) <= budget_bytes:
+        peaks = {
+            rows: _peak(decoder, batch, context, rows) + kept
+            for rows in decoder.batches
+            if rows == decoder.batches[0]
+            or (rows < batch and decoder.can_copy((rows, context), (batch, context)))
+        }
+        if fitting := [rows for rows, peak in peaks.items() if peak <= budget_bytes]:
+            together = fitting[-1]
+            peak = peaks[together]
             if prefix_bytes is None:
-                kept = (budget_bytes - peak) // 4
+                kept = min(cache_bytes(decoder, batch, context), (budget_bytes - peak) // 4)
                 peak += kept
-            return CachePlan(batch, context, peak, budget_bytes, kept)
-    need = _peak(decoder, batch, decoder.contexts[0]) + kept
+            return CachePlan(batch, context, peak, budget_bytes, kept, together)
+    need = _peak(decoder, batch, decoder.contexts[0], decoder.batches[0]) + kept
     raise UsageError(
         f"memory: expected at least {need:,} bytes for {batch} slots of {decoder.contexts[0]} tokens"
         f"{f' and {kept:,} bytes of prefixes' if kept else ''}, found {budget_bytes:,}",
@@ -64,18 +75,27 @@ def plan_caches(
     )
 
 
-def _peak(decoder: DecoderPrograms, batch: int, context: int) -> int:
-    """Return the most that the caches take at a time, of any bucket up to this one."""
+def _peak(decoder: DecoderPrograms, batch: int, context: int, together: int) -> int:
+    """Return the most that the caches take at a time, of any bucket up to this one.
+
+    Args:
+        decoder: the programs.
+        batch: B.
+        context: S.
+        together: the batch in which prompts are computed together.
+    """
     own = cache_bytes(decoder, batch, context)
-    # A cache and the one that it is copied into are there at the same time, and a prompt beside both.
+    # A cache and the one that it is copied into are there at the same time. Beside both are the prompts that
+    # are computed, one more prompt that is not finished, and the prefix that is copied for one of them.
     before = [
         cache_bytes(decoder, b, c)
         for b in decoder.batches
         for c in decoder.contexts
         if (b < batch and c == context) or (b == batch and c < context)
     ]
-    aside = cache_bytes(decoder, decoder.batches[0], context)
-    return own + max(before, default=0) + 2 * aside + beside_bytes(decoder, batch)
+    alone = cache_bytes(decoder, decoder.batches[0], context)
+    aside = cache_bytes(decoder, together, context) + 2 * alone
+    return own + max(before, default=0) + aside + beside_bytes(decoder, batch)
 
 
 def free_bytes(device: Device) -> int:

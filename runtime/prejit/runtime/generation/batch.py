@@ -1,7 +1,7 @@
 """Continuous batching over compiled programs: slots that requests join and leave at any step.
 
     insert   put requests into free slots: copy the cached parts of their prompts, compute the rest
-    begin    put a request into a free slot; its prompt is computed in chunks, by the next steps
+    begin    put requests into free slots; the next steps compute their prompts in chunks
     step     return the next token, or several, of every live slot
     evict    free a slot; a slot whose request is finished is free by itself
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from prejit.runtime.base import arguments
@@ -41,7 +41,9 @@ _TOKENS_PER_PIECE = 4
 """The longer cache is allocated, a piece with each step, once the longest text has room for no more than this
 many tokens for each piece."""
 PREFILL_TOKENS = 64
-"""How many positions of prompts a step computes while other slots decode, if nothing else is said."""
+"""How many positions of prompts are computed between two decode steps, if nothing else is said."""
+_LONGEST_STALL_SECONDS = 1.0
+"""After so long without a decode step, no more than `prefill_tokens` positions are computed before it."""
 
 
 def _nothing() -> None:
@@ -56,11 +58,15 @@ class _Insertion:
         slots: where they go.
         work: computes the next chunk, and returns the rows at its end.
         seconds: how long it has taken so far.
+        positions: of the next chunk; 0: not known before it begins.
+        evicted: slots whose requests have left meanwhile; they are free when the work is done.
     """
 
     slots: tuple[int, ...]
     work: Generator[int, None, dict[int, Entering]]
     seconds: float
+    positions: int = 0
+    evicted: set[int] = field(default_factory=set)
 
 
 @final
@@ -80,6 +86,7 @@ class Batch:
         largest: tuple[int, int] | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         prefixes: PrefixCache | None = None,
+        together: int = 1,
     ) -> None:
         """Make free slots. The first insertion allocates the cache.
 
@@ -88,8 +95,10 @@ class Batch:
             slots: how many; rounded up to one of the bundle's batch buckets.
             largest: the batch and the context that the cache may grow to, each one of the bundle's buckets;
                 None: as many slots as asked for, and the longest context.
-            prefill_tokens: how many positions of prompts a step computes while other slots decode (`begin`).
+            prefill_tokens: how many positions of prompts are computed between two decode steps (`begin`).
             prefixes: earlier prompts, and where to keep new ones; None: nothing is kept.
+            together: how many rows a cache may have in which prompts are computed before they are copied,
+                if it is not the smallest batch.
 
         Raises:
             UsageError: the bundle has no batch bucket for this many.
@@ -104,10 +113,15 @@ class Batch:
         self._longest = self._largest[1]
         self._prefill_tokens = prefill_tokens
         self._prefixes = prefixes
+        self._together = together
         self._insertions: deque[_Insertion] = (
             deque()
         )  # not finished; the next to compute comes first
-        self._decodes_next = False  # whether a step decodes before it computes more of the prompts
+        self._budget = prefill_tokens  # how many positions the step that runs may compute
+        self._computed = (
+            0  # how many were computed since the last decode step, and how long that took
+        )
+        self._stalled_seconds = 0.0
         self._decoding = Decoding(decoder)
         self._growing = 0  # the context whose successor is being made ready
         self._allocation: Allocation | None = None  # of the cache that the rows move to next
@@ -127,6 +141,11 @@ class Batch:
     def entering(self) -> int:
         """The number of requests whose prompts are being computed."""
         return sum(len(insertion.slots) for insertion in self._insertions)
+
+    @property
+    def decoding(self) -> int:
+        """The number of requests that have decoded: their readers wait while prompts are computed."""
+        return sum(row is not None and row.usage.passes > 0 for row in self._rows)
 
     def occupied(self) -> tuple[int, int]:
         """Return how many tokens live requests have in the cache, and how many bytes the cache takes.
@@ -161,43 +180,75 @@ class Batch:
         with self._lock:
             if not requests:
                 return ()
-            insertion = self._begin(requests, no_limit)
+            insertion = self._begin(requests, no_limit, 1)
             while insertion in self._insertions:
                 self._advance(insertion)
             return insertion.slots
 
-    def begin(self, request: Request) -> int:
-        """Put a request into a free slot. The next steps compute its prompt in chunks, and decode beside it.
+    def begin(self, *requests: Request) -> tuple[int, ...]:
+        """Put requests into free slots. The next steps compute their prompts in chunks, and decode beside it.
 
         Args:
-            request: the request.
+            *requests: as for `insert`. `call_for` says how many prompts one call computes.
 
         Returns:
-            Its slot. Its first token comes with one of the next steps.
+            Their slots, in the same order. First tokens come with one of the next steps, and for requests
+            that begin together with the same one.
 
         Raises:
             UsageError, ContextError: as `insert`.
         """
         with self._lock:
-            return self._begin([request], self._limit).slots[0]
+            return self._begin(requests, self._limit, self._together).slots if requests else ()
 
-    def step(self, meanwhile: Callable[[], object] = _nothing) -> list[Token]:
+    def call_for(self, prompt_tokens: int, count: int, positions: int) -> tuple[int, int]:
+        """Return how many prompts like this one should `begin` together, and the longest that fits in.
+
+        They fill one call of a prefill program. It computes a prompt in less time than calls for each would,
+        because it reads the weights once.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            count: how many wait.
+            positions: the most that one call may compute, padding included.
+        """
+        with self._lock:
+            context = self._decoder.context_for(prompt_tokens)
+            if self._cache is not None:
+                context = max(context, self._cache.context)
+            decoder, most = self._decoder, min(count, self.free)
+            for rows in reversed([size for size in decoder.batches if 1 < size <= most]):
+                size = decoder.prefill_for(rows, context, prompt_tokens).bucket["prompt"]
+                if prompt_tokens > size or rows * size > positions:
+                    continue
+                is_aside = rows <= max(self._together, decoder.batches[0]) and rows < self.slots
+                if rows == self.slots or (
+                    is_aside and decoder.can_fill_aside(self.slots, context, size, rows)
+                ):
+                    return rows, size
+            return 1, prompt_tokens
+
+    def step(
+        self, meanwhile: Callable[[], object] = _nothing, prefill_tokens: int | None = None
+    ) -> list[Token]:
         """Return the next tokens of live slots: at least one each, in order; empty if no slot is live.
 
         The step after an insertion returns the tokens of that insertion and decodes nothing. While prompts
-        are computed in chunks (`begin`), a step computes some of them first, and returns the first tokens of
-        those that it finished, or else decodes.
+        are computed in chunks (`begin`), a step computes some of them first. It returns the first tokens as
+        soon as a prompt is finished, or else decodes. It returns nothing if no slot is live yet.
 
         Args:
             meanwhile: called once while the device decodes; not called by a step that decodes nothing. It
                 must not use this batch.
+            prefill_tokens: how many positions of prompts may be computed before the next decode step, this
+                one included; None: those of the batch.
 
         Raises:
             RejectError: the bundle is damaged. The last token of a request comes after all files of the
                 target were verified.
             StoreError: the disk does not give the bundle's bytes.
         """
-        tokens = self._next(meanwhile)
+        tokens = self._next(meanwhile, prefill_tokens)
         verification = self._decoder.programs.verification
         if any(token.finish_reason is not None for token in tokens):
             verification.finish()
@@ -206,15 +257,17 @@ class Batch:
             self._decoder.programs.answer()
         return tokens
 
-    def _next(self, meanwhile: Callable[[], object]) -> list[Token]:
+    def _next(self, meanwhile: Callable[[], object], prefill_tokens: int | None) -> list[Token]:
         with self._lock:
-            if self._insertions and not self._pending and not self._decodes_next:
-                self._decodes_next = any(self._rows)
+            self._budget = self._prefill_tokens if prefill_tokens is None else prefill_tokens
+            if not any(self._rows):
+                self._begin_turn()  # nobody waits
+            if not self._pending:
                 self._compute_prompts()
             if self._pending:
                 pending, self._pending = self._pending, []
                 return pending
-            self._decodes_next = False
+            self._begin_turn()
             live = {slot: row for slot, row in enumerate(self._rows) if row is not None}
             if not live:
                 return []
@@ -226,6 +279,8 @@ class Batch:
     def evict(self, slot: int) -> None:
         """Free a slot, whatever it is doing. A free slot stays free.
 
+        If requests began together, the slot is free when the prompts of the others are computed.
+
         Raises:
             UsageError: there is no such slot.
         """
@@ -234,8 +289,10 @@ class Batch:
             if self._rows[slot] is not None:
                 self._vacate(slot)
             for insertion in [one for one in self._insertions if slot in one.slots]:
-                self._insertions.remove(insertion)
-                self._rest()
+                insertion.evicted.add(slot)
+                if insertion.evicted.issuperset(insertion.slots):
+                    self._insertions.remove(insertion)
+                    self._rest()
             self._pending = [token for token in self._pending if token.slot != slot]
 
     def is_ready_for(self, slots: int) -> bool:
@@ -330,7 +387,7 @@ class Batch:
             self._held = [[] for _ in self._rows]
             self._pending = []
             self._insertions.clear()
-            self._decodes_next = False
+            self._begin_turn()
             self._cache = self._allocation = None
             self._decoding.reset()
             self._decoding.reset_counts()
@@ -345,8 +402,14 @@ class Batch:
 
     # ------------------------------------------------------------------ insertion
 
-    def _begin(self, requests: Sequence[Request], limit: Limit) -> _Insertion:
-        """Reserve slots for requests, and make room for them in the cache."""
+    def _begin(self, requests: Sequence[Request], limit: Limit, together: int) -> _Insertion:
+        """Reserve slots for requests, and make room for them in the cache.
+
+        Args:
+            requests: the requests.
+            limit: how much a chunk may compute.
+            together: how many prompts one call may compute aside.
+        """
         self._decoder.programs.ask()
         for request in requests:
             arguments.instance("request", request, Request)
@@ -368,14 +431,14 @@ class Batch:
         held = {slot: self._held[slot] for slot in slots}
         for slot in slots:
             self._held[slot] = []
-        arrival = Arrival(rows, masks, slots, held, context)
+        arrival = Arrival(rows, masks, slots, held, context, together)
         work = inserting(self._decoder, self._current, self._grow, arrival, limit, self._prefixes)
         insertion = _Insertion(slots, work, time.perf_counter() - started)
         self._insertions.append(insertion)
         return insertion
 
     def _share(self, prompt: Sequence[int], slot: int) -> None:
-        """Keep the beginning that a prompt has in common with a row, so that other slots can have it too."""
+        """Keep what the other slots have in common with a prompt, and what it overwrites in its own one."""
         if self._prefixes is None:
             return
         texts = [
@@ -384,33 +447,44 @@ class Batch:
         ]
         common = [self._decoder.reusable(text, prompt) for text in texts]
         nearest = max(range(self.slots), key=lambda at: (common[at], at == slot))
-        # A text that continues in its own slot needs no copy.
-        if nearest != slot or common[slot] < len(texts[slot]):
+        if nearest != slot:
             self._prefixes.keep_row(texts[nearest][: common[nearest]], self._current(), nearest)
+        if common[slot] < len(texts[slot]):  # a text that continues needs no copy
+            self._prefixes.keep_row(texts[slot], self._current(), slot)
 
     def _current(self) -> KVCache:
         assert self._cache is not None
         return self._cache
 
-    def _advance(self, insertion: _Insertion) -> int:
-        """Compute the next chunk of an insertion; return how many positions that were."""
+    def _advance(self, insertion: _Insertion) -> bool:
+        """Compute the next chunk of an insertion; return whether there are more."""
         started = time.perf_counter()
+        self._computed += insertion.positions
         with self._closed_on_error():
             try:
-                return next(insertion.work)
+                insertion.positions = next(insertion.work)
             except StopIteration as done:
                 self._insertions.remove(insertion)
-                self._enter(done.value, insertion.seconds + time.perf_counter() - started)
-                return 0
+                seconds = insertion.seconds + time.perf_counter() - started
+                self._enter(done.value, seconds, insertion.evicted)
+                return False
             finally:
-                insertion.seconds += time.perf_counter() - started
+                seconds = time.perf_counter() - started
+                insertion.seconds += seconds
+                self._stalled_seconds += seconds
+        return True
 
-    def _enter(self, members: Mapping[int, Entering], seconds: float) -> None:
-        """Make rows live, whose prompts are in the cache now."""
+    def _enter(
+        self, members: Mapping[int, Entering], seconds: float, evicted: Collection[int]
+    ) -> None:
+        """Make rows live, whose prompts are in the cache now, but for those that have left meanwhile."""
         cache = self._current()
         self._decoder.prepare_decode((cache.batch, cache.context))
         self._decoding.reset()
         for slot, member in members.items():
+            if slot in evicted:
+                self._clear(slot)
+                continue
             self._rows[slot] = row = member.row
             row.usage.prefill_seconds += seconds
             row.cached = len(row.request.prompt) - member.can_decode
@@ -420,14 +494,32 @@ class Batch:
             self._decoding.reset_counts()  # they do not include the new rows
 
     def _compute_prompts(self) -> None:
-        """Compute chunks of the prompts that wait, in turns, as much as one step may compute."""
-        left = self._prefill_tokens
-        while self._insertions and (left > 0 or not any(self._rows)):
-            self._insertions.rotate(-1)
-            left -= self._advance(self._insertions[-1])
+        """Compute chunks of prompts until one of them is finished, or a decode step is due.
+
+        Others have their turns before a prompt that is not finished goes on.
+        """
+        while self._insertions and not self._pending:
+            insertion = self._insertions[0]
+            if self._is_decode_due(insertion.positions):
+                return
+            computed = insertion.positions
+            goes_on = self._advance(insertion)
+            if computed and goes_on and self._is_decode_due(insertion.positions):
+                self._insertions.rotate(-1)
+
+    def _is_decode_due(self, positions: int) -> bool:
+        """Return whether a decode step comes before a chunk of so many positions."""
+        budget = self._budget
+        if self._stalled_seconds > _LONGEST_STALL_SECONDS:
+            budget = min(budget, self._prefill_tokens)
+        return self._computed > 0 and self._computed + positions > budget
+
+    def _begin_turn(self) -> None:
+        """Begin to count what is computed between two decode steps."""
+        self._computed, self._stalled_seconds = 0, 0.0
 
     def _limit(self) -> int | None:
-        return self._prefill_tokens if any(self._rows) else None
+        return self._budget if any(self._rows) else None
 
     def _reserve(self, rows: Sequence[Row]) -> int:
         """Return the context that these rows need. A first cache is allocated; another one can grow later."""
@@ -481,7 +573,7 @@ class Batch:
                 longer.copy_rows(self._current(), {row: row for row in range(longer.batch)})
                 self._cache = longer
             else:
-                yield self._prefill_tokens
+                yield self._budget
 
     def _longer(self) -> tuple[int, int]:
         """Return the bucket of the next longer cache."""

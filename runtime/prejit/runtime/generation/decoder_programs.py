@@ -192,22 +192,25 @@ class DecoderPrograms:
         """Return whether rows of a cache can be copied into another; both are (batch, context)."""
         return (*source, *to) in self._copy
 
-    def can_fill_aside(self, batch: int, context: int, tokens: int) -> bool:
-        """Return whether a prompt can be computed in the smallest batch and copied into this bucket.
+    def can_fill_aside(
+        self, batch: int, context: int, tokens: int, rows: int | None = None
+    ) -> bool:
+        """Return whether prompts can be computed in a smaller batch and copied into this bucket.
 
         The answer is no while a program for it is not ready: waiting for one would cost more than it saves.
 
         Args:
             batch: of the bucket.
             context: of the bucket.
-            tokens: length of the prompt.
+            tokens: length of the longest prompt.
+            rows: the smaller batch; None: the bundle's smallest.
         """
-        if not self.copies:
+        smaller = self.batches[0] if rows is None else rows
+        if not self.can_copy((smaller, context), (batch, context)):
             return False
-        smallest = self.batches[0]
         programs = (
-            self.prefill_for(smallest, context, tokens),
-            self.copy_for(smallest, context, batch, context),
+            self.prefill_for(smaller, context, tokens),
+            self.copy_for(smaller, context, batch, context),
         )
         return all(self.programs.ready(program.name) for program in programs)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms, common_length
 from prejit.runtime.generation.kv_cache import KVCache, Prefix
 from prejit.runtime.generation.prefill import (
@@ -38,6 +39,7 @@ class Arrival:
         slots: where they go, in the same order.
         held: what these slots have cached.
         context: the shortest cache that they fit into, one of the buckets.
+        together: how many prompts one call may compute in a smaller batch.
     """
 
     rows: Sequence[Row]
@@ -45,6 +47,7 @@ class Arrival:
     slots: Sequence[int]
     held: Held
     context: int
+    together: int
 
 
 def choose_slots(
@@ -92,10 +95,11 @@ def inserting(
     waiting = {slot: member for slot, member in members.items() if not member.can_decode}
     # Texts about a source begin in the cache that its encoder makes.
     reads = decoder.source is not None
-    aside = members if reads else _aside(decoder, batch, context, waiting)
+    rows = None if reads else _aside_batch(decoder, batch, context, waiting, arrival.together)
+    aside = members if reads else _aside(waiting, rows)
     if len(aside) < len(members):
         yield from grow(context)
-    copied: dict[Prefix, dict[int, int]] = {}
+    copied: dict[Prefix | CompactPrefix, dict[int, int]] = {}
     for slot, member in members.items():
         if member.prefix is not None and slot not in aside:
             copied.setdefault(member.prefix, {})[slot] = 0
@@ -103,7 +107,7 @@ def inserting(
         cache().copy_rows(prefix.at(cache().context), to)
     in_place = {slot: member for slot, member in waiting.items() if slot not in aside}
     yield from filling(decoder, cache, in_place, limit)
-    yield from filling_aside(decoder, cache, aside, context, grow, limit, prefixes)
+    yield from filling_aside(decoder, cache, aside, context, grow, limit, prefixes, rows)
     if prefixes is not None:
         prefixes.trim()
     return members
@@ -120,7 +124,8 @@ def _entering(
     rows = arrival.rows
     for row, mask, slot in zip(rows, arrival.masks, arrival.slots, strict=True):
         prompt = row.request.prompt
-        start, prefix = decoder.reusable(arrival.held[slot], prompt), None
+        start = decoder.reusable(arrival.held[slot], prompt)
+        prefix: Prefix | CompactPrefix | None = None
         earlier = None if prefixes is None or shared is not None else prefixes.find(prompt, context)
         for known in (row.request.prefix, shared, earlier):
             if known is not None and decoder.copies:
@@ -161,18 +166,36 @@ def _shared_prefix(
     return (yield from computing_prefix(decoder, tokens, context, usage, first.prefix, limit))
 
 
-def _aside(
-    decoder: DecoderPrograms, batch: int, context: int, waiting: Mapping[int, Entering]
-) -> dict[int, Entering]:
-    """Return the rows whose prompts are computed in a smaller cache and copied.
+def _aside_batch(
+    decoder: DecoderPrograms,
+    batch: int,
+    context: int,
+    waiting: Mapping[int, Entering],
+    together: int,
+) -> int | None:
+    """Return the batch in which prompts are computed before they are copied; None: they are not.
 
     A prefill in place computes every row of the batch, idle ones included. It is the better way for half
-    of the rows or more, and for a row whose slot holds the beginning of its prompt.
+    of the rows or more that no smaller batch takes together.
     """
-    if decoder.batches[0] == batch or 2 * len(waiting) >= batch:
-        return {}
     longest = max((len(member.row.request.prompt) for member in waiting.values()), default=0)
-    if not decoder.can_fill_aside(batch, context, longest):
+    most = min(len(waiting), together)
+    smallest = decoder.batches[0]
+    for rows in reversed([size for size in decoder.batches if smallest < size <= most]):
+        computed = -(-len(waiting) // rows) * rows
+        if computed < batch and decoder.can_fill_aside(batch, context, longest, rows):
+            return rows
+    if smallest == batch or 2 * len(waiting) >= batch:
+        return None
+    return smallest if decoder.can_fill_aside(batch, context, longest) else None
+
+
+def _aside(waiting: Mapping[int, Entering], rows: int | None) -> dict[int, Entering]:
+    """Return the rows whose prompts are computed in a smaller cache and copied.
+
+    A row whose slot holds the beginning of its prompt is computed in place.
+    """
+    if rows is None:
         return {}
     return {
         slot: member

@@ -12,6 +12,8 @@ import numpy as np
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.format.cache_arrays import sized
+from prejit.runtime.format.schema import ProgramEntry
+from prejit.runtime.generation.compact_prefix import CompactPrefix
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, allocating
 from prejit.runtime.generation.options import Request, Sampling
@@ -41,7 +43,7 @@ class Entering:
     row: Row
     start: int
     mask: np.ndarray[Any, Any] | None = None
-    prefix: Prefix | None = None
+    prefix: Prefix | CompactPrefix | None = None
     token: int | None = None
     logprob: Logprob | None = None
 
@@ -60,7 +62,7 @@ class Entering:
 Made = TypeVar("Made")
 
 Chunks = Generator[int, None, None]
-"""Prompts that are computed in chunks: each item is the number of positions that a chunk computed."""
+"""Prompts that are computed in chunks: each item is the number of positions of the chunk that comes next."""
 
 Limit = Callable[[], int | None]
 """Returns how many positions the next chunk may compute, if a program is that small; None: any number."""
@@ -96,10 +98,9 @@ def filling(
         lengths[place], done[place] = len(member.row.request.prompt), member.start
     fixed = _sampling_inputs(decoder, batch, members)
     while (left := lengths - done).any():
-        wanted, most = int(left.max()), limit()
-        if most is not None:
-            wanted = min(wanted, max(1, most // batch))
-        program = decoder.prefill_for(batch, cache().context, wanted)
+        yield batch * _next_program(decoder, cache(), left, limit).bucket["prompt"]
+        # Chosen again: the cache may have grown, and others may have begun to decode.
+        program = _next_program(decoder, cache(), left, limit)
         size = program.bucket["prompt"]
         count = np.minimum(left, size).astype(np.int32)
         tokens = np.zeros((batch, size), np.int32)
@@ -118,7 +119,19 @@ def filling(
             if left[place] == count[place]:
                 member.read(results, place)
         done += count
-        yield batch * size
+
+
+def _next_program(
+    decoder: DecoderPrograms,
+    cache: KVCache,
+    left: np.ndarray[Any, np.dtype[np.int32]],
+    limit: Limit,
+) -> ProgramEntry:
+    """Return the program that computes the next chunk, given how many positions of each row are left."""
+    wanted, most = int(left.max()), limit()
+    if most is not None:
+        wanted = min(wanted, max(1, most // cache.batch))
+    return decoder.prefill_for(cache.batch, cache.context, wanted)
 
 
 def filling_aside(
@@ -129,8 +142,9 @@ def filling_aside(
     grow: Grow,
     limit: Limit = no_limit,
     prefixes: PrefixCache | None = None,
+    rows: int | None = None,
 ) -> Chunks:
-    """Compute prompts in a cache of the smallest batch and copy the rows. Arguments as `filling`.
+    """Compute prompts in a cache of a smaller batch and copy the rows. Arguments as `filling`.
 
     This is cheaper than `filling` for a few rows of a large batch, because `filling` computes every row. An
     encoder-decoder reads the sources of the rows first, which makes that cache.
@@ -143,8 +157,9 @@ def filling_aside(
         grow: makes the cache of the batch at least as long, before the rows are copied.
         limit: as `filling`.
         prefixes: where to keep the prompts, for later ones that begin with them.
+        rows: the smaller batch; None: the bundle's smallest, as sources need it.
     """
-    batch = decoder.batches[0]
+    batch = decoder.batches[0] if rows is None else rows
     waiting = list(members)
     while waiting:
         group, waiting = waiting[:batch], waiting[batch:]
@@ -163,8 +178,13 @@ def filling_aside(
         if aside.context < cache().context:
             aside = aside.grown(cache().context)
         cache().copy_rows(aside, {slot: place for place, slot in enumerate(group)})
-        if prefixes is not None and 0 in computed:
-            prefixes.keep(Prefix(computed[0].row.request.prompt, aside))
+        if prefixes is not None:
+            texts = {
+                place: member.row.request.prompt
+                for place, member in computed.items()
+                if member.token is not None and member.token >= 0  # else it may hold NaN
+            }
+            prefixes.keep_aside(aside, texts)
 
 
 def _same(cache: KVCache) -> KVCache:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from prejit.runtime.generation.compact_prefix import (
+    CompactPrefix,
+    can_compact,
+    compact_bytes,
+)
 from prejit.runtime.generation.decoder_programs import DecoderPrograms
 from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
 
@@ -19,7 +24,7 @@ _MOST_PREFIXES = 256
 class _Kept(NamedTuple):
     """A prefix, and its tokens as an array, int32."""
 
-    prefix: Prefix
+    prefix: Prefix | CompactPrefix
     tokens: np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -27,7 +32,8 @@ class _Kept(NamedTuple):
 class PrefixCache:
     """The prefixes of earlier prompts, within a number of bytes. For one thread.
 
-    If they take more, the prefix that was used the longest time ago goes first.
+    If they take more, the prefix that was used the longest time ago goes first. On a CPU a prefix takes the
+    memory of its own tokens, elsewhere that of a whole cache with one row.
 
     Attributes:
         size_bytes: how much the prefixes took when they were last trimmed.
@@ -41,21 +47,23 @@ class PrefixCache:
             most_bytes: how much all prefixes may take together.
         """
         self._decoder = decoder
+        self._is_compact = can_compact(decoder)
         self._most_bytes = most_bytes
         self._prefixes: list[_Kept] = []  # the one that was used last comes last
         self.size_bytes = 0
 
-    def find(self, prompt: Sequence[int], context: int) -> Prefix | None:
+    def find(self, prompt: Sequence[int], context: int) -> Prefix | CompactPrefix | None:
         """Return the prefix that saves most of a prompt; None: none saves enough.
 
         Args:
             prompt: the prompt.
-            context: of the cache that the prompt enters. A prefix with a longer one cannot be copied there.
+            context: of the cache that the prompt enters. A whole cache with a longer one cannot be copied
+                there.
         """
         given = np.asarray(prompt, np.int32)
         saved, best = 0, None
         for kept in self._prefixes:
-            if kept.prefix.context > context:
+            if isinstance(kept.prefix, Prefix) and kept.prefix.context > context:
                 continue
             both = min(len(given), len(kept.tokens))
             different = given[:both] != kept.tokens[:both]
@@ -71,15 +79,23 @@ class PrefixCache:
 
     def keep(self, prefix: Prefix) -> None:
         """Keep a prefix, unless it is short, larger than all may be, or the beginning of a kept one."""
-        tokens = prefix.token_ids
-        if not self._saves(tokens):
-            return
-        if self._decoder.is_rewindable:
-            self._prefixes = [
-                one for one in self._prefixes if tokens[: len(one.tokens)] != one.prefix.token_ids
-            ]
-        self._prefixes.append(_Kept(prefix, np.asarray(tokens, np.int32)))
-        self.trim()
+        if self._is_compact:
+            self.keep_row(prefix.token_ids, prefix.at(prefix.context), 0)
+        elif self._saves(prefix.token_ids) and prefix.size_bytes <= self._most_bytes:
+            self._add(prefix)
+
+    def keep_aside(self, cache: KVCache, texts: Mapping[int, Sequence[int]]) -> None:
+        """Keep what a cache holds that nobody else writes to; of a whole cache, the text of its first row.
+
+        Args:
+            cache: the cache.
+            texts: the tokens of some rows.
+        """
+        if self._is_compact:
+            for row, tokens in texts.items():
+                self.keep_row(tokens, cache, row)
+        elif 0 in texts and cache.batch == self._decoder.batches[0]:
+            self.keep(Prefix(texts[0], cache))
 
     def keep_row(self, token_ids: Sequence[int], cache: KVCache, row: int) -> None:
         """Keep a copy of a row of a cache, unless `keep` would not, or no program for the copy is ready.
@@ -90,10 +106,15 @@ class PrefixCache:
             row: its row.
         """
         decoder, smallest = self._decoder, (self._decoder.batches[0], cache.context)
-        if (
-            not self._saves(token_ids)
-            or cache_bytes(decoder, *smallest) > self._most_bytes
-            or not decoder.can_copy((cache.batch, cache.context), smallest)
+        if not self._saves(token_ids):
+            return
+        if self._is_compact:
+            if (size := compact_bytes(decoder, len(token_ids))) <= self._most_bytes:
+                self._drop(self._most_bytes - size)  # before there is another one
+                self._add(CompactPrefix(decoder, token_ids, cache, row))
+            return
+        if cache_bytes(decoder, *smallest) > self._most_bytes or not decoder.can_copy(
+            (cache.batch, cache.context), smallest
         ):
             return
         name = decoder.copy_for(cache.batch, cache.context, *smallest).name
@@ -102,12 +123,22 @@ class PrefixCache:
             return
         alone = KVCache(decoder, *smallest)
         alone.copy_rows(cache, {0: row})
-        self.keep(Prefix(token_ids, alone))
+        self._add(Prefix(token_ids, alone))
+
+    def _add(self, prefix: Prefix | CompactPrefix) -> None:
+        tokens = prefix.token_ids
+        if self._decoder.is_rewindable:
+            self._prefixes = [
+                one for one in self._prefixes if tokens[: len(one.tokens)] != one.prefix.token_ids
+            ]
+        self._prefixes.append(_Kept(prefix, np.asarray(tokens, np.int32)))
+        self.trim()
 
     def _saves(self, token_ids: Sequence[int]) -> bool:
         """Return whether a prefix of these tokens would save something that the kept ones do not."""
         # What an encoder-decoder holds belongs to one source.
-        if len(token_ids) < _FEWEST_TOKENS or self._decoder.source is not None:
+        decoder = self._decoder
+        if len(token_ids) < _FEWEST_TOKENS or decoder.source is not None or not decoder.copies:
             return False
         tokens, length = tuple(token_ids), len(token_ids)
         if not self._decoder.is_rewindable:
@@ -115,11 +146,14 @@ class PrefixCache:
         return all(one.prefix.token_ids[:length] != tokens for one in self._prefixes)
 
     def trim(self) -> None:
-        """Drop prefixes until the rest takes no more than it may: prefixes grow when they serve."""
+        """Drop prefixes until the rest takes no more than it may: whole caches grow when they serve."""
+        self._drop(self._most_bytes)
+
+    def _drop(self, most_bytes: int) -> None:
         # Counted here, once for each prompt: an engine reads the size with each step, and may keep thousands.
         sizes = [kept.prefix.size_bytes for kept in self._prefixes]
         self.size_bytes, dropped = sum(sizes), 0
-        while self.size_bytes > self._most_bytes or len(sizes) - dropped > _MOST_PREFIXES:
+        while self.size_bytes > most_bytes or len(sizes) - dropped > _MOST_PREFIXES:
             self.size_bytes -= sizes[dropped]
             dropped += 1
         del self._prefixes[:dropped]

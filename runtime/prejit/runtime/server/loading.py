@@ -44,11 +44,13 @@ class EngineOptions:
     Attributes:
         slots: how many generations run at once.
         queue: how many more may wait.
+        prefix_memory: how many bytes earlier prompts may take.
         must_match: whether a machine that matches no target is an error instead of a compile.
     """
 
     slots: int | None = None
     queue: int | None = None
+    prefix_memory: int | None = None
     must_match: bool = False
 
 
@@ -124,7 +126,11 @@ class Loading(threading.Thread):
 
     def _load(self, source: BundleSource) -> tuple[Bundle, str]:
         bundle = load(source.path, on_mismatch="error" if self._engines.must_match else "jit")
-        options = {"slots": self._engines.slots, "queue": self._engines.queue}
+        options = {
+            "slots": self._engines.slots,
+            "queue": self._engines.queue,
+            "prefix_memory": self._engines.prefix_memory,
+        }
         if len(self._sources) > 1 and bundle.config.decoder is not None:
             # The caches of the others are planned too, and not allocated yet.
             options["memory"] = free_bytes(bundle.decoder.device) // len(self._sources)

@@ -45,6 +45,16 @@ def test_caches_can_be_copied_between_batches_and_grow_into_the_next_context() -
     assert copies == into_slots | grown | neighbours
 
 
+def test_prompts_computed_together_can_be_copied_into_every_larger_batch() -> None:
+    specs = program_specs(manifest(Generate((1, 2, 4, 8), (16,), (32,))))
+    into_largest = {
+        spec.bucket["source_batch"]
+        for spec in specs
+        if spec.kind == "copy" and spec.bucket["batch"] == 8
+    }
+    assert into_largest == {1, 2, 4}
+
+
 def test_drafts_are_verified_in_every_bucket_where_they_are_asked_for() -> None:
     sizes = Generate((1, 4), (16,), (32, 64), draft_tokens=8)
     found = [spec for spec in program_specs(manifest(sizes)) if spec.kind == "verify"]

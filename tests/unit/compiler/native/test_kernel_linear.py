@@ -25,7 +25,7 @@ from .kernel_frames import KernelError
 
 DRIVER, CHOICE = TESTS / "linear_driver.cc", TESTS / "linear_choice.cc"
 MULTIPLIERS = ("float32", "avx512bf16", "amx-bf16")
-"""Of kernels/linear_bf16.h, in its order; the others by the feature that they need."""
+"""Of kernels/linear_multiplier.h, in its order; the others by the feature that they need."""
 NONE, GELU_ERF, GELU_TANH, RELU, SILU = range(5)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
 
@@ -68,7 +68,8 @@ def kernels(chosen: tuple[str, str], libraries: Callable[[str], ctypes.CDLL]) ->
     level, multiplier = chosen
     has_it = libraries(level).use_multiplier(MULTIPLIERS.index(multiplier))
     if multiplier == "avx512bf16":  # Tiles may be refused by a sandbox although the CPU has them.
-        assert bool(has_it) == (multiplier in Fingerprint.current().cpu_features)
+        needed = {"avx512bf16", "avx512vbmi"}
+        assert bool(has_it) == (needed <= set(Fingerprint.current().cpu_features))
     if not has_it:
         pytest.skip(f"this machine has no {multiplier}")
     return libraries(level)
@@ -255,9 +256,11 @@ def test_a_row_is_another_beside_others(
 ) -> None:
     """Greedy tokens must not depend on the batch: bit for bit, on either side of each threshold."""
     edge = many_rows(multiplier, dtype)
-    few = {rows for rows in (1, 2, 3, 4, 5, 8, 9, 23, 24, 33) if rows < edge}
-    many = (edge, edge + 1, 2 * edge + 1, 1100)
-    for all_rows, fewer in ((edge - 1, sorted(few)), (1111, many)):
+    few = [rows for rows in (1, 2, 3, 4, 5, 8, 9, 23, 24, 33, 127) if rows < (edge or 1111)]
+    compared = [(1111, few)]
+    if edge is not None:
+        compared = [(edge - 1, few), (1111, [edge, edge + 1, 2 * edge + 1, 1100])]
+    for all_rows, fewer in compared:
         case = drawn(4, (all_rows, 1069, 77), dtype, bias=True, activation=SILU)
         together = run(case, kernels)
         for rows in fewer:
@@ -287,10 +290,34 @@ def test_x_is_rounded_at_some_numbers_of_rows_only(
             np.testing.assert_array_equal(sequence[0], expected[:rows], err_msg=f"{rows} positions")
 
 
-def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int:
-    """From so many rows on a product is summed in another order: kernels/linear.cc, linear_bf16.cc."""
-    by_pairs = {"amx-bf16": 8, "avx512bf16": 24}
-    return 128 if dtype == np.float32 else by_pairs.get(multiplier, 128)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_row_of_many_inputs_is_another_beside_others(
+    kernels: ctypes.CDLL, multiplier: str, dtype: np.dtype[Any]
+) -> None:
+    """Many rows sum their inputs in parts, one row sums them at once."""
+    edge = many_rows(multiplier, dtype) or 131
+    case = drawn(10, (edge - 1, 4203, 41), dtype)
+    together = run(case, kernels)
+    for rows in (1, 2, 3, 4, 5, 7):
+        found = run(replace(case, x=case.x[:rows]), kernels)
+        np.testing.assert_array_equal(found, together[:rows], err_msg=f"{rows} rows")
+
+
+def test_every_int8_at_every_input_is_exact(kernels: ctypes.CDLL) -> None:
+    """Each row of x picks one input. A table converts weights, in an order of its own."""
+    weight = (np.arange(256)[:, None] * 3 + np.arange(133) * 7 - 128).astype(np.int8)
+    assert {*weight[:, 70].tolist()} == {*range(-128, 128)}
+    picking = np.eye(133, dtype=np.float32)
+    for rows in (1, 2, 4, 11, 133):
+        found = run(Case(picking[-rows:], (weight,), (np.ones(256, np.float32),)), kernels)
+        np.testing.assert_array_equal(found, weight.T[-rows:])
+
+
+def many_rows(multiplier: str, dtype: np.dtype[Any]) -> int | None:
+    """From so many rows on a product is summed in another order: kernels/linear.h."""
+    if dtype == np.float32 or multiplier == "float32":
+        return 128
+    return {"amx-bf16": 8, "avx512bf16": None}[multiplier]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -366,7 +393,8 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None
     ids=["address", "thread"],
 )
 def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], tmp_path: Path) -> None:
-    names = ("linear.cc", "linear_bf16.cc", "threads.cc")
+    sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
+    names = (*sorted(sources), "threads.cc")
     driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")
     for arguments in ways:
         kernel_builds.assert_runs_clean(driver, *arguments)

@@ -46,6 +46,7 @@ def test_without_its_packages_the_server_says_what_to_install(
         *(["--port", "-1"], ["--port", "65536"], ["--port", "x"], ["--timeout", "nan"]),
         *(["--timeout", "-1"], ["--drain-seconds", "inf"], ["--max-body", "0"]),
         *(["--max-tokens", "0"], ["--clients", "0"], ["--queue", "0"], ["--slots", "1.5"]),
+        *(["--prefix-memory", "-1"], ["--prefix-memory", "1.5G"], ["--prefix-memory", "9" * 16]),
     ],
 )
 def test_a_limit_that_is_none_is_refused(

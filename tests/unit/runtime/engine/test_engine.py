@@ -34,7 +34,7 @@ from prejit.runtime.errors import (
 )
 from prejit.runtime.generation import decode
 from prejit.runtime.generation.batch import Batch
-from prejit.runtime.generation.kv_cache import KVCache
+from prejit.runtime.generation.kv_cache import KVCache, cache_bytes
 
 LONG = [number % VOCABULARY for number in range(3, 40)]
 MIB = 1 << 20
@@ -236,6 +236,68 @@ def test_a_prompt_in_a_short_cache_that_begins_like_one_in_a_long_cache(bundle: 
     engine._loop._batch.close()  # as a resize while nothing runs does
     again = engine.generate([*beginning, 1], **few)
     assert again.token_ids == bundle.generate([*beginning, 1], **few).token_ids
+    engine.close()
+
+
+def test_a_conversation_goes_on_after_another_one_took_its_slot(bundle: Bundle) -> None:
+    """There is no pause in which the answers could be kept."""
+    bundle.prepare()
+    engine = bundle.engine(slots=1, prefix_memory=4 * MIB)
+    few: dict[str, Any] = {"max_new_tokens": 4, "stop_token_ids": ()}
+    answer = engine.generate(LONG[:20], **few).token_ids
+    engine.generate(LONG[10:30], **few)
+    text = [*LONG[:20], *answer, 3, 4]
+    found = engine.generate(text, **few)
+    assert found.stats.reused_tokens == len(text) - 3  # the last token of the answer is in no cache
+    assert found.token_ids == bundle.generate(text, **few).token_ids
+    engine.close()
+
+
+def test_a_burst_of_prompts_is_computed_before_a_step_that_decodes_few(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight prompts for four slots come to an idle engine: four of them at once."""
+    monkeypatch.setattr("prejit.runtime.generation.decode.CALL_SECONDS", 0.0)
+    bundle.prepare()
+    rows: list[list[int]] = []
+    original, held = Batch.step, threading.Event()
+
+    def step(self: Batch, *arguments: Any) -> Any:
+        held.wait(60)
+        tokens = original(self, *arguments)
+        rows.append([token.usage.passes for token in tokens])
+        return tokens
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = bundle.engine(slots=4, prefill_tokens=3)
+    asked = {"max_new_tokens": 6, "stop_token_ids": ()}
+    futures = [engine.submit(prompt_of(3 + n), **asked) for n in range(8)]
+    held.set()
+    for number, future in enumerate(futures):
+        assert (
+            future.result(60).token_ids == bundle.generate(prompt_of(3 + number), **asked).token_ids
+        )
+    first_decode = next(number for number, passes in enumerate(rows) if any(passes))
+    assert sum(map(len, rows[:first_decode])) == 4
+    engine.close()
+
+
+def test_a_burst_right_after_another_one_finds_the_slots(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.engine.loop._PAUSE_SECONDS", 60.0)
+    bundle.prepare()
+    engine = bundle.engine(slots=4)
+    for _ in range(2):
+        wait([engine.submit(prompt_of(n), max_new_tokens=6) for n in range(8)], 60)
+    assert engine._loop._batch.slots == 4
+    sizes: list[int] = []
+    original = Batch.resize
+    monkeypatch.setattr(
+        Batch, "resize", lambda self, slots: sizes.append(slots) or original(self, slots)
+    )
+    engine.generate([1], max_new_tokens=1)
+    assert sizes == []
     engine.close()
 
 
@@ -477,7 +539,7 @@ def test_no_memory_for_a_slot_ends_that_request(
 ) -> None:
     original = Batch.begin
 
-    def fail(self: Batch, request: Any) -> Any:
+    def fail(self: Batch, *requests: Any) -> Any:
         monkeypatch.setattr(Batch, "begin", original)
         raise MemoryError("no memory")
 
@@ -529,9 +591,13 @@ def test_a_request_that_ended_is_freed_without_the_garbage_collector(
 def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
     decoder = bundle.decoder
     whole = plan_caches(decoder, 4, 1 << 40, 0)
-    assert (whole.batch, whole.context) == (4, 72)
-    less = plan_caches(decoder, 4, whole.peak_bytes - 1, 0)
-    assert less.context == 24
+    assert (whole.batch, whole.context, whole.together) == (4, 72, 2)
+    one_by_one = plan_caches(decoder, 4, whole.peak_bytes - 1, 0)
+    assert (one_by_one.context, one_by_one.together) == (72, 1)
+    less = plan_caches(decoder, 4, one_by_one.peak_bytes - 1, 0)
+    assert (less.context, less.together) == (24, 2)
+    less = plan_caches(decoder, 4, less.peak_bytes - 1, 0)
+    assert (less.context, less.together) == (24, 1)
     with pytest.raises(UsageError, match="memory: expected at least"):
         plan_caches(decoder, 4, less.peak_bytes - 1, 0)
     with pytest.raises(UsageError, match="prefixes"):
@@ -542,8 +608,18 @@ def test_memory_is_bounded_before_the_first_request(bundle: Bundle) -> None:
         bundle.engine(slots=4, memory=100)
 
 
+def test_prefixes_take_no_more_than_the_slots_unless_asked_for(bundle: Bundle) -> None:
+    slots = cache_bytes(bundle.decoder, 4, 72)
+    plenty = plan_caches(bundle.decoder, 4, 1 << 40, None)
+    assert plenty.prefix_bytes == slots
+    others = plenty.peak_bytes - slots
+    assert plan_caches(bundle.decoder, 4, others + 400, None).prefix_bytes == 100
+    assert plan_caches(bundle.decoder, 4, 1 << 40, 9 * slots).prefix_bytes == 9 * slots
+
+
 def test_a_small_memory_has_a_shorter_context(bundle: Bundle) -> None:
-    peak = plan_caches(bundle.decoder, 4, 1 << 40, 0).peak_bytes
+    whole = plan_caches(bundle.decoder, 4, 1 << 40, 0)
+    peak = plan_caches(bundle.decoder, 4, whole.peak_bytes - 1, 0).peak_bytes
     engine = bundle.engine(slots=4, memory=peak - 1, prefix_memory=0)
     with pytest.raises(ContextError, match="at most 24 tokens, for which the engine has memory"):
         engine.submit(LONG)

@@ -832,7 +832,7 @@ def test_a_long_prompt_does_not_stop_the_others(bundle: Bundle, short_chunks: Ba
     batch = short_chunks
     [first] = batch.insert(request([1, 2, 3], 30))
     batch.step()
-    slot = batch.begin(request(TEXT[:60], 5))
+    [slot] = batch.begin(request(TEXT[:60], 5))
     assert batch.entering == 1
     assert batch.free == 1
     found: dict[int, list[Token]] = {first: [], slot: []}
@@ -852,7 +852,7 @@ def test_a_long_prompt_does_not_stop_the_others(bundle: Bundle, short_chunks: Ba
 def test_prompts_in_chunks_take_turns(bundle: Bundle, short_chunks: Batch) -> None:
     batch = short_chunks
     batch.insert(request([1, 2, 3], 60))
-    long, short = batch.begin(request(TEXT[:60], 3)), batch.begin(request(TEXT[:9], 3))
+    [long], [short] = batch.begin(request(TEXT[:60], 3)), batch.begin(request(TEXT[:9], 3))
     order = []
     found: dict[int, list[Token]] = {}
     while batch.entering:
@@ -872,16 +872,135 @@ def test_a_prompt_that_is_evicted_half_computed_leaves_nothing(
     batch = short_chunks
     batch.insert(request([1, 2, 3], 40))
     batch.step()
-    slot = batch.begin(request(TEXT[:60], 5))
+    [slot] = batch.begin(request(TEXT[:60], 5))
     batch.step()
     batch.step()
     batch.evict(slot)
     assert batch.entering == 0
-    again = batch.begin(request(TEXT[:50], 5))
+    [again] = batch.begin(request(TEXT[:50], 5))
     found: list[Token] = []
     while len(ids(found)) < 5:
         found += [token for token in batch.step() if token.slot == again]
     assert tuple(ids(found)) == greedy(bundle, TEXT[:50], 5).token_ids
+    batch.close()
+
+
+def order_of(batch: Batch, positions: int) -> list[tuple[str, int]]:
+    """What the next steps do until all prompts are computed: first tokens, or tokens of the others."""
+    order = []
+    while batch.entering:
+        tokens = batch.step(prefill_tokens=positions)
+        is_decode = any(token.usage.passes for token in tokens)
+        order.append(("decode" if is_decode else "first", len(tokens)))
+    return order
+
+
+def test_each_first_token_comes_when_its_prompt_is_computed(
+    bundle: Bundle, short_chunks: Batch
+) -> None:
+    """Not when the prompts behind it are computed too, though no decode step comes between them."""
+    batch = short_chunks
+    for number in range(3):
+        batch.begin(request(TEXT[number : number + 3], 9))
+    assert batch.decoding == 0
+    assert order_of(batch, 1000) == [("first", 1)] * 3
+    batch.step()
+    assert batch.decoding == 3
+
+
+def test_a_decode_step_comes_after_as_many_positions_as_were_asked_for(
+    bundle: Bundle, short_chunks: Batch
+) -> None:
+    """Each prompt is computed by one program; so many positions have room for two of them, or for one."""
+    batch = short_chunks
+    size = bundle.decoder.prefills(1, 24)[0].bucket["prompt"]
+    found = {}
+    for positions in (2 * size, 2 * size - 1):
+        batch.insert(request([1, 2, 3], 60))
+        for _ in range(2):  # its first token, and a decode step
+            batch.step()
+        for number in range(2):
+            batch.begin(request(TEXT[number : number + 3], 9))
+        found[positions] = order_of(batch, positions)
+        batch.close()
+    assert found[2 * size] == [("first", 1), ("first", 1)]
+    assert found[2 * size - 1] == [("first", 1), ("decode", 2), ("first", 1)]
+
+
+def test_a_long_stall_ends_with_a_decode_step(
+    bundle: Bundle, short_chunks: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prejit.runtime.generation.batch._LONGEST_STALL_SECONDS", 0.0)
+    batch = short_chunks
+    for number in range(3):
+        batch.begin(request(TEXT[number : number + 3], 9))
+    assert order_of(batch, 1000) == [
+        *(("first", 1), ("decode", 1), ("first", 1), ("decode", 2), ("first", 1))
+    ]
+
+
+@pytest.fixture(scope="module")
+def wide(make_decoder: Callable[..., Path]) -> Bundle:
+    found = make_decoder("gpt2", batch=(1, 2, 4), prompt=(3, 10), context=(24, 72), quick=True)
+    bundle = load(found, on_mismatch="error")
+    bundle.prepare()
+    return bundle
+
+
+def test_prompts_that_fill_a_call_are_computed_together(
+    wide: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
+    batch = Batch(wide.decoder, 4, together=2)
+    assert batch.call_for(7, 1, 100) == (1, 7)
+    assert batch.call_for(7, 3, 100) == (2, 10), "a batch of two is the largest that they fill"
+    assert batch.call_for(7, 4, 100) == (4, 10), "all slots are free: computed in place"
+    assert batch.call_for(7, 4, 39) == (2, 10)
+    assert batch.call_for(7, 4, 19) == (1, 7)
+    assert batch.call_for(11, 4, 100) == (1, 11), "no program takes it in one call"
+    assert Batch(wide.decoder, 4).call_for(7, 3, 100) == (1, 7)
+    all_slots = Batch(wide.decoder, 4, together=2)
+    all_slots.begin(*(request(TEXT[n : n + 8], 2) for n in range(4)))
+    programs = [list(token.usage.programs) for token in all_slots.step()]
+    assert programs == [["prefill/b4-t10-c24"]] * 4
+    [first] = batch.insert(request([1, 2, 3], 20))
+    asked = [request(TEXT[n : n + 8], 6, sampling=Sampling(temperature=0.5 * n)) for n in (0, 1)]
+    slots = batch.begin(*asked)
+    found: dict[int, list[Token]] = {}
+    for _ in range(3):  # the first token of the one, those of the two, and a decode step
+        for token in batch.step():
+            found.setdefault(token.slot, []).append(token)
+    assert [len(found[slot]) for slot in (first, *slots)] == [2, 2, 2]
+    assert next(iter(found[slots[1]][0].usage.programs)) == "prefill/b2-t10-c24"
+    for rest, tokens in finish(batch).items():
+        found[rest] += tokens
+    for slot, one in zip(slots, asked, strict=True):
+        alone = Batch(wide.decoder, 1)
+        alone.insert(one)
+        assert ids(found[slot]) == ids(finish(alone)[0])
+
+
+def test_a_request_that_leaves_does_not_take_those_that_began_with_it(
+    wide: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "CALL_SECONDS", 0.0)
+    batch = Batch(wide.decoder, 4, prefill_tokens=3, together=2)
+    batch.insert(request([1, 2, 3], 30))
+    batch.step()
+    gone, stays = batch.begin(request(TEXT[:8], 6), request(TEXT[1:9], 6))
+    batch.evict(gone)
+    assert (batch.entering, batch.free) == (2, 1), "its row is still computed"
+    found: list[Token] = []
+    while len(ids(found)) < 6:
+        tokens = batch.step()
+        assert gone not in {token.slot for token in tokens}
+        found += [token for token in tokens if token.slot == stays]
+    assert tuple(ids(found)) == greedy(wide, TEXT[1:9], 6).token_ids
+    assert batch.free == 3
+    one, other = batch.begin(request(TEXT[:8], 6), request(TEXT[1:9], 6))
+    batch.evict(one)
+    batch.evict(other)
+    assert (batch.entering, batch.free) == (0, 3)
     batch.close()
 
 
@@ -898,7 +1017,7 @@ def test_others_decode_in_a_short_cache_until_a_long_prompt_enters_a_long_one(
     [first] = batch.insert(request([1, 2, 3], 20))
     batch.step()
     short = batch.occupied()[1]
-    slot = batch.begin(request(TEXT[:30], 5))
+    [slot] = batch.begin(request(TEXT[:30], 5))
     found: dict[int, list[Token]] = {first: [], slot: []}
     sizes = []
     while batch.entering:
@@ -945,7 +1064,7 @@ def test_what_was_allocated_for_a_request_that_left_is_freed(
     [first] = batch.insert(request([1, 2, 3], 18))
     batch.step()
     short = batch.occupied()[1]
-    slot = batch.begin(request(TEXT[:30], 1))
+    [slot] = batch.begin(request(TEXT[:30], 1))
     while batch.occupied()[1] == short:
         batch.step()
     batch.evict(slot)
@@ -1079,7 +1198,7 @@ def _in_any_order(
     for name, number in [*actions, ("step", 40)]:
         if name in ("insert", "begin") and batch.free:
             asked = numbered(number)
-            slot = batch.begin(asked) if name == "begin" else batch.insert(asked)[0]
+            [slot] = batch.begin(asked) if name == "begin" else batch.insert(asked)
             running[slot] = number, []
         elif name == "evict":
             batch.evict(number % batch.slots)

@@ -1,15 +1,19 @@
-"""A count over thousands of kept prompts in each step would make an engine slower with every request."""
+"""Prompts that were computed before are found again, and take no more memory than they may."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.decoders import VOCABULARY
 
 from prejit.runtime import Bundle, load
-from prejit.runtime.generation.kv_cache import KVCache, Prefix
+from prejit.runtime.device.transfer import to_numpy
+from prejit.runtime.generation.compact_prefix import CompactPrefix
+from prejit.runtime.generation.kv_cache import KVCache, Prefix, cache_bytes
 from prejit.runtime.generation.prefix_cache import PrefixCache
 
 
@@ -19,25 +23,43 @@ def bundle(make_decoder: Callable[..., Path]) -> Bundle:
     return load(found, on_mismatch="error")
 
 
+@pytest.fixture
+def whole_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes are kept as on an accelerator."""
+    monkeypatch.setattr("prejit.runtime.generation.prefix_cache.can_compact", lambda _: False)
+
+
+@pytest.fixture(params=["compact", "whole caches"])
+def both(request: pytest.FixtureRequest) -> None:
+    if request.param == "whole caches":
+        request.getfixturevalue("whole_caches")
+
+
 def prefix(bundle: Bundle, first: int, context: int = 24) -> Prefix:
     tokens = [(first + place) % VOCABULARY for place in range(20)]
     return Prefix(tokens, KVCache(bundle.decoder, 1, context))
 
 
+def found_tokens(kept: PrefixCache, prompt: Sequence[int], context: int = 24) -> Any:
+    """The tokens of the prefix that is found."""
+    found = kept.find(prompt, context)
+    return None if found is None else found.token_ids
+
+
+@pytest.mark.usefixtures("both")
 def test_the_size_is_read_without_asking_every_prefix(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A count over thousands of prefixes in each step makes an engine slower with every request."""
     kept = PrefixCache(bundle.decoder, 1 << 20)
-    all_of_them = [prefix(bundle, number) for number in range(5)]
-    for each in all_of_them:
-        kept.keep(each)
-    expected = sum(each.size_bytes for each in all_of_them)
-    asked: list[None] = []
-    monkeypatch.setattr(Prefix, "size_bytes", property(lambda _: asked.append(None)))
+    for number in range(5):
+        kept.keep(prefix(bundle, number))
+    expected = sum(each.prefix.size_bytes for each in kept._prefixes)
+    monkeypatch.setattr(kept, "_prefixes", None)
     assert kept.size_bytes == expected > 0
-    assert not asked
 
 
+@pytest.mark.usefixtures("whole_caches")
 def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
     first, second, third = (prefix(bundle, number) for number in range(3))
     kept = PrefixCache(bundle.decoder, 3 * first.size_bytes)
@@ -55,20 +77,21 @@ def test_a_prefix_that_grew_counts_and_the_oldest_go(bundle: Bundle) -> None:
     assert kept.size_bytes == 0
 
 
+@pytest.mark.usefixtures("both")
 def test_a_small_model_does_not_keep_prefixes_without_end(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prejit.runtime.generation.prefix_cache._MOST_PREFIXES", 3)
     kept = PrefixCache(bundle.decoder, 1 << 20)
-    all_of_them = [prefix(bundle, number) for number in range(5)]
-    for each in all_of_them:
-        kept.keep(each)
-    found = [kept.find([*each.token_ids, 1], 24) for each in all_of_them]
-    assert found == [None, None, *all_of_them[2:]]
-    assert kept.size_bytes == sum(each.size_bytes for each in all_of_them[2:])
+    texts = [prefix(bundle, number).token_ids for number in range(5)]
+    for number in range(5):
+        kept.keep(prefix(bundle, number))
+    found = [found_tokens(kept, [*text, 1]) for text in texts]
+    assert found == [None, None, *texts[2:]]
 
 
-def test_a_prefix_of_a_longer_cache_is_not_found(bundle: Bundle) -> None:
+@pytest.mark.usefixtures("whole_caches")
+def test_a_whole_cache_with_a_longer_context_is_not_found(bundle: Bundle) -> None:
     kept = PrefixCache(bundle.decoder, 1 << 20)
     long = prefix(bundle, 7, context=72)
     kept.keep(long)
@@ -76,15 +99,61 @@ def test_a_prefix_of_a_longer_cache_is_not_found(bundle: Bundle) -> None:
     assert kept.find([*long.token_ids, 1], 72) is long
 
 
+@pytest.mark.usefixtures("both")
 def test_the_prefix_that_saves_most_is_found(bundle: Bundle) -> None:
     kept = PrefixCache(bundle.decoder, 1 << 30)
     common = [number % VOCABULARY for number in range(5, 23)]
     shorter, longer, other = ([*common, *rest] for rest in ([1], [2, 3, 4], [9, 9]))
-    made = {}
     for tokens in (longer, shorter, other):
-        made[len(tokens)] = Prefix(tokens, KVCache(bundle.decoder, 1, 24))
-        kept.keep(made[len(tokens)])
-    assert kept.find([*common, 2, 3, 7], 24) is made[21]
-    assert kept.find([*common, 9, 9, 5], 24) is made[20]
+        kept.keep(Prefix(tokens, KVCache(bundle.decoder, 1, 24)))
+    assert found_tokens(kept, [*common, 2, 3, 7]) == tuple(longer)
+    assert found_tokens(kept, [*common, 9, 9, 5]) == tuple(other)
     assert kept.find(common[:10], 24) is None
     assert kept.find([0, *common], 24) is None
+
+
+# ---------------------------------------------------------------------- the memory of the tokens alone
+
+
+def filled(bundle: Bundle, batch: int, context: int) -> KVCache:
+    """A cache with another number at each place."""
+    cache = KVCache(bundle.decoder, batch, context)
+    numbers = [to_numpy(array) for array in cache.arrays]
+    cache.arrays = [
+        bundle.decoder.device.copy(np.arange(each.size, dtype=each.dtype).reshape(each.shape))
+        for each in numbers
+    ]
+    return cache
+
+
+@pytest.mark.parametrize(("context", "places"), [(24, 20), (72, 20), (24, 24)])
+def test_a_prefix_takes_the_memory_of_its_tokens_and_comes_back_as_it_was(
+    bundle: Bundle, context: int, places: int
+) -> None:
+    source = filled(bundle, 2, 72)
+    expected = [to_numpy(array)[1:2, :, :places].copy() for array in source.arrays]
+    tokens = [number % VOCABULARY for number in range(20 if places == 20 else 40)]
+    kept = CompactPrefix(bundle.decoder, tokens, source, 1)
+    assert kept.size_bytes == cache_bytes(bundle.decoder, 1, len(tokens))
+    del source
+    back = kept.at(context)
+    assert (back.batch, back.context) == (1, context)
+    for array, rows in zip(back.arrays, expected, strict=True):
+        assert (to_numpy(array)[:, :, :places] == rows).all()
+        assert not to_numpy(array)[:, :, places:].any()
+
+
+def test_prefixes_never_take_more_than_they_may(bundle: Bundle) -> None:
+    source = filled(bundle, 1, 24)
+    size = cache_bytes(bundle.decoder, 1, 20)
+    kept = PrefixCache(bundle.decoder, 2 * size)
+    texts = [prefix(bundle, number).token_ids for number in range(3)]
+    for text in texts:
+        kept.keep_row(text, source, 0)
+    assert kept.size_bytes == 2 * size
+    assert [found_tokens(kept, [*text, 1]) for text in texts] == [None, *texts[1:]]
+    kept.keep_row([9] * 24, source, 0)  # takes the place of both
+    assert kept.size_bytes == cache_bytes(bundle.decoder, 1, 24)
+    small = PrefixCache(bundle.decoder, size - 1)
+    small.keep_row(texts[0], source, 0)
+    assert small.size_bytes == 0

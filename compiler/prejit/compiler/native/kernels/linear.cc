@@ -2,10 +2,12 @@
 
 #include <atomic>
 
-#include "linear_bf16.h"
+#include "linear_amx.h"
 #include "linear_dot.h"
+#include "linear_dot_bf16.h"
 #include "linear_finish.h"
 #include "linear_gemm.h"
+#include "linear_multiplier.h"
 #include "threads.h"
 
 namespace prejit {
@@ -67,8 +69,8 @@ const float* rounded_x(const Linear& p) {
 bool linear_by_dots(const Linear& p) {
   const float* all = rounds(p) ? rounded_x(p) : p.x;
   if (!all) return false;
-  int64_t size =
-      dot_block_outputs(p.rows, p.inputs, p.outputs, bytes_of(p.weights.dtype), threads(), kDotOutputs);
+  int64_t size = dot_block_outputs(dot_streams_of(p.rows), p.rows > kRowsAtOnce ? kLongStreamBytes : kStreamBytes,
+                                   p.inputs * bytes_of(p.weights.dtype), p.outputs, threads(), kDotOutputs);
   int64_t blocks = (p.outputs + size - 1) / size;
   for (int64_t row = 0; row < p.rows; row += kDotRows) {
     int64_t rows = least(p.rows - row, kDotRows);
@@ -226,7 +228,8 @@ bool linear_by_panels(const Linear& p) {
 bool linear(const Linear& product) {
   if (product.rows == 0 || product.outputs == 0) return true;
   Multiplier by = rounds(product) ? multiplier() : Multiplier::kFloat32;
-  if (by != Multiplier::kFloat32 && product.rows >= fewest_packed_rows(by)) return linear_by_pairs(product, by);
+  if (by == Multiplier::kAvx512Bf16) return linear_by_bf16_dots(product);
+  if (by == Multiplier::kAmx && product.rows >= kFewestTileRows) return linear_by_amx(product);
   return fills_panels(product) ? linear_by_panels(product) : linear_by_dots(product);
 }
 

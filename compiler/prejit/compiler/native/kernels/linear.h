@@ -5,7 +5,8 @@
 // is float32. XLA's forms of a product in programs with kernels round x in the same way (models/layers/linear.py, dot).
 //
 // The sums of a row have one order among few rows and another among many, whatever the other rows are. Many rows begin
-// at 8 with AMX, at 24 with vdpbf16ps (linear_bf16.h), else at 128 rows or 32 positions of a sequence (linear.cc).
+// at 8 with AMX (linear_amx.h), else at 128 rows or 32 positions of a sequence (linear.cc). With AVX-512 BF16 the sums of
+// bfloat16 and int8 weights have one order for any number of rows (linear_dot_bf16.h).
 #pragma once
 
 #include <cstdint>

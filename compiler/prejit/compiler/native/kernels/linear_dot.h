@@ -1,7 +1,7 @@
 // Products of few rows: each weight is read once, in place, and multiplied with all rows.
 //
 // Each pair of row and output has one accumulator, filled and summed in a fixed order: the result of a row does not
-// depend on the other rows, as long as they are few. The same holds among many rows (linear_bf16.h, linear_gemm.h).
+// depend on the other rows, as long as they are few. The same holds among many rows (linear_amx.h, linear_gemm.h).
 // Between few and many rows the order of the sums differs, and so do the last bits.
 #pragma once
 
@@ -133,12 +133,10 @@ inline void dot_block(const float* x, int64_t rows, const W* w, int64_t inputs, 
     dot_rows<W>(x, rows, w + done * inputs, inputs, 1, count - done, nullptr, sums + done, stride);
 }
 
-// Returns the outputs of a block: streams of kStreamBytes, or less if the threads would not have a few blocks each.
-inline int64_t dot_block_outputs(int64_t rows, int64_t inputs, int64_t outputs, int64_t weight_bytes, int threads,
-                                 int64_t most) {
-  int64_t streams = dot_streams_of(rows);
-  int64_t bytes = rows > kRowsAtOnce ? kLongStreamBytes : kStreamBytes;
-  int64_t spacing = (bytes + inputs * weight_bytes) / (inputs * weight_bytes + 1);
+// Returns the outputs of a block: streams of `stream_bytes`, or less if the threads would not have a few blocks each.
+inline int64_t dot_block_outputs(int64_t streams, int64_t stream_bytes, int64_t output_bytes, int64_t outputs,
+                                 int threads, int64_t most) {
+  int64_t spacing = (stream_bytes + output_bytes) / (output_bytes + 1);
   int64_t fair = outputs / (8 * threads * streams);
   if (spacing > fair) spacing = fair;
   if (spacing > most / streams) spacing = most / streams;

@@ -6,33 +6,22 @@
 //   sums             ->  [2 groups][2 halves][16 outputs][16 rows]      "tile", transposed and finished, transpose_tile
 //
 // Inputs are padded with zeros to whole steps of 32, outputs and rows to whole tiles, so no multiplier has an edge.
-#include "linear_bf16.h"
-
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "linear_amx.h"
 
 #include <atomic>
 
 #include "linear_finish.h"
+#include "linear_multiplier.h"
+#include "pairs.h"
 #include "simd.h"
 #include "threads.h"
 #include "transpose.h"
 
 namespace prejit {
 
-// Defined if the compiler has the instructions, shown by its headers: GCC 11, clang 11. The CPU is checked below.
-#if defined(__AVX512F__) && __has_include(<avx512bf16intrin.h>) && \
-    (__has_include(<amxbf16intrin.h>) /* GCC */ || __has_include(<amxintrin.h>) /* clang */)
-#define PREJIT_HAS_PAIRS
-#endif
-
 #if !defined(PREJIT_HAS_PAIRS)
 
-Multiplier multiplier() { return Multiplier::kFloat32; }
-bool use_multiplier(Multiplier wanted) { return wanted == Multiplier::kFloat32; }
-int64_t fewest_packed_rows(Multiplier) { return 0; }
-bool linear_by_pairs(const Linear&, Multiplier) { return false; }
+bool linear_by_amx(const Linear&) { return false; }
 
 #else
 
@@ -63,31 +52,6 @@ constexpr int64_t kTilesInPlace = 2;
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t parts_of(int64_t whole, int64_t most) { return (whole + most - 1) / most; }
-
-// Packs two vectors of floats that are bfloat16 values into 32 bfloat16.
-PREJIT_INLINE Floats pairs_of(Floats low, Floats high) {
-  const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
-                                                31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-  return reinterpret_cast<Floats>(_mm512_permutex2var_epi16(reinterpret_cast<__m512i>(low), upper_halves,
-                                                            reinterpret_cast<__m512i>(high)));
-}
-
-template <typename T>
-PREJIT_INLINE Floats load_some(const T* from, int64_t count) {
-  return count >= kLanes ? load(from) : count > 0 ? load_first(from, count) : Floats{};
-}
-
-// Loads 32 numbers, or the first `count` and zeros, as bfloat16.
-PREJIT_INLINE Floats load_pairs(const float* from, int64_t count) {
-  return pairs_of(rounded(load_some(from, count)), rounded(load_some(from + kLanes, count - kLanes)));
-}
-PREJIT_INLINE Floats load_pairs(const int8_t* from, int64_t count) {
-  return pairs_of(load_some(from, count), load_some(from + kLanes, count - kLanes));
-}
-PREJIT_INLINE Floats load_pairs(const Bf16* from, int64_t count) {
-  if (count >= kStep) return load_as<Floats>(from);
-  return reinterpret_cast<Floats>(_mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from));
-}
 
 // to[pair, row] = x[row, pair] for `count` rows of a group, zeros for the others.
 void pack_group(const float* x, int64_t count, int64_t inputs, uint32_t* to) {
@@ -208,48 +172,7 @@ const TileConfig tile_config;
 PREJIT_AMX void take_tiles() { _tile_loadconfig(&tile_config); }
 PREJIT_AMX void release_tiles() { _tile_release(); }
 
-// Does the same by vdpbf16ps: a pair of W times the pairs of 16 rows.
-template <int groups>
-__attribute__((target("avx512bf16"), noinline)) void multiply_avx512(const Operands& of) {
-  constexpr int kOutputs = 8;
-  Fetching fetching{of.fetch};
-  for (int64_t output = 0; output < kPanel; output += kOutputs) {
-    const uint16_t* w = of.w.data + output * of.w.stride;
-    const uint32_t* x = of.x;
-    float* sums = of.sums + output * kGroup;
-    __m512 total[kOutputs][groups];
-#pragma GCC unroll 16
-    for (int o = 0; o < kOutputs; ++o)
-#pragma GCC unroll 2
-      for (int g = 0; g < groups; ++g)
-        total[o][g] = of.begins ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + g * kGroupSums + o * kGroup);
-    for (int64_t step = 0; step < of.steps; ++step, w += of.w.step - kStep) {
-      if (output == 0) fetching.step();
-      for (int64_t pair = 0; pair < kStep / 2; ++pair, w += 2, x += kGroup) {
-        __m512i xs[groups];
-#pragma GCC unroll 2
-        for (int g = 0; g < groups; ++g) xs[g] = _mm512_loadu_si512(x + g * of.group_pairs);
-#pragma GCC unroll 16
-        for (int o = 0; o < kOutputs; ++o) {
-          __m512i weights = _mm512_set1_epi32(load_as<int32_t>(w + o * of.w.stride));
-#pragma GCC unroll 2
-          for (int g = 0; g < groups; ++g)
-            total[o][g] = _mm512_dpbf16_ps(total[o][g], reinterpret_cast<__m512bh>(weights),
-                                           reinterpret_cast<__m512bh>(xs[g]));
-        }
-      }
-    }
-#pragma GCC unroll 16
-    for (int o = 0; o < kOutputs; ++o)
-#pragma GCC unroll 2
-      for (int g = 0; g < groups; ++g) _mm512_storeu_ps(sums + g * kGroupSums + o * kGroup, total[o][g]);
-  }
-}
-
-void multiply(Multiplier by, int64_t groups, const Operands& of) {
-  if (by == Multiplier::kAmx) return groups == 1 ? multiply_amx<1>(of) : multiply_amx<2>(of);
-  return groups == 1 ? multiply_avx512<1>(of) : multiply_avx512<2>(of);
-}
+void multiply(int64_t groups, const Operands& of) { return groups == 1 ? multiply_amx<1>(of) : multiply_amx<2>(of); }
 
 // Rows [first, first + rows) of p, packed in groups.
 struct PackedRows {
@@ -328,7 +251,7 @@ void transpose_tile(const float* sums, int64_t groups, float* to) {
     }
 }
 
-bool multiply_block(const Linear& p, const PackedRows& x, const Block& block, Multiplier by) {
+bool multiply_block(const Linear& p, const PackedRows& x, const Block& block) {
   int64_t all_sums = block.panels * block.tiles * kTileSums;
   size_t panel_bytes = kInputsAtOnce * kPanel * sizeof(uint16_t);
   char* memory = static_cast<char*>(scratch(panel_bytes + all_sums * (p.gated ? 2 : 1) * sizeof(float), 1));
@@ -336,7 +259,7 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block, Mu
   uint16_t* packed = reinterpret_cast<uint16_t*>(memory);
   float* sums = reinterpret_cast<float*>(memory + panel_bytes);
   int64_t all_steps = block.panels * chunks_of(p.inputs) * (p.gated ? 2 : 1);
-  if (by == Multiplier::kAmx) take_tiles();
+  take_tiles();
   for (int64_t s = 0; s < all_steps; ++s) {
     Step step = step_of(p, block, s), next = step_of(p, block, s + 1 < all_steps ? s + 1 : s);
     Panel panel = panel_of(p, step, block.tiles, packed);
@@ -345,7 +268,7 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block, Mu
       int64_t groups = parts_of(rows, kGroup), steps = parts_of(step.inputs, kStep);
       float* tile = sums + (step.panel * block.tiles + t) * kTileSums;
       float* to = step.weights == &p.up ? tile + all_sums : tile;
-      multiply(by, groups,
+      multiply(groups,
                {panel, x.data + row / kGroup * x.group_pairs + step.input * (kGroup / 2), x.group_pairs, steps,
                 step.input == 0, to, fetch_of(p, next, t, block.tiles, steps)});
       if (!step.ends) continue;
@@ -356,72 +279,13 @@ bool multiply_block(const Linear& p, const PackedRows& x, const Block& block, Mu
         finish(p, by_row + r * kPanel, up_by_row + r * kPanel, x.first + row + r, step.output, step.outputs);
     }
   }
-  if (by == Multiplier::kAmx) release_tiles();
+  release_tiles();
   return true;
 }
-
-struct Registers {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-};
-
-Registers cpuid(unsigned leaf, unsigned part) {
-  Registers r;
-  __get_cpuid_count(leaf, part, &r.a, &r.b, &r.c, &r.d);
-  return r;
-}
-
-// Returns whether Linux saves the tile registers and permits this process to use them, which it must request once
-// (Linux 5.16).
-bool may_use_tiles() {
-  constexpr unsigned kTileStates = 3 << 17;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned low, high;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low & kTileStates) == kTileStates && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-bool has(Multiplier wanted) {
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
-  switch (wanted) {
-    case Multiplier::kFloat32: return true;
-    case Multiplier::kAvx512Bf16: return cpuid(7, 1).a & kAvx512Bf16;
-    case Multiplier::kAmx: return cpuid(7, 0).d & kAmxBf16 && cpuid(7, 0).d & kAmxTile && may_use_tiles();
-  }
-  return false;
-}
-
-Multiplier best() {
-  if (has(Multiplier::kAmx)) return Multiplier::kAmx;
-  // CPUs with AMX need two cycles for a vdpbf16ps, as for four FMAs (Sapphire Rapids: 104 GFLOP/s a core, FMA 217).
-  bool is_made_for_amx = cpuid(7, 0).d & (1u << 22);
-  return has(Multiplier::kAvx512Bf16) && !is_made_for_amx ? Multiplier::kAvx512Bf16 : Multiplier::kFloat32;
-}
-
-std::atomic<int> chosen{-1};
 
 }  // namespace
 
-Multiplier multiplier() {
-  int known = chosen.load(std::memory_order_relaxed);
-  if (known < 0) chosen.store(known = static_cast<int>(best()), std::memory_order_relaxed);
-  return static_cast<Multiplier>(known);
-}
-
-bool use_multiplier(Multiplier wanted) {
-  if (!has(wanted)) return false;
-  chosen.store(static_cast<int>(wanted), std::memory_order_relaxed);
-  return true;
-}
-
-int64_t fewest_packed_rows(Multiplier by) {
-  // Tiles take as long for 1 row as for 16. Dots take longer from 6 rows on, or from 8 if weights come from memory.
-  if (by == Multiplier::kAmx) return 8;
-  // Estimated, not measured: on Zen 4 vdpbf16ps computes twice the terms of an FMA, packing costs a quarter of that,
-  // and 17 rows take as long as 32.
-  return 24;
-}
-
-bool linear_by_pairs(const Linear& p, Multiplier by) {
+bool linear_by_amx(const Linear& p) {
   int64_t parts = parts_of(p.rows, kRowsAtOnce);
   int64_t panels = parts_of(p.outputs, kPanel);
   int64_t group_pairs = parts_of(p.inputs, kStep) * kStepPairs;
@@ -446,7 +310,7 @@ bool linear_by_pairs(const Linear& p, Multiplier by) {
       int64_t band = block / splits, split = block % splits;
       int64_t panel = panels * band / bands, tile = tiles * split / splits;
       Block at = {panel, panels * (band + 1) / bands - panel, tile, tiles * (split + 1) / splits - tile};
-      if (!multiply_block(p, x, at, by)) has_memory.store(false, std::memory_order_relaxed);
+      if (!multiply_block(p, x, at)) has_memory.store(false, std::memory_order_relaxed);
     });
   }
   return has_memory.load(std::memory_order_relaxed);

@@ -1,0 +1,27 @@
+// The instructions that multiply bfloat16 and int8 weights on this CPU.
+#pragma once
+
+#include "simd.h"
+
+namespace prejit {
+
+// Defined if the compiler has the instructions, shown by its headers: GCC 11, clang 11. The CPU is checked at run time.
+#if defined(__AVX512F__) && __has_include(<avx512bf16intrin.h>) && \
+    (__has_include(<amxbf16intrin.h>) /* GCC */ || __has_include(<amxintrin.h>) /* clang */)
+#define PREJIT_HAS_PAIRS
+#endif
+
+// How bfloat16 and int8 weights are multiplied.
+enum class Multiplier {
+  kFloat32,     // Like float32 weights, with x rounded.
+  kAvx512Bf16,  // vdpbf16ps: 16 pairs at once, twice the terms of an FMA (linear_dot_bf16.h).
+  kAmx,         // tdpbf16ps: 16 x 16 sums of 16 pairs, for many rows (linear_amx.h); few rows like kFloat32.
+};
+
+// Returns the best one that the CPU, the operating system and the compiler support; constant within a process.
+Multiplier multiplier();
+
+// Uses another one from now on, for tests. Returns whether this machine supports it.
+bool use_multiplier(Multiplier wanted);
+
+}  // namespace prejit
