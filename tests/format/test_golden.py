@@ -385,10 +385,14 @@ def test_v5_two_readers_refuse_the_same_recorded_files(
     changed = {**said, **change, "entry": {**said["entry"], **change.get("entry", {})}}
     config = {**target.config, "recorded": [changed]}
     needs = from_json(Requirement, to_json(target.needs), "needs")
-    with pytest.raises(RejectError, match=complaint):
+
+    def check() -> None:
         checked = check_config(to_json(config), "5", target.name, needs, "config")
         check_recorded_layer(checked, manifest, "config")
         check_packs(checked, manifest, "config")
+
+    with pytest.raises(RejectError, match=complaint):
+        check()
     with pytest.raises((AssertionError, zstandard.ZstdError)):
         second_reader.check_recorded(config, layers, 5)
 
