@@ -25,10 +25,14 @@ pytest_plugins = (
 
 
 # No example fails because the machine is busy, and each run tries the same ones. To search for others:
-# --hypothesis-profile=default.
-settings.register_profile(
-    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+# --hypothesis-profile=search.
+for name, derandomize in (("tests", True), ("search", False)):
+    settings.register_profile(
+        name,
+        deadline=None,
+        derandomize=derandomize,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile("tests")
 
 LONGEST = (

@@ -84,6 +84,8 @@ class WarmPython:
         self, *arguments: str | Path, env: Mapping[str, str] | None = None, quick: bool = False
     ) -> WarmProcess:
         """Start `prejit ARGUMENTS` in a process and a process group of its own. Arguments as `prejit`."""
+        if quick and arguments[0] == "build":  # a second worker costs more than it saves
+            arguments += ("--jobs", "1")
         self._started += 1
         files = tuple(self._directory / f"{name}{self._started}" for name in ("stdout", "stderr"))
         wanted = {

@@ -354,14 +354,16 @@ class Client(threading.Thread):
         with self._asked(body, receive_bytes=4096) as answer:
             self._expect(answer.status, SERVED)
             end = time.monotonic() + self._random.uniform(0.5, 4)
+            read = b""
             while time.monotonic() < end:
-                if not answer.read1(2048):
+                if not (piece := answer.read1(2048)):
                     return
+                read = read[-2048:] + piece
                 time.sleep(0.02)
             if self._random.random() < 0.5:
-                rest = answer.read()
-                if answer.status == 200 and not rest.endswith(b"data: [DONE]\n\n"):
-                    assert b'"error"' in rest, f"a stream that ends with {rest[-200:]!r}"
+                read += answer.read()
+                if answer.status == 200 and not read.endswith(b"data: [DONE]\n\n"):
+                    assert b'"error"' in read, f"a stream that ends with {read[-200:]!r}"
             else:
                 self._tally.left(self._kind)
 

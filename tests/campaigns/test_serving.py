@@ -200,6 +200,7 @@ def test_a_server_under_mixed_load(
         assert server.end() == 0, server.said
     finally:
         server.kill()
+    print(json.dumps(process))  # a failed check below must not lose what an hour measured
     assert "Traceback" not in server.said, server.said
     assert "warning" not in server.said, server.said
     assert not tally.failures, f"{len(tally.failures)} failures\n" + "\n".join(tally.failures[:30])

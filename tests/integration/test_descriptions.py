@@ -97,6 +97,21 @@ def test_equal_builds_attach_equal_bytes_and_a_second_one_attaches_nothing(
     assert (tmp_path / "demo" / "index.json").read_bytes() == again
 
 
+def test_the_next_build_mends_a_damaged_description(demo: Path, run: Run, tmp_path: Path) -> None:
+    bundle = shutil.copytree(demo, tmp_path / "demo")
+    whole = (bundle / "index.json").read_bytes()
+    with Layout(bundle) as layout:
+        root = read_root(layout)
+        manifests = [each.descriptor.digest for each in referrers(layout, root, root.digest)]
+    for file in (attached(bundle, PARTS), blob(bundle, manifests[0])):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + b" ")
+        options = ("-o", tmp_path, "--target", "cpu-host")
+        run("build", ROOT / "manifests" / "demo.toml", *options, quick=True)
+        assert file.read_bytes() == content
+        assert (bundle / "index.json").read_bytes() == whole
+
+
 @with_tools
 def test_the_validator_of_cyclonedx_accepts_the_list(demo: Path) -> None:
     done = tool("-c", VALIDATE, attached(demo, PARTS))

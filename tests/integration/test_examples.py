@@ -51,7 +51,7 @@ def test_an_example_gives_what_jit_gives(
 ) -> None:
     if example == TRAINER:
         example, _ = request.getfixturevalue("transcriber")
-    run("build", example / "manifest.toml", "-o", tmp_path)
+    run("build", example / "manifest.toml", "-o", tmp_path, quick=True)
     bundle = tmp_path / example.name
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, example / "use.py", bundle],

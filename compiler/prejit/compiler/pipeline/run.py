@@ -75,6 +75,7 @@ from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.blobs import check_blobs
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import match, read_manifest
+from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import read_root
 from prejit.runtime.format.schema import Accuracy
 from prejit.runtime.format.writing import write_layout
@@ -183,8 +184,8 @@ def build(
     layers = layers if weights is None else (*layers, weights)
     bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
     path, written = write(bundle, output, progress)
-    attach_descriptions(path, plan)
     digest = digest_of(bundle.index)
+    attach_descriptions(path, plan, digest)
     return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
 
 
@@ -304,6 +305,7 @@ def is_current(path: Path, index: bytes) -> bool:
             root = read_root(layout)
             if to_json(root.bundle) != index:  # another one, or a copy of some of its targets
                 return False
+            referrers(layout, root)  # raises an error if something that is attached is damaged
             targets = match(root, Fingerprint.current())
             check_blobs(
                 layout, [read_manifest(layout, target) for target in targets], Receipts(path)

@@ -10,7 +10,7 @@ from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
 
-from prejit.runtime.cli.output import print_text, write_text
+from prejit.runtime.cli.output import print_text, warnings_on_stderr, write_text
 from prejit.runtime.errors import MismatchError
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.recorded.child import become, cache_settings, environment_for, run_command
@@ -25,7 +25,8 @@ MISMATCH = MismatchError.exit_code
 
 def run(options: Namespace) -> int:
     """Run a command with a recorded bundle as jax's cache. Its exit status is that of the command."""
-    bundle = open_recorded(options.bundle)
+    with warnings_on_stderr():
+        bundle = open_recorded(options.bundle)
     _check_match(bundle, options)
     settings = {} if bundle.directory is None else cache_settings(bundle.directory, write=False)
     if settings and (own := os.environ.get(CACHE_DIRECTORY.upper())):

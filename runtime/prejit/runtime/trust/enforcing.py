@@ -15,7 +15,7 @@ from prejit.runtime.format.names import BUNDLE_NAME
 from prejit.runtime.format.opening import OpenTarget, match, read_manifests
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.schema import ImageManifest
+from prejit.runtime.format.schema import Descriptor, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, MAX_ENVELOPE_BYTES
@@ -25,6 +25,8 @@ from prejit.runtime.trust.reasons import Reason
 if TYPE_CHECKING:
     from prejit.runtime.trust.channel import Outcome
 
+MAX_LISTED = 256
+"""Maximum number of entries of `index.json` that are read as possible signatures, at most 64 KiB each."""
 MAX_ATTACHED = 64
 """Maximum number of signatures of a bundle and of one of its targets that are read."""
 
@@ -117,7 +119,7 @@ def verdicts(
     """Return the decision of every policy about every target. Arguments and errors as of `enforce`."""
     policies = [read_policy(path) for path in paths]
     now = time.time()
-    attached = referrers(layout, root)
+    attached = referrers(layout, root._replace(others=_may_sign(root)))
     found = []
     for target in targets:
         named = manifests[target.name].annotations.get(BUNDLE_NAME)
@@ -133,6 +135,12 @@ def verdicts(
             decision = decide(policy, about, signatures, releases, now)
             found.append(PolicyVerdict(policy.path, target.name, decision))
     return found
+
+
+def _may_sign(root: Root) -> tuple[Descriptor, ...]:
+    """Return the entries of `index.json` that may be signatures. skopeo drops their artifact type."""
+    found = [at for at in root.others if at.artifactType in (BUNDLE_MEDIA_TYPE, None)]
+    return tuple(found[:MAX_LISTED])
 
 
 def _signatures(

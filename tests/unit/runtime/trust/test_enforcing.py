@@ -20,6 +20,7 @@ from tests.signers import key_table, signer, write_policy
 from prejit.compiler.signing.channel_file import release_bundle, rotate_keys, sign_channel
 from prejit.compiler.signing.sign import sign
 from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import PolicyError, RejectError, UntrustedError, UntrustedWarning
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.referrers import referrers
@@ -292,6 +293,27 @@ def test_what_is_attached_as_a_signature_and_is_none_does_not_count(
     assert case_of(bundle_dir, policy) == case
     sign(bundle_dir, signer("a"))
     runs(bundle_dir, policy)
+
+
+def test_signatures_without_end_are_not_all_read(bundle_dir: Path, policy: Path) -> None:
+    sign(bundle_dir, signer("a"))
+    found = entries(bundle_dir)
+    [mine] = [each.descriptor.digest for each in signatures(bundle_dir, found[0]["digest"])]
+    entry = next(entry for entry in found if entry["digest"] == mine)
+    kept = [entry for entry in found if entry["artifactType"] != BUNDLE_MEDIA_TYPE]
+    junk = [{**entry, "digest": f"sha256:{number:064x}"} for number in range(256)]
+    write_root(bundle_dir, [*kept, entry, *junk[1:]])
+    with pytest.raises(RejectError, match="expected a file"):  # they are listed and not there
+        load(bundle_dir, trust=policy)
+    small = json.dumps({"schemaVersion": 2, "mediaType": entry["mediaType"]}).encode()
+    for number, each in enumerate(junk):
+        content = small + b" " * number
+        each["digest"], each["size"] = digest_of(content), len(content)
+        blob(bundle_dir, each["digest"]).write_bytes(content)
+    write_root(bundle_dir, [*kept, entry, *junk])
+    runs(bundle_dir, policy)
+    write_root(bundle_dir, [*kept, *junk, entry])
+    assert case_of(bundle_dir, policy) == "unsigned"
 
 
 # --- channels ---------------------------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from prejit.compiler.pipeline.describe.parts import PARTS_MEDIA_TYPE, parts_list
 from prejit.compiler.pipeline.describe.provenance import provenance
 from prejit.compiler.pipeline.plan import Plan
+from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
+from prejit.runtime.format.checks.oci import check_digest
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import Contents, match, read_contents
-from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Descriptor
 from prejit.runtime.format.writing import EMPTY, Part, attach
@@ -23,32 +26,55 @@ PREDICATE_ANNOTATION = "in-toto.io/predicate-type"
 """The annotation that names the predicate of an attached statement, as other tools write it."""
 
 
-def attach_descriptions(path: Path, plan: Plan) -> None:
-    """Attach the list of parts and the provenance of a bundle, if it has none.
+def attach_descriptions(path: Path, plan: Plan, digest: str) -> None:
+    """Attach the list of parts and the provenance of a bundle, if it has none that is whole.
+
+    Nothing happens if another build has replaced the bundle meanwhile.
 
     Args:
         path: directory of the bundle.
         plan: what was built.
+        digest: the bundle's digest.
 
     Raises:
-        RejectError, StoreError: the bundle was replaced by a damaged one, or the disk is full.
+        RejectError, StoreError: the bundle is damaged, or the disk is full.
     """
 
     def read(layout: Layout, root: Root) -> tuple[Root, list[Contents], set[str]]:
+        if root.digest != digest:
+            return root, [], set()
         targets = sorted(match(root, Fingerprint.current()), key=lambda target: target.name)
         contents = [read_contents(layout, target) for target in targets]
-        return root, contents, {each.artifact_type for each in referrers(layout, root, root.digest)}
+        ours = [
+            each
+            for each in referrers(layout, root, digest)
+            if each.artifact_type in (PARTS_MEDIA_TYPE, PAYLOAD_TYPE) and _is_whole(layout, each)
+        ]
+        return root, contents, {each.artifact_type for each in ours}
 
     root, contents, there = read_whole(path, read)
-    assert root.subject is not None
-    if PARTS_MEDIA_TYPE not in there:
-        parts = parts_list(root.digest, [(each.manifest, each.config) for each in contents])
-        _attach(path, root.subject, PARTS_MEDIA_TYPE, parts, {})
-    if PAYLOAD_TYPE not in there:
-        configs = [each.config for each in contents]
-        statement = provenance(plan, root.digest, root.bundle, configs)
-        noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
-        _attach(path, root.subject, PAYLOAD_TYPE, statement, noted)
+    if root.digest != digest or root.subject is None:
+        return
+    with contextlib.suppress(UsageError):  # another build has replaced it just now
+        if PARTS_MEDIA_TYPE not in there:
+            parts = parts_list(digest, [(each.manifest, each.config) for each in contents])
+            _attach(path, root.subject, PARTS_MEDIA_TYPE, parts, {})
+        if PAYLOAD_TYPE not in there:
+            configs = [each.config for each in contents]
+            statement = provenance(plan, digest, root.bundle, configs)
+            noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
+            _attach(path, root.subject, PAYLOAD_TYPE, statement, noted)
+
+
+def _is_whole(layout: Layout, referrer: Referrer) -> bool:
+    """Return whether the layers of something attached are there and undamaged."""
+    try:
+        for at in referrer.layers:
+            content = layout.read_blob(at.digest, at.size)
+            check_digest(content, at.digest, layout.blob_path(at.digest))
+    except RejectError:
+        return False
+    return True
 
 
 def _attach(

@@ -1,0 +1,76 @@
+"""Keys that cannot sign are refused with the next step, and signatures are of the files that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from tests.signers import signer
+
+from prejit.compiler.signing.model_signing import files_of
+from prejit.compiler.signing.private_key import parse_private_key, read_private_key
+from prejit.runtime.errors import PolicyError, RejectError, StoreError, UsageError
+
+PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+PLAIN = serialization.NoEncryption()
+
+
+def test_an_encrypted_key_needs_its_password() -> None:
+    secret = serialization.BestAvailableEncryption(b"sesame")
+    pem = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, secret)
+    assert parse_private_key(pem, "key", "sesame").sign(b"x")
+    for password in (None, "wrong"):
+        with pytest.raises(UsageError, match=r"^key: expected"):
+            parse_private_key(pem, "key", password)
+    plain = ec.generate_private_key(ec.SECP256R1()).private_bytes(PEM, PKCS8, PLAIN)
+    with pytest.raises(UsageError, match="password"):
+        parse_private_key(plain, "key", "sesame")
+
+
+@pytest.mark.parametrize(
+    "pem",
+    [
+        b"",
+        b"no key",
+        signer("a").public.pem.encode(),
+        ed25519.Ed25519PrivateKey.generate().private_bytes(PEM, PKCS8, PLAIN),
+    ],
+    ids=["empty", "text", "public", "Ed25519"],
+)
+def test_what_is_no_private_key_of_ecdsa_is_refused(pem: bytes) -> None:
+    with pytest.raises(UsageError, match=r"^key: expected") as raised:
+        parse_private_key(pem, "key")
+    assert raised.value.hint
+
+
+def test_a_curve_that_no_policy_takes_is_refused() -> None:
+    pem = ec.generate_private_key(ec.SECP256K1()).private_bytes(PEM, PKCS8, PLAIN)
+    with pytest.raises(PolicyError, match="secp256k1"):
+        parse_private_key(pem, "key")
+
+
+def test_a_key_that_is_not_there_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot read a key"):
+        read_private_key(tmp_path / "gone.pem")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "blobs/sha256/short", "blobs/other"])
+def test_a_file_that_does_not_belong_to_the_bundle_is_not_signed(
+    name: str, bundle_dir: Path
+) -> None:
+    assert files_of(bundle_dir)
+    (bundle_dir / name).write_text("x")
+    with pytest.raises(RejectError, match="expected files of the bundle alone"):
+        files_of(bundle_dir)
+
+
+def test_a_link_in_the_directory_is_not_signed(bundle_dir: Path) -> None:
+    file = next((bundle_dir / "blobs" / "sha256").iterdir())
+    file.with_name("f" * 64).symlink_to(file)
+    with pytest.raises(RejectError, match="symbolic link"):
+        files_of(bundle_dir)
