@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -690,6 +691,8 @@ def main(arguments: Sequence[str]) -> int:
             if tried.problem:
                 problems.append(tried)
                 print(f"{number} {tried.bundle} {tried.kind}: {tried.problem}", flush=True)
+            if number % 100 == 99:
+                gc.collect()  # bundles that were refused have files open until then
             if number % 5000 == 4999:
                 print(f"{number + 1} examples, {len(problems)} bad", flush=True)
     by_kind: dict[str, dict[str, int]] = {}

@@ -1979,6 +1979,16 @@ def test_10_layers_of_several_shapes_are_rejected() -> None:
         check_weight_sets(config, shapes, PATH)
 
 
+def test_10_an_error_about_a_very_long_name_is_short() -> None:
+    config = golden_config("v3/encoder")
+    name, members = next(iter(config.weight_sets.items()))
+    sets = {**config.weight_sets, name: (*members, "x" * 100_000)}
+    shapes = {name: (4, 4) for names in config.weight_sets.values() for name in names}
+    with pytest.raises(RejectError, match="no tensor 'xxx") as caught:
+        check_weight_sets(dataclasses.replace(config, weight_sets=sets), shapes, PATH)
+    assert len(str(caught.value)) < 400
+
+
 def test_10_a_weight_set_without_any_weights_is_rejected(recipe: Any, tmp_path: Path) -> None:
     path = recipe.layered(
         lambda layers: tuple(x for x in layers if x.media_type != WEIGHTS_MEDIA_TYPE)

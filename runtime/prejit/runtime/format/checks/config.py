@@ -78,7 +78,7 @@ def check_config(
         raise RejectError(path, "expected each program once")
     for program in config.programs:
         if program.weights is not None and program.weights not in config.weight_sets:
-            raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r}")
+            raise RejectError(path, f"{program.name}: unknown weight set {program.weights!r:.80}")
         platforms = program.platforms
         if platforms is not None and (
             not platforms
@@ -124,7 +124,9 @@ def _check_kernels(config: Config, path: str) -> None:
     if not calling:
         raise RejectError(path, "expected a program that calls the library's kernels, found none")
     if config.requirement.platform != "cpu":
-        raise RejectError(path, f"expected kernels for cpu, found {config.requirement.platform!r}")
+        raise RejectError(
+            path, f"expected kernels for cpu, found {config.requirement.platform!r:.80}"
+        )
     if not is_digest(kernels.digest):
         raise RejectError(path, f"kernels: expected a digest, found {kernels.digest!r:.80}")
     if (features := KERNEL_LEVELS.get(kernels.level)) is None:
@@ -180,7 +182,7 @@ def _check_libraries(config: Config, path: str) -> None:
             )
         if config.requirement.platform != "cpu":
             raise RejectError(
-                path, f"expected libraries for cpu, found {config.requirement.platform!r}"
+                path, f"expected libraries for cpu, found {config.requirement.platform!r:.80}"
             )
         digests = [library.digest for library in libraries]
         if not digests or digests != sorted(set(digests)) or not all(map(is_digest, digests)):
@@ -665,7 +667,7 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
     """
     for name, members in config.weight_sets.items():
         if missing := [tensor for tensor in members if tensor not in shapes]:
-            raise RejectError(path, f"weight set {name!r}: no tensor {missing[0]!r}")
+            raise RejectError(path, f"weight set {name!r:.80}: no tensor {missing[0]!r:.80}")
     layers = () if config.encoder is None else config.encoder.layers
     for name in dict.fromkeys(layers):
         for first, other in zip(
@@ -677,7 +679,7 @@ def check_weight_sets(config: Config, shapes: Mapping[str, tuple[int, ...]], pat
                 )
     for name, text in (config.weight_shardings or {}).items():
         if name not in shapes:
-            raise RejectError(path, f"weight_shardings: no tensor {name!r}")
+            raise RejectError(path, f"weight_shardings: no tensor {name!r:.80}")
         try:
             sharding = parse_sharding(text, len(shapes[name]))
             _check_split(sharding, shapes[name], config.mesh)
