@@ -24,6 +24,8 @@ from pathlib import Path
 SHIM = Path(__file__).with_name("faults.c")
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOMEM", "EMFILE", "EINTR")
 """What a call fails with. CPython repeats a call that gave EINTR, so that one must not be noticed."""
+INTERRUPTIBLE = frozenset(("open", "read", "write", "fsync", "lock"))
+"""The calls that can give EINTR. No kernel interrupts the others."""
 LASTING = ("ENOSPC", "EROFS", "EIO")
 """What may hold from a call on, for every later call of its name."""
 MAY_FAIL_ANYHOW = frozenset(("open", "write", "fsync", "rename", "link", "mmap"))
@@ -221,7 +223,9 @@ def every_fault(calls: Sequence[str]) -> list[Fault]:
     faults = [Fault(at) for at in range(1, len(calls) + 1)]
     for at, name in enumerate(calls, 1):
         errors = ERRORS if name in MAY_FAIL_ANYHOW else FEW_ERRORS
-        faults += [Fault(at, error) for error in errors]
+        faults += [
+            Fault(at, error) for error in errors if error != "EINTR" or name in INTERRUPTIBLE
+        ]
         if at % LASTING_EVERY == 0:
             faults += [Fault(at, error, lasts=True) for error in LASTING]
     return faults

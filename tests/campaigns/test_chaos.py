@@ -36,7 +36,8 @@ WHOLE_EXAMPLES = 500
 AT_ONCE = 2 if EXAMPLES >= 10 else 1
 LIMIT_SECONDS = 120
 DOCUMENTED = frozenset((0, 3, 4, 5, 6, 7))
-"""Exit statuses of a command whose files fail. 1 and 2 would blame the user."""
+"""Exit statuses of a command whose files fail. 1 and 2 would blame the user, so 2 is right only where the user's
+own files cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Campaign:
         healed: processes.Outcome,
     ) -> str | None:
         allowed = DOCUMENTED if fault.error else {0, -9}
-        if outcome.status not in allowed:
+        blames_the_user = outcome.status == 2 and "error[manifest]" in outcome.stderr
+        if outcome.status not in allowed and not (fault.error and blames_the_user):
             return f"the command ended with {outcome.status}"
         if "Traceback" in outcome.stderr:
             return "a traceback"

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # Characters that move a terminal's cursor, colour its text, or change the direction of writing.
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
+_MOST_QUOTED = 2_000
+"""The longest message about a bundle."""
+
 
 def printable(text: str) -> str:
     r"""Return a text with its control characters spelt out (`\x1b`); line ends and tabs stay.
@@ -106,6 +109,8 @@ class ExecutableError(MismatchError):
 class RejectError(PrejitError):
     """REJECT: the bundle is damaged, forged or oversized. It never runs and never falls back.
 
+    A message that is longer than 2,000 characters is cut: it may quote what a hostile bundle says.
+
     Attributes:
         path: the file that is at fault.
     """
@@ -115,7 +120,7 @@ class RejectError(PrejitError):
 
     def __init__(self, path: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(
-            f"{path}: {message}",
+            f"{path}: {message if len(message) <= _MOST_QUOTED else message[:_MOST_QUOTED] + '...'}",
             hint=hint or "the bundle is damaged or was altered: build it or fetch it again",
         )
         self.path = path

@@ -74,8 +74,14 @@ def write_layout(
         write_file(path / "index.json", root)
         kept = {*blobs, *(digest for each in referring for digest in _blobs_of(each))}
         stale = [file for file in directory.iterdir() if f"sha256:{file.name}" not in kept]
-        for file in (*stale, *path.glob(".oci-layout.*.tmp"), *path.glob(".index.json.*.tmp")):
+        for file in {*stale, *_abandoned(path)}:
             file.unlink(missing_ok=True)
+
+
+def _abandoned(path: Path) -> Iterator[Path]:
+    """Yield the temporary files of writers that were killed. The caller has the lock of the directory."""
+    for pattern in (".oci-layout.*.tmp", ".index.json.*.tmp", "blobs/sha256/.*.tmp"):
+        yield from path.glob(pattern)
 
 
 class Part(NamedTuple):
@@ -116,7 +122,8 @@ def attach(
     """Attach something to a bundle, to one of its targets, or to what is attached already.
 
     It writes a manifest that refers to the subject, and lists the manifest in `index.json`. No digest of the
-    bundle changes. If the same manifest is attached already, nothing changes.
+    bundle changes. If the same manifest is attached already, nothing changes. The temporary files of writers
+    that were killed are removed.
 
     Args:
         path: the directory of the bundle.
@@ -160,6 +167,8 @@ def attach(
             root = json.loads((path / "index.json").read_bytes())
             root["manifests"].append(at)
             write_file(path / "index.json", to_json(root))
+        for file in [*_abandoned(path)]:
+            file.unlink(missing_ok=True)
     return at
 
 

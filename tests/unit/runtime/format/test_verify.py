@@ -1989,6 +1989,12 @@ def test_10_an_error_about_a_very_long_name_is_short() -> None:
     assert len(str(caught.value)) < 400
 
 
+def test_any_message_about_a_bundle_is_short() -> None:
+    error = RejectError("index.json", f"expected a type, found {'x' * 100_000}")
+    assert len(str(error)) < 2_100
+    assert str(error).endswith("xxx...")
+
+
 def test_10_a_weight_set_without_any_weights_is_rejected(recipe: Any, tmp_path: Path) -> None:
     path = recipe.layered(
         lambda layers: tuple(x for x in layers if x.media_type != WEIGHTS_MEDIA_TYPE)
