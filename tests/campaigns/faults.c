@@ -206,6 +206,6 @@ ON_PATH(symlinkat, "link", (const char *old, int to, const char *path), (old, to
 
 DIR *opendir(const char *path) {
     REAL(DIR *, "opendir", const char *);
-    if (FAILS_PATH("open", AT_FDCWD, path)) return NULL;
+    if (FAILS_PATH("list", AT_FDCWD, path)) return NULL;
     return real(path);
 }

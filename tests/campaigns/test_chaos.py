@@ -36,8 +36,8 @@ WHOLE_EXAMPLES = 500
 AT_ONCE = 2 if EXAMPLES >= 10 else 1
 LIMIT_SECONDS = 120
 DOCUMENTED = frozenset((0, 3, 4, 5, 6, 7))
-"""Exit statuses of a command whose files fail. 1 and 2 would blame the user, so 2 is right only where the user's
-own files cannot be read."""
+"""Exit statuses of a command whose files fail. 1 and 2 would blame the user: 2 is right only where files
+of the user's own cannot be read."""
 
 
 @dataclass(frozen=True)
