@@ -66,7 +66,7 @@ def with_tokenizer(bench: Bench, name: str = "gpt2") -> Path:
 
 @dataclass(slots=True)
 class Times:
-    """What is counted of requests.
+    """Counts and times of requests.
 
     Attributes:
         firsts: times to the first token in ms.

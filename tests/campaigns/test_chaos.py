@@ -72,18 +72,15 @@ class Campaign:
 
     Attributes:
         directory: of everything.
-        shim: the library to preload.
         calls: how often each scenario makes each call.
         counts: of outcomes, by scenario.
         failures: bad outcomes.
     """
 
     directory: Path
-    shim: Path
     calls: dict[str, Counter[str]] = field(default_factory=dict)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self, scenario: str, name: str, fault: Fault) -> tuple[processes.Outcome, list[str]]:
         """Run a scenario in a directory of its own, which stays. Return the outcome, and its calls."""
@@ -193,7 +190,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         patch.syspath_prepend(str(ROOT))  # the fork server imports faults.py by its name
         patch.setenv("LD_PRELOAD", str(shim))
         patch.delenv("PREJIT_RUNTIME_CACHE", raising=False)
-        made = Campaign(directory, shim)
+        made = Campaign(directory)
         _prepare(made)
         yield made
     if EXAMPLES >= WHOLE_EXAMPLES:

@@ -45,7 +45,7 @@ _CREATED = "org.opencontainers.image.created"
 
 @dataclass(frozen=True)
 class Signed:
-    """What was signed.
+    """The result of signing a bundle.
 
     Attributes:
         digest: the bundle's digest.
@@ -104,7 +104,7 @@ def sign(path: str | os.PathLike[str], key: PrivateKey) -> Signed:
 
 
 class _Bundle(NamedTuple):
-    """What a bundle holds that concerns its signatures.
+    """The parts of a bundle that `sign` reads.
 
     Attributes:
         descriptors: what is to be signed, by digest.

@@ -29,7 +29,7 @@ _FIRST_GUESS_SECONDS = 0.1
 _WEIGHT_OF_LAST = 0.2
 """Share of the last run in the mean duration of a run."""
 _HAND_OVER_SECONDS = 5e-5
-"""What a call costs that another thread runs. Sharing cannot save more than a run takes."""
+"""The time to hand a call over to another thread. A run that is shorter is not worth sharing."""
 _LEAST_SAVING = 0.1
 """Callers share runs if a row then costs less by at least this share."""
 _TRIED_RUNS = 8

@@ -1,4 +1,4 @@
-"""What refers to a bundle or to one of its targets: signatures, provenance, lists of parts.
+"""Read the manifests that refer to a bundle or to one of its targets: signatures, provenance, lists of parts.
 
 Each is an OCI manifest with a `subject`, which `index.json` lists beside the bundle. A load reads none of
 them.

@@ -366,7 +366,7 @@ class Batch:
         return self._allocation.advance()
 
     def _allocated(self, batch: int, context: int) -> KVCache:
-        """Return an empty cache, of which `_allocate` may have allocated a part."""
+        """Return an empty cache. `_allocate` may have allocated a part of it before."""
         while not self._allocate(batch, context):
             pass
         assert self._allocation is not None

@@ -20,7 +20,7 @@ from prejit.runtime.generation.kv_cache import KVCache
 class CompactPrefix:
     """A text that later prompts may begin with: what a cache holds of its positions, and no others.
 
-    A cache has room for a whole context, of which a prompt fills a part. Places behind the text count for
+    A cache has room for a whole context, and a prompt fills a part of it. Places behind the text count for
     nothing (docs/bundle-format.md), so they need not be kept. Only a CPU can cut and fill arrays without a
     program for each length.
 

@@ -80,7 +80,7 @@ class Release(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a machine has accepted of a channel; `channel_state` keeps it.
+    """The newest keys and release of a channel that a machine has accepted. `channel_state` keeps them.
 
     Attributes:
         keys: the newest keys.

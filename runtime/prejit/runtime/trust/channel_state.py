@@ -1,4 +1,4 @@
-"""What this user has accepted of a channel, kept between starts so that no older release comes back."""
+"""Keep the newest release that a user has accepted of a channel, so that no older one comes back."""
 
 from __future__ import annotations
 

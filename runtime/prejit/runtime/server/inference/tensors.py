@@ -130,10 +130,10 @@ def from_json(
 
 
 def _large(data: list[Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
-    """Return the array of numbers of which NumPy finds no common dtype without the wanted one; None: refuse.
+    """Return an array of numbers that are too large for NumPy's own choice of a dtype; None: refuse them.
 
-    These are integers above 2**63 beside smaller ones, and integers above 2**64 for floats: JavaScript
-    writes 1e20 so.
+    For integers above 2**63 beside smaller ones it finds no common dtype, and none for floats that are
+    written as integers above 2**64, as JavaScript writes 1e20.
     """
     values = np.array(data, object).ravel().tolist()
     if dtype.kind == "u" and all(type(value) is int and value >= 0 for value in values):
