@@ -37,6 +37,13 @@ _cache = click.option(
     metavar="DIR",
     help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
 )
+_shared = click.option(
+    "--store",
+    "shared",
+    metavar="URL",
+    help="A store that many machines share: http(s)://, s3://, gs://, az://, oci://, a directory, or a TOML "
+    "file with several (default: $PREJIT_STORE).",
+)
 _forms = click.option(
     "--forms",
     type=_path,
@@ -62,19 +69,21 @@ def commands() -> None:
 @_targets
 @_forms
 @_cache
+@_shared
 @_json
 def plan(
     manifest: Path,
     targets: tuple[str, ...],
     forms: Path | None,
     cache: Path | None,
+    shared: str | None,
     as_json: bool,
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.api import plan as plan_manifest
     from prejit.compiler.pipeline.plan import CACHED, COMPILE, TRACED
 
-    executables = plan_manifest(manifest, targets=targets, cache=cache, forms=forms)
+    executables = plan_manifest(manifest, targets=targets, cache=cache, shared=shared, forms=forms)
     counts = {
         state: sum(each.state == state for each in executables)
         for state in (CACHED, COMPILE, TRACED)
@@ -88,6 +97,7 @@ def plan(
                 "target": each.target.name,
                 "state": each.state,
                 "cached": each.cached,
+                "where": each.where,
                 "why": each.why,
             }
             for each in executables
@@ -169,6 +179,7 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     "table has).",
 )
 @_cache
+@_shared
 @_json
 def build(
     manifests: tuple[Path, ...],
@@ -180,6 +191,7 @@ def build(
     forms: Path | None,
     measure: bool | None,
     cache: Path | None,
+    shared: str | None,
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
@@ -196,6 +208,7 @@ def build(
             output,
             targets=only,
             cache=cache,
+            shared=shared,
             forms=forms,
             measure=measure,
             workers=jobs,
