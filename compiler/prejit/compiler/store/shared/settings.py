@@ -24,6 +24,7 @@ from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, r
 from prejit.compiler.store.shared.layered import Tier
 from prejit.compiler.store.shared.objects import Objects
 from prejit.compiler.store.shared.place import Place
+from prejit.compiler.store.shared.registry import Repository
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 
@@ -66,11 +67,9 @@ def read_stores(given: str | None, environ: dict[str, str] | None = None) -> Sha
 
 
 def _place(url: str) -> Place:
-    scheme = url.partition("://")[0] if "://" in url else ""
-    if not scheme:
-        path = Path(url).expanduser().absolute()
-        return Objects(path.as_uri())
-    return Objects(url)
+    if url.startswith("oci://"):
+        return Repository(url)
+    return Objects(url if "://" in url else Path(url).expanduser().absolute().as_uri())
 
 
 def _read_file(path: Path) -> SharedStores:
