@@ -117,11 +117,15 @@ def plan(
 def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
     from prejit.compiler.pipeline.plan import reasons
+    from prejit.compiler.store.directory import LOCAL
 
     targets = list(dict.fromkeys(each.target.name for each in executables))
     states: dict[str, dict[str, str]] = {}
     for each in executables:
-        states.setdefault(each.spec.name, {})[each.target.name] = each.state
+        is_shared = each.cached and each.where != LOCAL
+        states.setdefault(each.spec.name, {})[each.target.name] = (
+            "shared" if is_shared else each.state
+        )
     rows = [["program", *targets]] + [
         [name, *(cells[target] for target in targets)] for name, cells in states.items()
     ]

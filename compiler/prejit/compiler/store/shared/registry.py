@@ -21,8 +21,8 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from oras.provider import Registry
-    from requests import Response
+    from oras.auth.base import AuthBackend
+    from requests import Response, Session
 
 RESULT = "dev.prejit.result"
 """The annotation of a manifest that has a result, as base64."""
@@ -55,9 +55,15 @@ class Repository:
         self.name = f"oci://{parts.netloc}/{repository}"
         is_local = parts.netloc.rpartition(":")[0] in _LOCAL_HOSTS or parts.netloc in _LOCAL_HOSTS
         self._base = f"{'http' if is_local else 'https'}://{parts.netloc}/v2/{repository}"
-        client = _client(self.name, parts.netloc, is_local)
-        self._session, self._login = client.session, client.auth
-        self._login.load_configs(client.get_container(f"{parts.netloc}/{repository}"))
+        try:
+            self._session = _session()
+            self._logins = _logins(f"{parts.netloc}/{repository}", is_local, self._session)
+        except ImportError as error:
+            raise UsageError(
+                f"{self.name}: expected the package oras, which reaches registries, found none",
+                hint="pip install 'prejit[store]'",
+            ) from error
+        self._login = self._logins["bearer"]
         self._has_config = False
 
     def read(self, path: str, most: int) -> bytes | None:
@@ -141,6 +147,8 @@ class Repository:
         try:
             response = self._session.request(method, url, headers=headers, **options)
             if response.status_code in (401, 403):
+                scheme = response.headers.get("www-authenticate", "").partition(" ")[0].lower()
+                self._login = self._logins.get(scheme, self._login)
                 headers, may_pass = self._login.authenticate_request(
                     response, headers, refresh=True
                 )
@@ -167,24 +175,34 @@ def _at(path: str) -> str:
     return f"manifests/ac-{digits}" if kind == "ac" else f"blobs/sha256:{digits}"
 
 
-def _client(name: str, host: str, is_local: bool) -> Registry:
-    try:
-        from oras.provider import Registry
-        from requests.adapters import HTTPAdapter
-    except ImportError as error:
-        raise UsageError(
-            f"{name}: expected the package oras, which reaches registries, found none",
-            hint="pip install 'prejit[store]'",
-        ) from error
+def _session() -> Session:
+    import requests
+    from requests.adapters import HTTPAdapter
 
-    class _Patient(HTTPAdapter):
+    class Impatient(HTTPAdapter):
         """Waits a second for each answer, where a request says nothing else."""
 
         def send(self, request: Any, **options: Any) -> Response:
             options["timeout"] = options.get("timeout") or ANSWER_SECONDS
             return super().send(request, **options)
 
-    client = Registry(hostname=host, insecure=is_local)
+    session = requests.Session()
     for scheme in ("http://", "https://"):
-        client.session.mount(scheme, _Patient(pool_maxsize=32))
-    return client
+        session.mount(scheme, Impatient(pool_maxsize=32))
+    return session
+
+
+def _logins(repository: str, is_local: bool, session: Session) -> dict[str, AuthBackend]:
+    """Return what answers a registry that asks who we are, by the scheme that it asks for."""
+    from oras.auth import get_auth_backend
+    from oras.container import Container
+
+    found = {
+        "bearer": get_auth_backend("token", session, is_local),
+        "basic": get_auth_backend("basic", session, is_local),
+    }
+    for each in found.values():
+        each.load_configs(Container(repository))
+    if not hasattr(found["basic"], "_basic_auth"):  # nobody has logged in
+        found["basic"].set_basic_auth("", "")
+    return found

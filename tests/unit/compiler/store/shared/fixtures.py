@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
 from prejit.compiler.store.shared.place import PlaceError
+from prejit.runtime.base.digests import digest_of
 
 
 def private_pem() -> bytes:
@@ -99,5 +102,65 @@ def http_place(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
         threading.Thread(target=server.serve_forever).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@contextmanager
+def registry(user: str | None = None) -> Iterator[str]:
+    """Serve a small OCI registry: blobs and manifests of any repository. Yields `host:port`.
+
+    Args:
+        user: `name:password` that it asks for, by basic authentication.
+    """
+    files: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer(200 if self.path in files else 404, files.get(self.path, b""))
+
+        def do_HEAD(self) -> None:
+            self.answer(200 if self.path in files else 404, b"")
+
+        def do_POST(self) -> None:
+            self.answer(202, b"", {"location": f"{self.path}1?state=x"})
+
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers["content-length"]))
+            path = self.path
+            if "/uploads/" in path:
+                digest = path.partition("digest=")[2]
+                assert digest == digest_of(content)
+                path = f"{path.partition('/uploads/')[0]}/{digest}"
+            else:  # a registry takes no manifest whose blobs it lacks
+                base = path.partition("/manifests/")[0]
+                found = json.loads(content)
+                for each in (found["config"], *found["layers"]):
+                    assert len(files[f"{base}/blobs/{each['digest']}"]) == each["size"]
+            files[path] = content
+            self.answer(201, b"")
+
+        def answer(
+            self, status: int, content: bytes, headers: dict[str, str] | None = None
+        ) -> None:
+            expected = user and f"Basic {base64.b64encode(user.encode()).decode()}"
+            if expected and self.headers.get("authorization") != expected:
+                status, content = 401, b""
+                headers = {"www-authenticate": 'Basic realm="registry"'}
+            self.send_response(status)
+            for name, value in {"content-length": str(len(content)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
