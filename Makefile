@@ -27,7 +27,7 @@ TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage fuzz chaos soak docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage fuzz chaos soak docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ artifacts: $(READY) ## build every manifest that this machine can build
 
 test: $(READY) $(TOOLS_READY) ## all tests on one interpreter, and on a newer one what can differ there
 	@tests/both.sh $(MAKE)
+
+test-all: $(READY) $(TOOLS_READY) ## before a release: all cases of all tests, on both interpreters
+	PREJIT_TEST_ALL=1 PREJIT_TEST_ALL_OF_JAX=1 $(BIN)/python -m pytest $(AT_ONCE)
+	@PREJIT_TEST_ALL=1 $(MAKE) --no-print-directory test-other-all
 
 test-main: $(READY) $(TOOLS_READY) ## all tests on one interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .extent import deselect_thorough
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
@@ -58,8 +59,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compile_quickly()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker ends with one while the others are idle."""
+    deselect_thorough(config, items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

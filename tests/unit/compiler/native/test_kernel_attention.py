@@ -30,7 +30,9 @@ TOLERANCE = 3e-6
 """Of means of values between -3 and 3, where scores are exact: what errs is softmax and sums."""
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
+)
 def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
@@ -461,7 +463,9 @@ def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL)
     assert_close(found[1, :77], expected[1, :77])
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize(
+    "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.thorough)]
+)
 def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
     driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")

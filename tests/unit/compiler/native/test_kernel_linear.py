@@ -46,7 +46,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctype
 @pytest.fixture(
     scope="module",
     params=[
-        *((level, "float32") for level in LEVELS),
+        pytest.param((LEVELS[0], "float32"), marks=pytest.mark.thorough),
+        *((level, "float32") for level in LEVELS[1:]),
         *((LEVELS[-1], multiplier) for multiplier in MULTIPLIERS[1:]),
     ],
     ids=" ".join,
@@ -389,8 +390,11 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None
 
 @pytest.mark.parametrize(
     ("sanitizers", "ways"),
-    [("address,undefined", [[], ["fork"]]), ("thread", [[]])],  # which does not follow a fork
-    ids=["address", "thread"],
+    [
+        pytest.param("address,undefined", [[], ["fork"]], id="address"),
+        # It does not follow a fork.
+        pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
+    ],
 )
 def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], tmp_path: Path) -> None:
     sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}
