@@ -1,7 +1,7 @@
 """How much a run tests: all cases (`make test-all`), or of some products of cases a sample (`make test`).
 
-`make test` runs on every change and must end within 12 minutes, so it samples where cases differ in values alone.
-`make test-all` sets PREJIT_TEST_ALL=1 and runs everything, before a release.
+`make test` runs on every change and must end within 12 minutes: it samples where cases differ in values
+alone. `make test-all` sets PREJIT_TEST_ALL=1 and runs everything, before a release.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ALL = os.environ.get("PREJIT_TEST_ALL") == "1"
 
 
 def cases(sample: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return the cases of a parametrized test or of a fixture: the sample, and in `make test-all` the others."""
+    """Return the cases of a test or of a fixture: the sample, and in `make test-all` the others."""
     return [*sample, *(others if ALL else ())]
 
 
