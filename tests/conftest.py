@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from .extent import deselect_thorough
+from .extent import deselect_thorough, examples
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
@@ -31,6 +31,7 @@ for name, derandomize in (("tests", True), ("search", False)):
     settings.register_profile(
         name,
         deadline=None,
+        max_examples=examples(30, 100),
         derandomize=derandomize,
         suppress_health_check=[HealthCheck.too_slow],
     )

@@ -6,8 +6,9 @@ alone. `make test-all` sets PREJIT_TEST_ALL=1 and runs everything, before a rele
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,20 @@ ALL = os.environ.get("PREJIT_TEST_ALL") == "1"
 def cases(sample: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Return the cases of a test or of a fixture: the sample, and in `make test-all` the others."""
     return [*sample, *(others if ALL else ())]
+
+
+def sampled(values: Iterable[Any], is_sampled: Callable[[Any], bool]) -> list[Any]:
+    """Return all values as cases of a test; those that are not sampled run in `make test-all` alone."""
+    return [
+        pytest.param(value, marks=() if is_sampled(value) else pytest.mark.thorough)
+        for value in values
+    ]
+
+
+def every_second(values: Iterable[Any]) -> list[Any]:
+    """Return all values as cases of a test; `make test` runs the first, the third, and so on."""
+    turns = itertools.cycle([True, False])
+    return sampled(values, lambda _: next(turns))
 
 
 def examples(sample: int, every: int) -> int:

@@ -62,6 +62,7 @@ FAMILIES = {
 """Tests of all model families, and what of a case's id names the family: its first case runs."""
 
 
+@pytest.hookimpl(trylast=True)  # what `make test` leaves out on each interpreter is left out before
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is left out."""
     seen = set[str]()

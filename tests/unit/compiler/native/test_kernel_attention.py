@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.models.encoders.sentence import attention as encoder_form
 from prejit.compiler.models.layers.attention import NewTokens
@@ -213,7 +214,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(cases)
 def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
     out, keys, values = run(case, kernels)
@@ -423,7 +424,7 @@ def encode(
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 3),

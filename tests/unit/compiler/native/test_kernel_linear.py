@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.native.library import SOURCES
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -192,7 +193,7 @@ def drawn(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(data=st.data())
 def test_odd_sizes_and_flags_give_what_numpy_gives(
     kernels: ctypes.CDLL, data: st.DataObject
