@@ -125,6 +125,7 @@ def test_the_models_of_the_examples_keep_the_rules(
     assert main(["check-model", "example:model"]) == 0, capsys.readouterr()
 
 
+@pytest.mark.thorough
 def test_a_module_of_linen_is_checked_with_its_params(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
