@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import export
-from tests.extent import examples
+from tests.extent import every_second, examples
 
 from prejit.compiler.lowering.sampling import (
     TOP_LOGPROBS,
@@ -221,7 +221,7 @@ PROCESSORS["all"] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", every_second(PROCESSORS))
 def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
     options = {"temperature": 1.0, **PROCESSORS[name]}
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)

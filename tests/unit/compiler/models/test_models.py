@@ -224,7 +224,7 @@ def test_what_lies_behind_a_token_in_the_cache_counts_for_nothing(family: str) -
 
 
 @families
-@pytest.mark.parametrize("batch", [1, 2, 65])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.thorough), 65])
 def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: int) -> None:
     small = model(family)
     slots = 512
