@@ -21,8 +21,9 @@ export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 # Each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
-AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
+# One process of tests for each CPU, or as many as both.sh says; each takes whole files, whose fixtures are theirs.
+WORKERS ?= logical
+AT_ONCE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
@@ -135,11 +136,14 @@ clean: ## remove environments, bundles and caches of this checkout
 	rm -rf .venv .venv-other .venv-gpu .venv-docs .venv-tools site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# To compile all of 13,000 modules takes half a minute of CPU time; most of them are never imported.
+LATE := --no-compile
+
 define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel,trust]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable '.[compiler,server,otel,trust]' --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
@@ -149,13 +153,13 @@ $(READY): pyproject.toml
 	$(call environment,$(VENV),$(PYTHON))
 
 $(OTHER_READY): pyproject.toml
-	$(call environment,$(OTHER_VENV),$(OTHER))
+	$(call environment,$(OTHER_VENV),$(OTHER),$(LATE))
 
 $(TOOLS_READY): pyproject.toml
 	@echo 'setting up $(TOOLS_VENV) (a minute the first time)'
 	@$(PYTHON) -m venv $(TOOLS_VENV)
 	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group tools
+	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(LATE) --group tools
 	@touch $@
 
 $(DOCS_READY): pyproject.toml
