@@ -43,14 +43,14 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) $(TOOLS_READY) ## all tests on one interpreter, and on a newer one what can differ there
+test: $(READY) $(TOOLS_READY) ## the tests on one interpreter, and on a newer one what can differ there
 	@tests/both.sh $(MAKE)
 
 test-all: $(READY) $(TOOLS_READY) ## before a release: all cases of all tests, on both interpreters
 	PREJIT_TEST_ALL=1 PREJIT_TEST_ALL_OF_JAX=1 $(BIN)/python -m pytest $(AT_ONCE)
 	@PREJIT_TEST_ALL=1 $(MAKE) --no-print-directory test-other-all
 
-test-main: $(READY) $(TOOLS_READY) ## all tests on one interpreter
+test-main: $(READY) $(TOOLS_READY) ## the tests on one interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
@@ -106,10 +106,10 @@ gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
 
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
-	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
+	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest tests/parity -m "torch or not torch"
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
-	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
+	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
