@@ -56,7 +56,10 @@ name = "cpu-host"
 DOUBLE = "\n\ndef double(x):\n    return x * 2\n"
 ONE_SIZE = "batch = [2]\nprompt = [8]\ncontext = [64]"
 KINDS = {
-    "nnx_decoder": ("float32", "batch = [1, 2]\nprompt = [8]\ncontext = [16, 64]"),
+    "nnx_decoder": (
+        "float32",
+        f"batch = {[1, 2] if ALL else [2]}\nprompt = [8]\ncontext = [16, 64]",
+    ),
     "PlainDecoder": ("int8", ONE_SIZE),
 }
 if ALL:
