@@ -132,6 +132,12 @@ class Canary:
         self._suspicious = True
         return verdict.difference
 
+    def asks(self, program: ProgramEntry) -> bool:
+        """Return whether an executable without a verdict has to give its golden answer before it is used."""
+        if not is_known(program) or self._checks == "off":
+            return False
+        return self._checks == "all" or self._suspicious or not self._asked
+
     def ask(self, program: ProgramEntry, executable: Executable, answer: Answer) -> str | None:
         """Compare an executable with its golden answer, unless that is not needed.
 
@@ -143,10 +149,8 @@ class Canary:
         Returns:
             What it returned in place of the golden answer; None: it was right, or was not asked.
         """
-        if not is_known(program) or self._checks == "off":
-            return None
         with self._lock:  # programs load in several threads, and one is asked
-            if self._asked and self._checks == "one" and not self._suspicious:
+            if not self.asks(program):
                 return None
             verdict = self._read(program)
             if verdict is None:
@@ -194,24 +198,26 @@ class Canary:
         Raises:
             AnswerError: this process must not compile.
         """
-        wrong = (
-            f"{self._bundle}: {program.name}: the executable of {self._target} does not give its golden "
-            f"answer on this machine: {difference}"
-        )
-        lift = (
-            "look at the machine (memory, CPU, driver) and at the bundle; `prejit verify --run` asks it "
-            "again, and lifts its quarantine if the answer is right"
-        )
+        wrong = self.error(program, difference)
         axis = Axis(AXIS, "equal", "the golden answer", difference, False)
         count_axis(AXIS)
         if self._on_fallback is not None:
             self._on_fallback(axis)
         if not self._compiles:
-            raise AnswerError(wrong, hint=lift)
+            raise wrong
         warnings.warn(
-            f"{wrong}. It is in quarantine, and its portable program is compiled here; {lift}.",
+            f"{wrong}. It is in quarantine, and its portable program is compiled here; {wrong.hint}.",
             FallbackWarning,
             stacklevel=2,
+        )
+
+    def error(self, program: ProgramEntry, difference: str) -> AnswerError:
+        """Return the error that an executable gives a wrong answer."""
+        return AnswerError(
+            f"{self._bundle}: {program.name}: the executable of {self._target} does not give its golden "
+            f"answer on this machine: {difference}",
+            hint="look at this machine (memory, CPU, driver) and at the bundle; `prejit verify --run` asks "
+            "the executable again, and lifts its quarantine if the answer is right",
         )
 
     def ask_portable(self, program: ProgramEntry, executable: Executable, answer: Answer) -> None:

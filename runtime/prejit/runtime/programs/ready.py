@@ -15,7 +15,7 @@ from prejit.runtime.base.process import Span, span
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray
-from prejit.runtime.errors import AnswerError, ClosedError
+from prejit.runtime.errors import ClosedError
 from prejit.runtime.format.arrays import Array, parse_sharding
 from prejit.runtime.format.blobs import Layer
 from prejit.runtime.format.checks.config import check_arrays, check_static, check_tree
@@ -299,15 +299,16 @@ class Programs:
         Raises:
             RejectError: its bytes are not those in the program table.
             ExecutableError: XLA cannot load it on this machine.
-            AnswerError: it is in quarantine on this machine.
+            AnswerError: it gives a wrong answer on this machine.
             ClosedError: the bundle is closed.
         """
-        program = self.table[name]
-        if self._canary is not None and self._canary.quarantined(program) is not None:
-            raise AnswerError(
-                f"{self.bundle}: {name}: its executable does not give its golden answer on this machine",
-                hint="`prejit verify --run` asks it again",
-            )
+        program, canary = self.table[name], self._canary
+        if canary is not None:
+            wrong = canary.quarantined(program)
+            if wrong is None and canary.asks(program):
+                wrong = canary.ask(program, self._load(program, self._device), self.compare)
+            if wrong is not None:
+                raise canary.error(program, wrong)
         return self._load(program, device)
 
     def _load(self, program: ProgramEntry, device: Device) -> Executable:
