@@ -125,6 +125,7 @@ def samples_of(
         chosen = words(seed, _SAMPLED_FROM + place, min(count, value.size)).astype(np.int64)
         if program.kind == "decode" and array.path[0] in _STEPS:
             value = value[:1]
+        value = value.reshape(value.shape or (1,))
         indices = np.unravel_index(chosen % value.size, value.shape)
         axes = variables.get(array.path, ())
         if program.kind in ("prefill", "decode", "verify") and "context" in axes:

@@ -25,7 +25,7 @@ from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.process import THREADS, free_memory_bytes
 from prejit.runtime.base.typed_json import to_json
-from prejit.runtime.format.checks.safetensors import GAP_PREFIX, check_weights
+from prejit.runtime.format.checks.safetensors import check_weights
 from prejit.runtime.format.golden import RECIPE
 from prejit.runtime.format.names import (
     EXECUTABLES_MEDIA_TYPE,
@@ -43,7 +43,8 @@ SEED = 1
 
 _EXACT, _ROUNDED = 8, 4
 """Tolerances, as exponents of one half: of programs that compute in float32 on CPUs, and of all others."""
-_ROUNDED_DTYPES = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
+_NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
+"""How the names of dtypes begin that have fewer bits than float32."""
 _MOST_WORK = 1 << 42
 """A program that reads more bytes than this for all its tokens together is not asked: it takes too long."""
 _PORTABLE = "portable"
@@ -87,11 +88,11 @@ def with_golden_answers(
     """
     answering = _answering(targets)
     weights = _layer(answering.target, WEIGHTS_MEDIA_TYPE)
-    narrow = _is_narrow(answering.target.config, weights)
+    dtypes = _dtypes(weights)
     keys: dict[tuple[str, int], Key] = {}
     for target in targets:
-        tolerance = _tolerance(target.config, narrow)
         for program in answering.target.config.programs:
+            tolerance = _tolerance(target.config, program, dtypes)
             keys[program.name, tolerance] = _key(answering, program, tolerance, weights)
     known = _known(store, keys)
     if missing := [each for each in keys if each not in known]:
@@ -103,26 +104,23 @@ def with_golden_answers(
             for each, results in asked.items():
                 store.put(keys[each], {"results": results})
             known |= asked
-    return tuple(
-        replace(
-            target,
-            config=_with(target.config, known, answering.source, _tolerance(target.config, narrow)),
-        )
-        for target in targets
-    )
+    return tuple(_with(target, known, answering.source, dtypes) for target in targets)
 
 
 def _with(
-    config: Config, known: Mapping[tuple[str, int], str], source: str, tolerance: int
-) -> Config:
-    """Return a program table with golden answers."""
-    programs = [
-        program
-        if (results := known.get((program.name, tolerance))) is None
-        else replace(program, golden=Golden(RECIPE, SEED, source, tolerance, results))
-        for program in config.programs
-    ]
-    return replace(config, programs=tuple(programs))
+    target: PackedTarget,
+    known: Mapping[tuple[str, int], str],
+    source: str,
+    dtypes: Mapping[str, str],
+) -> PackedTarget:
+    """Return a target whose programs have their golden answers, if there are any."""
+    programs = []
+    for program in target.config.programs:
+        tolerance = _tolerance(target.config, program, dtypes)
+        if (results := known.get((program.name, tolerance))) is not None:
+            program = replace(program, golden=Golden(RECIPE, SEED, source, tolerance, results))
+        programs.append(program)
+    return replace(target, config=replace(target.config, programs=tuple(programs)))
 
 
 def _answering(targets: Sequence[PackedTarget]) -> _Answering:
@@ -139,27 +137,33 @@ def _answering(targets: Sequence[PackedTarget]) -> _Answering:
     return _Answering(targets[0], False, "cpu")
 
 
-def _is_narrow(config: Config, weights: PackedLayer | None) -> bool:
-    """Return whether a bundle has numbers of fewer bits than float32, among its weights or anywhere else."""
-    dtypes = {
-        text.partition("] ")[2].partition("[")[0]
-        for program in config.programs
-        for text in (*program.arguments, *program.results)
-    }
-    if weights is not None and isinstance(weights.content, Path) and weights.size:
-        with open(weights.content, "rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        tensors = check_weights(memoryview(content), str(weights.content))
-        dtypes |= {at.dtype for name, at in tensors.items() if not name.startswith(GAP_PREFIX)}
-    return any(name.startswith(_ROUNDED_DTYPES) for name in dtypes)
+def _dtypes(weights: PackedLayer | None) -> dict[str, str]:
+    """Return the dtype of each tensor of the weights layer."""
+    if weights is None or not weights.size:
+        return {}
+    assert isinstance(weights.content, Path)
+    with open(weights.content, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    tensors = check_weights(memoryview(content), str(weights.content))
+    return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
-def _tolerance(config: Config, narrow: bool) -> int:
-    """Return the tolerance of a target's answers.
+def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str]) -> int:
+    """Return the tolerance of a program's answer.
 
     Kernels multiply narrow matrices in bfloat16, and accelerators may multiply float32 in fewer bits.
+
+    Args:
+        config: the program table of a target.
+        program: the program.
+        dtypes: those of the weights, by name.
     """
-    return _ROUNDED if narrow or config.requirement.platform != "cpu" else _EXACT
+    if config.requirement.platform != "cpu":
+        return _ROUNDED
+    own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
+    for text in (*program.arguments, *program.results):
+        own.add(text.partition("] ")[2].partition("[")[0])
+    return _ROUNDED if any(name.startswith(_NARROW) for name in own) else _EXACT
 
 
 def _key(
