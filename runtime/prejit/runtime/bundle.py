@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.microbatch_encode import Encoding
     from prejit.runtime.format.trees import Path
     from prejit.runtime.grammar.grammars import Grammars
+    from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
     from prejit.runtime.programs.canary import CheckedAnswer, Checks
@@ -125,7 +126,7 @@ class Bundle:
         layers: dict[str, Layer],
         verdicts: tuple[Verdict, ...],
         *,
-        platform: str,
+        machine: Fingerprint,
         matched: bool,
         times: LoadTimes,
         serve_smaller: bool = False,
@@ -148,7 +149,7 @@ class Bundle:
         self._compiles = compiles
         self._generation_config = generation_config
         verification = layers[PORTABLE_MEDIA_TYPE].verification
-        device = Device(platform, config.mesh)
+        device = Device(machine.platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
             from prejit.runtime.device.kernels import register
 
@@ -166,6 +167,7 @@ class Bundle:
                 config.bundle,
                 config.target,
                 "" if weights is None else weights.digest,
+                machine,
                 checks=canary,
                 compiles=compiles,
                 on_fallback=on_fallback,

@@ -169,7 +169,7 @@ def load(
         choice.config,
         opened.blobs.layers(opened.manifests[choice.target.name]),
         tuple(target.verdict for target in choice.targets),
-        platform=machine.platform,
+        machine=machine,
         matched=choice.matched,
         times=times,
         serve_smaller=while_compiling == "smaller",

@@ -179,7 +179,7 @@ def verify(options: Namespace) -> int:
         if options.policy is not None:
             described["policy"] = [_described(verdict) for verdict in trusted]
         if options.run:
-            described["answers"] = [asdict(each) for each in answers]
+            described["answers"] = [each._asdict() for each in answers]
         print_json(described)
     return status
 

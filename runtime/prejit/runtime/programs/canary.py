@@ -11,20 +11,21 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
-from prejit.runtime.base.once import once
-from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import AnswerError, FallbackWarning, PrejitWarning, RejectError
 from prejit.runtime.fallback import count_axis
+from prejit.runtime.format.golden import RECIPE
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.machine.environment import read_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs.golden import Difference, is_known
 from prejit.runtime.store.verdicts import Verdict, read_verdict, verdict_file, write_verdict
 from prejit.runtime.verdict import Axis
+
+if TYPE_CHECKING:
+    from prejit.runtime.device.executable import Executable
+    from prejit.runtime.programs.golden import Difference
 
 AXIS = "canary"
 """What `fallback_counts` calls an executable that gives a wrong answer."""
@@ -32,12 +33,11 @@ AXIS = "canary"
 Checks = Literal["off", "one", "all"]
 """Which executables must give their golden answers when they are loaded for the first time on a machine."""
 
-Answer = Callable[[ProgramEntry, Executable], Difference]
+Answer = Callable[[ProgramEntry, "Executable"], "Difference"]
 """Runs a program and compares its answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedAnswer:
+class CheckedAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
     """What `prejit verify --run` found out about a program.
 
     Attributes:
@@ -57,11 +57,16 @@ class CheckedAnswer:
     lifted: bool = False
 
 
-def _bits_that_compute(machine: Fingerprint) -> dict[str, object]:
+def is_known(program: ProgramEntry) -> bool:
+    """Return whether a program has a golden answer of a recipe that this version has."""
+    return program.golden is not None and program.golden.recipe == RECIPE
+
+
+def _what_computes(machine: Fingerprint) -> dict[str, object]:
     """Return the properties of a machine that decide what an executable computes on it."""
     unnamed = {"cpu_count", "memory_bytes", "device_memory_bytes", "device_count"}
-    found = {name: value for name, value in asdict(machine).items() if name not in unnamed}
-    return {name: value for name, value in found.items() if value is not None}
+    names = (name for name in machine.__slots__ if name not in unnamed)
+    return {name: value for name in names if (value := getattr(machine, name)) is not None}
 
 
 def verdict_of(weights: str, program: ProgramEntry, machine: Fingerprint) -> Path:
@@ -76,7 +81,7 @@ def verdict_of(weights: str, program: ProgramEntry, machine: Fingerprint) -> Pat
         executable=program.executable.raw_digest,
         weights=weights,
         golden=program.golden,
-        machine=_bits_that_compute(machine),
+        machine=_what_computes(machine),
         max_isa=[
             flag
             for flag in read_xla_flags(os.environ).split()
@@ -94,6 +99,7 @@ class Canary:
         bundle: str,
         target: str,
         weights: str,
+        machine: Fingerprint,
         *,
         checks: Checks,
         compiles: bool,
@@ -105,21 +111,19 @@ class Canary:
             bundle: name of the bundle.
             target: the target whose executables are loaded.
             weights: digest of its weights layer; empty: it has none.
+            machine: the real machine.
             checks: which executables are asked.
             compiles: whether portable programs may take the place of executables.
             on_fallback: called with the axis `canary` when one does.
         """
         self._bundle, self._target, self._weights = bundle, target, weights
+        self._machine = machine
         self._checks = checks
         self._compiles = compiles
         self._on_fallback = on_fallback
         self._asked = False  # and answered right; one is enough
         self._suspicious = False  # one was wrong: then the others are asked, too
         self._lock = threading.Lock()
-
-    @once
-    def _machine(self) -> Fingerprint:
-        return Fingerprint.current()
 
     def quarantined(self, program: ProgramEntry) -> str | None:
         """Return what an executable in quarantine gave for its golden answer; None: it is in none."""

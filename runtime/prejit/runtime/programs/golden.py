@@ -14,7 +14,7 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.cache_arrays import cache_arrays
-from prejit.runtime.format.golden import RECIPE, Sampled, parse_results
+from prejit.runtime.format.golden import Sampled, parse_results
 from prejit.runtime.format.schema import Config, Golden, ProgramEntry
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
@@ -54,11 +54,6 @@ class Difference:
     def described(self) -> str:
         """Return the difference as text."""
         return f"{self.result}: expected {self.expected}, found {self.found}"
-
-
-def is_known(program: ProgramEntry) -> bool:
-    """Return whether a program has a golden answer of a recipe that this version has."""
-    return program.golden is not None and program.golden.recipe == RECIPE
 
 
 def answer(

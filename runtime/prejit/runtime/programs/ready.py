@@ -268,8 +268,7 @@ class Programs:
             RejectError: the bundle is damaged.
             BuildError: a portable program does not compile here.
         """
-        from prejit.runtime.programs.canary import CheckedAnswer
-        from prejit.runtime.programs.golden import is_known
+        from prejit.runtime.programs.canary import CheckedAnswer, is_known
 
         for program in list(self.table.values()):
             if not is_known(program) or program.golden is None:

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from prejit.runtime.base.digests import digest_of
-from prejit.runtime.base.typed_json import from_plain, to_json
+from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.errors import RejectError
 from prejit.runtime.store.directory import cache_root, read_own, write_own
 
 _MAX_BYTES = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
     """Whether an executable gave its golden answer on this machine.
 
     Attributes:
@@ -59,9 +58,15 @@ def read_verdict(path: Path) -> Verdict | None:
             return None
         raise RejectError(str(path), "expected a verdict, found an empty file", hint=_HINT)
     try:
-        return from_plain(Verdict, json.loads(content))
-    except (ValueError, RecursionError) as error:
+        plain = json.loads(content)
+        verdict = Verdict(**plain)
+    except (ValueError, TypeError, RecursionError) as error:
         raise RejectError(str(path), f"expected a verdict: {error}", hint=_HINT) from error
+    if not isinstance(verdict.right, bool) or not all(
+        isinstance(text, str) for text in verdict[1:]
+    ):
+        raise RejectError(str(path), "expected a verdict, found values of other types", hint=_HINT)
+    return verdict
 
 
 _HINT = "remove the file: prejit checks the executable again"
@@ -69,7 +74,7 @@ _HINT = "remove the file: prejit checks the executable again"
 
 def write_verdict(path: Path, verdict: Verdict) -> bool:
     """Write a verdict whole. Return whether it is there now."""
-    write_own(path, json.dumps(asdict(verdict)).encode())
+    write_own(path, json.dumps(verdict._asdict()).encode())
     with contextlib.suppress(RejectError):
         return read_verdict(path) == verdict
     return False
