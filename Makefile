@@ -109,8 +109,11 @@ hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls,
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
 
-fuzz: $(READY) ## 100,000 hostile bundles through the checks (1 hour); writes its figures
+fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through loads, and atheris at the parsers (2 hours)
 	PREJIT_FUZZ_EXAMPLES=100000 $(BIN)/python -m tests.campaigns.fuzz
+	PREJIT_LOADS_EXAMPLES=2000 $(BIN)/python -m tests.campaigns.loads
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	PREJIT_FUZZ_SECONDS=120 $(BIN)/python -m tests.campaigns.parser_fuzz
 
 chaos: $(READY) ## a build, load, fallback and gc that break at every call on their files (2 hours); writes its figures
 	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py

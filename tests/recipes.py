@@ -159,8 +159,13 @@ def settled_dir(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
+def make_example(at: Path) -> Recipe:
+    """The recipe of `make_recipe` for who has no fixtures; `at` is a directory for its store."""
+    return _make_recipe(at, 1.0, "example", (2, 8))
+
+
 def _make_recipe(
-    at: Path, score_scale: float, name: str, buckets: tuple[int, ...], miscompiled: str
+    at: Path, score_scale: float, name: str, buckets: tuple[int, ...], miscompiled: str = ""
 ) -> Recipe:
     import numpy as np
 

@@ -214,7 +214,7 @@ def _open(
 ) -> _Opened:
     """Compare the machine with every target, and open the blobs of those that may be served.
 
-    Policies decide about these first.
+    Policies decide about these first, and may want a child process to load them before this one does.
 
     Up to format 4: open the blobs of all targets, and verify them now.
     """
@@ -236,7 +236,12 @@ def _open(
     if policies:
         with importing():
             from prejit.runtime.trust.enforcing import enforce
-        reported = enforce(policies, layout, root, candidates, manifests)
+        reported, wanted_by = enforce(policies, layout, root, candidates, manifests)
+        if wanted_by is not None:
+            from prejit.runtime.trust.first_load import FirstLoad, check_first_load
+
+            wanted = FirstLoad(layout.path, candidates, must_match, declared, policies)
+            check_first_load(wanted, machine, wanted_by)
     served = {target.name: manifests[target.name] for target in candidates}
     receipts = Receipts(layout.path)
     if int(targets[0].format) >= CHUNKS_SINCE:
