@@ -16,6 +16,7 @@
     identities = ["ci"]
     threshold = 2                       # so many of the keys and identities, each once (default 1)
     channel = "stable"
+    first_load = "child"                # try the first load of a machine in a child process (or "direct")
 
     [channels.stable]
     file = "stable.json"
@@ -46,6 +47,9 @@ from prejit.runtime.trust.keyless import MAX_ROOT_BYTES, TrustedIdentity, check_
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import Kind
 
+FirstLoadMode = Literal["direct", "child"]
+"""Where a machine loads a bundle that it has not loaded before: here at once, or in a child process first."""
+
 Level = Literal["strict", "permissive", "audit", "skip"]
 """How much of a rule is enforced, as notation has it."""
 
@@ -64,6 +68,7 @@ _MAX_RULE_KEYS = 16
 _HINT = "docs/how-to/trust.md shows a policy"
 
 _T = TypeVar("_T")
+_Word = TypeVar("_Word", bound=str)
 
 
 def enforces(level: Level, kind: Kind) -> bool:
@@ -122,6 +127,7 @@ class Rule(NamedTuple):
         threshold: how many different keys and identities must sign; 0: the rule has none.
         channel: the channel whose current release the bundle must be, or None.
         identities: the identities whose keyless signatures count.
+        first_load: where a machine loads such a bundle for the first time.
     """
 
     names: tuple[str, ...]
@@ -130,6 +136,7 @@ class Rule(NamedTuple):
     threshold: int = 0
     channel: ChannelRule | None = None
     identities: tuple[TrustedIdentity, ...] = ()
+    first_load: FirstLoadMode = "direct"
 
     def fits(self, name: str) -> bool:
         """Return whether a bundle's name fits one of the patterns."""
@@ -328,13 +335,14 @@ def _rule(
     identities: Mapping[str, TrustedIdentity],
     channels: Mapping[str, ChannelRule],
 ) -> Rule:
-    table.only("names", "level", "keys", "identities", "threshold", "channel")
+    table.only("names", "level", "keys", "identities", "threshold", "channel", "first_load")
     names = table.texts("names")
     if not names or not all(names):
         raise table.error(
             "expected names of bundles, such as `demo` or `team-*`, found none", "names"
         )
-    level = table.choice("level", ("strict", "permissive", "audit", "skip"), "strict")
+    levels: tuple[Level, ...] = ("strict", "permissive", "audit", "skip")
+    level = table.choice("level", levels, "strict")
     chosen = _chosen(table, "keys", keys)
     people = _chosen(table, "identities", identities)
     count = len(chosen) + len(people)
@@ -353,7 +361,9 @@ def _rule(
     threshold = _threshold(table, count) if count else 0
     if not count and table.has("threshold"):
         raise table.error("expected keys or identities beside a threshold, found none", "threshold")
-    return Rule(names, level, chosen, threshold, channel, people)
+    modes: tuple[FirstLoadMode, ...] = ("direct", "child")
+    first_load = table.choice("first_load", modes, "direct")
+    return Rule(names, level, chosen, threshold, channel, people, first_load)
 
 
 def _chosen(table: _Table, key: str, known: Mapping[str, _T]) -> tuple[_T, ...]:
@@ -447,7 +457,7 @@ class _Table:
             raise self.error(f"expected {least} or more, found {shown(value)}", key)
         return value
 
-    def choice(self, key: str, known: tuple[Level, ...], default: Level) -> Level:
+    def choice(self, key: str, known: tuple[_Word, ...], default: _Word) -> _Word:
         """Return one of some words."""
         if not self.has(key):
             return default
