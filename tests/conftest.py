@@ -20,6 +20,7 @@ from .quick_compiling import compile_quickly
 pytest_plugins = (
     "tests.warm",
     "tests.recipes",
+    "tests.golden",
     "tests.kernel_bundles",
     "tests.decoders",
     "tests.lettered",

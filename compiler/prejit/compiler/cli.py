@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
     from prejit.compiler.pipeline.plan import PlannedExecutable
     from prejit.compiler.pipeline.run import Built
+    from prejit.compiler.signing.keyless import KeylessSigner
     from prejit.compiler.signing.private_key import PrivateKey
     from prejit.compiler.targets.listing import Listed
 
@@ -468,19 +469,32 @@ def record(
 
 @commands.command(
     epilog="Examples:\n\n\b\n  openssl ecparam -name prime256v1 -genkey -noout -out release.pem\n"
-    "  prejit sign artifacts/demo --key release.pem\n\n"
-    "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other."
+    "  prejit sign artifacts/demo --key release.pem\n  prejit sign artifacts/demo --keyless\n\n"
+    "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other.\n\n"
+    "PREJIT_IDENTITY_TOKEN is the identity token of --keyless where the CI offers none by itself."
 )
 @click.argument("bundle", type=_path)
 @click.option(
     "--key",
     type=_path,
-    required=True,
     metavar="FILE",
     help="Private key in PEM: ECDSA on P-256, P-384 or P-521.",
 )
+@click.option(
+    "--keyless",
+    is_flag=True,
+    help="Sign as the identity that the CI vouches for, by sigstore, over the network. Its public log keeps "
+    "the identity and digests for ever.",
+)
+@click.option(
+    "--sigstore",
+    "config",
+    type=_path,
+    metavar="FILE",
+    help="Client configuration of another sigstore than the public one, for --keyless.",
+)
 @_json
-def sign(bundle: Path, key: Path, as_json: bool) -> int:
+def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_json: bool) -> int:
     """Attach signatures to BUNDLE and to each of its targets, and write BUNDLE.sig.
 
     cosign and trust policies verify the signatures, and the OpenSSF's model_signing verifies BUNDLE.sig. The
@@ -488,15 +502,28 @@ def sign(bundle: Path, key: Path, as_json: bool) -> int:
     """
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.sign import sign as sign_bundle
+    from prejit.runtime.errors import UsageError
 
-    signed = sign_bundle(bundle, _private_key(key))
+    if (key is None) != keyless:
+        raise UsageError(
+            "expected one of --key and --keyless, found " + ("both" if key else "none")
+        )
+    if config is not None and not keyless:
+        raise UsageError("expected --keyless beside --sigstore, found none")
+    signed = sign_bundle(bundle, _keyless(config) if key is None else _private_key(key))
     tell(
         f"signed {bundle}: attached {signed.added} signatures, wrote {signed.model_signature}, "
-        f"{signed.digest[:19]}"
+        f"{signed.digest[:19]}" + (f", as {signed.key}" if keyless else "")
     )
     if as_json:
         _print_json({**asdict(signed), "model_signature": str(signed.model_signature)})
     return 0
+
+
+def _keyless(config: Path | None) -> KeylessSigner:
+    from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
+
+    return keyless_signer(os.environ.get(TOKEN_VARIABLE) or None, config)
 
 
 def _private_key(path: Path) -> PrivateKey:

@@ -18,6 +18,7 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 from prejit.runtime.format.checks.oci import check_index
+from prejit.runtime.format.golden import TOLERANCES
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     INDEX_DIGEST,
@@ -33,6 +34,7 @@ from prejit.runtime.format.schema import (
     Decoder,
     Descriptor,
     Encoder,
+    Golden,
     ImageManifest,
     Index,
     encode_index,
@@ -108,6 +110,17 @@ st.register_type_strategy(
         logit_difference_millionths=SHARE,
         top1_agreement_millionths=SHARE,
         cosine_millionths=SHARE,
+    ),
+)
+st.register_type_strategy(
+    Golden,
+    st.builds(
+        Golden,
+        st.integers(1, MAX_INTEGER),
+        st.integers(0, 2**32 - 1),
+        st.text(),
+        st.sampled_from(TOLERANCES),
+        st.sampled_from(["", "-", "=3,-1", "-2:5,7,n -", "0:1,p,m =0"]),
     ),
 )
 
