@@ -38,6 +38,13 @@ _cache = click.option(
     metavar="DIR",
     help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
 )
+_shared = click.option(
+    "--store",
+    "shared",
+    metavar="URL",
+    help="A store that many machines share: http(s)://, s3://, gs://, az://, oci://, a directory, or a TOML "
+    "file with several (default: $PREJIT_STORE).",
+)
 _forms = click.option(
     "--forms",
     type=_path,
@@ -63,19 +70,21 @@ def commands() -> None:
 @_targets
 @_forms
 @_cache
+@_shared
 @_json
 def plan(
     manifest: Path,
     targets: tuple[str, ...],
     forms: Path | None,
     cache: Path | None,
+    shared: str | None,
     as_json: bool,
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.api import plan as plan_manifest
     from prejit.compiler.pipeline.plan import CACHED, COMPILE, TRACED
 
-    executables = plan_manifest(manifest, targets=targets, cache=cache, forms=forms)
+    executables = plan_manifest(manifest, targets=targets, cache=cache, shared=shared, forms=forms)
     counts = {
         state: sum(each.state == state for each in executables)
         for state in (CACHED, COMPILE, TRACED)
@@ -89,6 +98,7 @@ def plan(
                 "target": each.target.name,
                 "state": each.state,
                 "cached": each.cached,
+                "where": each.where,
                 "why": each.why,
             }
             for each in executables
@@ -108,11 +118,15 @@ def plan(
 def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
     from prejit.compiler.pipeline.plan import reasons
+    from prejit.compiler.store.directory import LOCAL
 
     targets = list(dict.fromkeys(each.target.name for each in executables))
     states: dict[str, dict[str, str]] = {}
     for each in executables:
-        states.setdefault(each.spec.name, {})[each.target.name] = each.state
+        is_shared = each.cached and each.where != LOCAL
+        states.setdefault(each.spec.name, {})[each.target.name] = (
+            "shared" if is_shared else each.state
+        )
     rows = [["program", *targets]] + [
         [name, *(cells[target] for target in targets)] for name, cells in states.items()
     ]
@@ -170,6 +184,7 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     "table has).",
 )
 @_cache
+@_shared
 @_json
 def build(
     manifests: tuple[Path, ...],
@@ -181,6 +196,7 @@ def build(
     forms: Path | None,
     measure: bool | None,
     cache: Path | None,
+    shared: str | None,
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
@@ -197,6 +213,7 @@ def build(
             output,
             targets=only,
             cache=cache,
+            shared=shared,
             forms=forms,
             measure=measure,
             workers=jobs,
