@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.layouts import blob
 
 from prejit.compiler.manifest.reading import read_manifest
+from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.referrers import referrers
+from prejit.runtime.format.root import read_root
 
 PROGRAM = """
 import os, sys
@@ -267,6 +271,39 @@ def test_a_bundle_of_another_jaxlib_is_reported_and_gets_a_target(
     prejit_at("record", "-o", rewritten, "--", sys.executable, "serve.py")
     found = report_of(prejit_at, rewritten, sys.executable, "serve.py")
     assert (found["missed"], found["mismatch"]) == (0, None)
+
+
+def test_a_recording_has_a_list_of_parts_and_a_provenance_that_signing_covers(
+    bundle: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    from tests.signers import signer
+
+    from prejit.compiler.signing.sign import sign
+
+    parts, statement = attached_to(bundle)
+    names = {each.get("purl", "").partition("@")[0] for each in parts["components"]}
+    assert {"pkg:pypi/jax", "pkg:pypi/jaxlib", "pkg:pypi/prejit"} <= names
+    definition = statement["predicate"]["buildDefinition"]
+    assert definition["buildType"] == "urn:prejit:recording:v1"
+    assert definition["externalParameters"]["functions"] == ["serve:score"]
+    assert str(bundle.parent) not in json.dumps(statement)  # no command, no paths
+    digests = {each["digest"]["sha256"] for each in statement["subject"]}
+    copy = shutil.copytree(bundle, tmp_path / "serve")
+    signed = sign(copy, signer("a"))
+    assert digests == {digest.removeprefix("sha256:") for digest in signed.subjects}
+    assert signed.added == len(signed.subjects) + 1  # and the provenance
+
+
+def attached_to(bundle: Path) -> tuple[Any, Any]:
+    """The list of parts and the provenance of a bundle."""
+    with Layout(bundle) as layout:
+        root = read_root(layout)
+        found = {
+            each.artifact_type: json.loads(blob(bundle, each.layers[0].digest).read_bytes())
+            for each in referrers(layout, root, root.digest)
+        }
+    return found["application/vnd.cyclonedx+json"], found["application/vnd.in-toto+json"]
 
 
 def test_a_server_is_recorded_until_a_signal_ends_it(

@@ -31,6 +31,7 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
+from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
@@ -185,7 +186,7 @@ def build(
     bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
     path, written = write(bundle, output, progress)
     digest = digest_of(bundle.index)
-    attach_descriptions(path, plan, digest)
+    attach_descriptions(path, digest, partial(build_provenance, plan, digest))
     return Built(path, digest, compiled, len(submitted) - compiled, written, accuracy)
 
 

@@ -7,8 +7,11 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from prejit.compiler.pipeline.describe.attaching import attach_descriptions
+from prejit.compiler.pipeline.describe.provenance import recording_provenance
 from prejit.compiler.pipeline.pack.bundle_files import assemble, check_readable
 from prejit.compiler.recording.merging import (
     RecordedTarget,
@@ -133,13 +136,15 @@ def _write(
         index, blobs = assemble(name, [packed(target, name) for target in targets])
         check_readable(index, blobs)
         write_layout(output, index, blobs)
+        digest = digest_of(index)
+        attach_descriptions(output, digest, partial(recording_provenance, digest))
     finally:
         remove_and_unlock(lock, held)
     count = sum(len(target.programs) for target in targets)
     return Recording(
         output,
         name,
-        digest_of(index),
+        digest,
         status,
         count - sum(len(target.programs) for target in before),
         count,

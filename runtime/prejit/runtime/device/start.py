@@ -11,10 +11,10 @@ import functools
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
 
 from prejit.runtime.base.process import importing, is_alone, is_plain_start, thread_count
+from prejit.runtime.base.threads import start_thread
 from prejit.runtime.device.library_pages import read_ahead
 
 _OPENBLAS_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
@@ -98,5 +98,4 @@ def _open_jaxlib() -> None:
     def open_library() -> None:
         dlopen(os.fsencode(path), flags)  # an error comes again in the import, which reports it
 
-    with contextlib.suppress(RuntimeError):  # no more threads
-        threading.Thread(target=open_library, name="prejit-open-jaxlib").start()
+    start_thread(open_library, "prejit-open-jaxlib")

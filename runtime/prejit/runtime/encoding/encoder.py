@@ -18,6 +18,7 @@ from typing import Any, final
 
 import numpy as np
 
+from prejit.runtime.base.threads import start_thread
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.transfer import DeviceArray, aligned_zeros, to_numpy
 from prejit.runtime.encoding.buckets import Bucket, loading_order, partition
@@ -120,11 +121,7 @@ class EncoderPrograms:
             before: called first in the thread: reads the tokenizer.
         """
         first, *others = loading_order(self.buckets)
-        # Not a daemon: the interpreter would stop it inside XLA at exit, and that aborts the process.
-        thread = threading.Thread(target=self._load, args=(before, others), name="prejit-encoder")
-        with contextlib.suppress(RuntimeError):  # no more threads, as at exit
-            thread.start()
-            self._thread = thread
+        self._thread = start_thread(lambda: self._load(before, others), "prejit-encoder")
         with contextlib.suppress(Exception):
             self._warm_up(first, self.encoder.layers)  # all layers: puts all weights on the device
 

@@ -6,13 +6,13 @@ raised to whoever waits for anything afterwards, so that no request ends as if t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 from prejit.runtime.base.process import Span, span
+from prejit.runtime.base.threads import start_thread
 
 SMALL_BYTES = 1 << 20
 """A load waits for jobs that are smaller. SHA-256 takes 0.5 ms for so many bytes."""
@@ -74,10 +74,8 @@ class Verification:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         for _ in range(min(threads, len(jobs))):
-            # Not a daemon: the interpreter would stop it inside a hash function at exit.
-            thread = threading.Thread(target=self._work, name="prejit-verify")
-            with contextlib.suppress(RuntimeError):  # no more threads: whoever waits runs the jobs
-                thread.start()
+            # Without a thread, whoever waits runs the jobs.
+            if (thread := start_thread(self._work, "prejit-verify")) is not None:
                 self._threads.append(thread)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from prejit.runtime.base.once import once
 from prejit.runtime.base.process import Span, span
+from prejit.runtime.base.threads import start_thread
 from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import DeviceArray
@@ -325,8 +325,7 @@ class Programs:
         """Begin to make programs ready in a thread, in this order. Errors are raised when one is used."""
         remember, self._remember = self._remember, None
         if remember is not None and names != self._expected:
-            with contextlib.suppress(RuntimeError):  # no more threads
-                threading.Thread(target=remember, args=(names,)).start()
+            start_thread(lambda: remember(names), "prejit-remember")
         self._enqueue([(False, place, name) for place, name in enumerate(names)])
 
     def prepare_later(self, *names: str) -> None:
@@ -355,10 +354,7 @@ class Programs:
             self._queue.sort()
             if self._working or not self._queue:
                 return
-            # Not a daemon: the interpreter would stop it inside XLA at exit, and that aborts the process.
-            thread = threading.Thread(target=self._work)
-            with contextlib.suppress(RuntimeError):  # no more threads, as at exit
-                thread.start()
+            if (thread := start_thread(self._work, "prejit-prepare")) is not None:
                 self._thread, self._working = thread, True
 
     def _work(self) -> None:

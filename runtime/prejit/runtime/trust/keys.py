@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +11,7 @@ from prejit.runtime.errors import PolicyError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
 
 MAX_KEY_BYTES = 16 << 10
 """Maximum size of the file of a key. One of P-521 has 268 bytes."""
@@ -34,10 +35,9 @@ class PublicKey(NamedTuple):
     def verifies(self, signature: bytes, message: bytes) -> bool:
         """Return whether the holder of this key signed the message: ECDSA in DER, with the curve's hash."""
         from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric import ec
 
         try:
-            self.public.verify(signature, message, ec.ECDSA(hash_of(self.public.curve.name)))
+            self.public.verify(signature, message, _ecdsa(self.public.curve.name))
         except InvalidSignature:
             return False
         return True
@@ -54,6 +54,30 @@ class PublicKey(NamedTuple):
 def pem_digest(pem: str) -> str:
     """Return the digest of a key's PEM form, 64 digits: the hint of the OpenSSF's model signing."""
     return hashlib.sha256(pem.encode("ascii")).hexdigest()
+
+
+@functools.cache
+def _ecdsa(curve: str) -> ECDSA:
+    """Return ECDSA with the hash that goes with a curve.
+
+    The constructor of `ec.ECDSA` imports every cipher of `cryptography`, which takes a start 12 ms, to learn
+    whether it can make deterministic signatures. To verify needs only the properties of that class.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    class Verifying(ec.ECDSA):
+        def __init__(self) -> None:
+            pass  # not the one of the base, see above
+
+        @property
+        def algorithm(self) -> hashes.HashAlgorithm:
+            return hash_of(curve)
+
+        @property
+        def deterministic_signing(self) -> bool:
+            return False
+
+    return Verifying()
 
 
 def hash_of(curve: str) -> hashes.HashAlgorithm:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prejit.compiler.pipeline.describe.parts import PARTS_MEDIA_TYPE, parts_list
-from prejit.compiler.pipeline.describe.provenance import provenance
-from prejit.compiler.pipeline.plan import Plan
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
@@ -16,7 +14,7 @@ from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.opening import Contents, match, read_contents
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import Root
-from prejit.runtime.format.schema import Descriptor
+from prejit.runtime.format.schema import Config, Descriptor, Index
 from prejit.runtime.format.writing import EMPTY, Part, attach
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.dsse import PAYLOAD_TYPE
@@ -26,15 +24,17 @@ PREDICATE_ANNOTATION = "in-toto.io/predicate-type"
 """The annotation that names the predicate of an attached statement, as other tools write it."""
 
 
-def attach_descriptions(path: Path, plan: Plan, digest: str) -> None:
+def attach_descriptions(
+    path: Path, digest: str, provenance_of: Callable[[Index, Sequence[Config]], bytes]
+) -> None:
     """Attach the list of parts and the provenance of a bundle, if it has none that is whole.
 
     Nothing happens if another build has replaced the bundle meanwhile.
 
     Args:
         path: directory of the bundle.
-        plan: what was built.
         digest: the bundle's digest.
+        provenance_of: returns the statement of its provenance, from its index and the configs of its targets.
 
     Raises:
         RejectError, StoreError: the bundle is damaged, or the disk is full.
@@ -61,7 +61,7 @@ def attach_descriptions(path: Path, plan: Plan, digest: str) -> None:
             _attach(path, root.subject, PARTS_MEDIA_TYPE, parts, {})
         if PAYLOAD_TYPE not in there:
             configs = [each.config for each in contents]
-            statement = provenance(plan, digest, root.bundle, configs)
+            statement = provenance_of(root.bundle, configs)
             noted = {PREDICATE_ANNOTATION: PROVENANCE_PREDICATE}
             _attach(path, root.subject, PAYLOAD_TYPE, statement, noted)
 

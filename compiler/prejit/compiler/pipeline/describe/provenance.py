@@ -24,6 +24,8 @@ from prejit.runtime.trust.statement import (
 
 BUILD_TYPE = "urn:prejit:build:v1"
 """SLSA's build type: `prejit build` of a manifest."""
+RECORDING_TYPE = "urn:prejit:recording:v1"
+"""SLSA's build type: `prejit record` of a command, or of several, one after the other."""
 BUILDER = "urn:prejit:builder"
 """SLSA's builder. Who ran it is who signs the provenance."""
 
@@ -31,8 +33,8 @@ _MAX_MANIFEST_BYTES = 64 << 10
 """A longer manifest is named by its digest alone."""
 
 
-def provenance(plan: Plan, digest: str, index: Index, configs: Sequence[Config]) -> bytes:
-    """Return the statement of a bundle's provenance.
+def build_provenance(plan: Plan, digest: str, index: Index, configs: Sequence[Config]) -> bytes:
+    """Return the statement of the provenance of a bundle that `prejit build` made.
 
     Args:
         plan: what was built.
@@ -40,18 +42,60 @@ def provenance(plan: Plan, digest: str, index: Index, configs: Sequence[Config])
         index: its index.
         configs: the configs of its targets.
     """
-    subjects = [SignedSubject(digest, plan.manifest.bundle.name)]
+    parameters = _parameters(plan)
+    internal = {"keys": {config.target: _keys(config) for config in configs}}
+    return _provenance(digest, index, configs, BUILD_TYPE, parameters, internal, _sources(plan))
+
+
+def recording_provenance(digest: str, index: Index, configs: Sequence[Config]) -> bytes:
+    """Return the statement of the provenance of a bundle that `prejit record` made.
+
+    It lists the functions that can be imported. The commands are left out: they hold paths of a machine, and
+    often secrets. The keys of the programs are in the configs.
+
+    Args:
+        digest: the bundle's digest.
+        index: its index.
+        configs: the configs of its targets.
+    """
+    functions = {each.function for config in configs for each in config.recorded or ()} - {None}
+    parameters = {
+        "functions": sorted(map(str, functions)),
+        "targets": [config.target for config in configs],
+    }
+    return _provenance(digest, index, configs, RECORDING_TYPE, parameters, {}, [])
+
+
+def _provenance(
+    digest: str,
+    index: Index,
+    configs: Sequence[Config],
+    build_type: str,
+    parameters: dict[str, Any],
+    internal: dict[str, Any],
+    sources: Sequence[dict[str, Any]],
+) -> bytes:
+    """Return a statement about a bundle and its targets.
+
+    Args:
+        digest: the bundle's digest.
+        index: its index.
+        configs: the configs of its targets.
+        build_type: how the parameters are to be read.
+        parameters: what the user asked for.
+        internal: what else decided the result.
+        sources: the files that it was made from.
+    """
+    subjects = [SignedSubject(digest, configs[0].bundle)]
     subjects += [
         SignedSubject(at.digest, (at.annotations or {}).get(REF_NAME, "")) for at in index.manifests
     ]
     predicate = {
         "buildDefinition": {
-            "buildType": BUILD_TYPE,
-            "externalParameters": _parameters(plan),
-            "internalParameters": {
-                "keys": {config.target: _keys(config) for config in configs},
-            },
-            "resolvedDependencies": [*_packages(configs), *_sources(plan)],
+            "buildType": build_type,
+            "externalParameters": parameters,
+            "internalParameters": internal,
+            "resolvedDependencies": [*_packages(configs), *sources],
         },
         "runDetails": {"builder": {"id": BUILDER, "version": versions("prejit")}},
     }
