@@ -112,8 +112,8 @@ damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 m
 fuzz: $(READY) ## 100,000 hostile bundles through the checks (1 hour); writes its figures
 	PREJIT_FUZZ_EXAMPLES=100000 $(BIN)/python -m tests.campaigns.fuzz
 
-chaos: $(READY) ## a build, load, fallback and gc that break at every call on their files (2 hours); writes its figures
-	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py
+chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
+	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py tests/campaigns/test_races.py
 
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
 	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest tests/campaigns/test_serving.py
