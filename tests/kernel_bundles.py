@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -140,3 +141,37 @@ def built_kernels(target_name: str, sources: Path, cache: Path) -> tuple[Any, by
     content = opened.read_blob(built.digest)
     assert content is not None
     return built, content
+
+
+def with_library(recipe: Recipe, content: bytes) -> Recipe:
+    """A bundle with other kernels, and its executable bound to them."""
+    import zstandard
+
+    from prejit.runtime.base.digests import digest_of
+    from prejit.runtime.format.names import (
+        EXECUTABLES_MEDIA_TYPE,
+        KERNELS_MEDIA_TYPE,
+        kernel_target,
+    )
+    from prejit.runtime.format.schema import Segment
+
+    before = recipe.targets[0].config.kernels
+    digest = digest_of(content)
+    segment = recipe.targets[0].config.programs[0].executable
+    raw = zstandard.ZstdDecompressor().decompress(recipe.content(EXECUTABLES_MEDIA_TYPE))
+    old, new = (kernel_target("scale", d).encode() for d in (before.digest, digest))
+    assert old in raw
+    raw = raw.replace(old, new)
+    frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+    segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
+
+    def change(config: Any) -> Any:
+        (program,) = config.programs
+        return dataclasses.replace(
+            config,
+            kernels=dataclasses.replace(before, digest=digest),
+            programs=(dataclasses.replace(program, executable=segment),),
+        )
+
+    changed = recipe.configured(change).with_content(KERNELS_MEDIA_TYPE, content)
+    return changed.with_content(EXECUTABLES_MEDIA_TYPE, frame)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.studies.trust BUNDLE [--runs 20]
 
-BUNDLE holds a decoder. A copy of it is signed with a new key. Each process generates one token of it, with a
-policy or without. Prints medians of wall and CPU time of whole processes.
+BUNDLE holds a decoder. A copy of it is signed with a new key. Each process generates one token of it: without
+a policy, with one, and with one that has `first_load = "child"`, at the first load of the machine and at
+later ones. Prints medians of wall and CPU time of whole processes, their child processes included.
 """
 
 from __future__ import annotations
@@ -52,16 +53,26 @@ def main() -> None:
         )
         key = read_private_key(pem)
         sign(bundle, key)
-        policy.write_text(
-            f'[keys.a]\npem = """\n{key.public.pem}"""\n[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
-        )
+        text = f'[keys.a]\npem = """\n{key.public.pem}"""\n[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
+        policy.write_text(text)
+        in_child = Path(directory, "child.toml")
+        in_child.write_text(f'{text}first_load = "child"\n')
+        cache = Path(directory, "cache")
+        os.environ["PREJIT_RUNTIME_CACHE"] = str(cache)
         time.sleep(2.5)  # so that the files get receipts
-        ways: dict[str, Path | None] = {"no policy": None, "policy": policy}
+        ways: dict[str, Path | None] = {
+            "no policy": None,
+            "policy": policy,
+            "first load": in_child,
+            "later load": in_child,
+        }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for way in ways.values():
             run(bundle, way)  # warms the caches
         for _ in range(options.runs):
             for name, way in ways.items():
+                if name == "first load":
+                    shutil.rmtree(cache / "first-loads")
                 found[name].append(run(bundle, way))
     print(f"{options.bundle}: {options.runs} runs each, medians")
     for name, times in found.items():

@@ -70,8 +70,8 @@ def _run_assembled(
     return assemble(loaded.execute_sharded(arguments))
 
 
-_TOKENS = re.compile(r"([a-z]\w*)\[([\d,]*)\]|[{}]|->")
-_DONATED = re.compile(r"\((\d+), \{")
+_TOKENS = re.compile(r"([a-z]\w*)\[((?:\d{1,19}(?:,\d{1,19})*)?)\]|[{}]|->", re.ASCII)
+_DONATED = re.compile(r"\((\d{1,19}), \{", re.ASCII)
 _XLA_DTYPES = {
     **{"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"},
     **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},

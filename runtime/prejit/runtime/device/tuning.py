@@ -97,7 +97,7 @@ def tune(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Tuning:
         contents = read_contents(layout, chosen)
         if policies := policy_paths():
             manifests = {chosen.name: contents.manifest}
-            for text in enforce(policies, layout, root, [chosen], manifests):
+            for text in enforce(policies, layout, root, [chosen], manifests).reported:
                 tell(f"warning: {text}")
         of_target = [contents.manifest]
         blobs = check_blobs(layout, of_target, Receipts(layout.path))

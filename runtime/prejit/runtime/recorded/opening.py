@@ -19,7 +19,7 @@ from pathlib import Path
 
 from prejit.runtime.base.files import Identity, digest_file
 from prejit.runtime.base.locks import locking
-from prejit.runtime.errors import StoreError, UntrustedWarning, UsageError
+from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.layers import unpack
 from prejit.runtime.format.layout import Layout
@@ -86,7 +86,16 @@ def _open(layout: Layout, root: Root, *, machine: Fingerprint) -> RecordedBundle
         from prejit.runtime.trust.enforcing import enforce
 
         manifests = {chosen.name: contents.manifest}
-        for text in enforce(policies, layout, root, [chosen], manifests):
+        enforced = enforce(policies, layout, root, [chosen], manifests)
+        if enforced.first_load is not None:
+            raise UntrustedError(
+                os.fspath(layout.path),
+                f"{enforced.first_load} wants the first load in a child process, and the files of a recorded "
+                "bundle are loaded by jax in the process of their program",
+                case="first-load",
+                hint='give recorded bundles a rule of their own, without first_load = "child"',
+            )
+        for text in enforced.reported:
             warnings.warn(text, UntrustedWarning, stacklevel=2)
     programs = recorded_of(layout, contents)
     directory = unpacked(layout, chosen, contents) if chosen.verdict.matches else None

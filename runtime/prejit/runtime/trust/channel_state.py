@@ -122,7 +122,7 @@ def _read(content: bytes, path: str) -> Accepted:
     pems = field(found, "keys", list, "state", path)
     try:
         keys = tuple(read_key(str(pem).encode("utf-8"), path) for pem in pems)
-    except PolicyError as error:
+    except (PolicyError, UnicodeEncodeError) as error:
         raise RefusedError("state", str(error)) from error
     expires = found.get("expires")
     if not isinstance(expires, int | float | None) or isinstance(expires, bool):

@@ -19,7 +19,7 @@ from prejit.runtime.format.schema import Descriptor, ImageManifest
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.decision import Attached, Decision, TrustTarget, decide
 from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, MAX_ENVELOPE_BYTES
-from prejit.runtime.trust.policy import ChannelRule, Policy, read_policy
+from prejit.runtime.trust.policy import ChannelRule, FirstLoadMode, Policy, read_policy
 from prejit.runtime.trust.reasons import Reason
 
 if TYPE_CHECKING:
@@ -38,11 +38,25 @@ class PolicyVerdict(NamedTuple):
         policy: the policy's file.
         target: the target's name.
         decision: the decision.
+        first_load: where a machine loads the bundle for the first time.
     """
 
     policy: str
     target: str
     decision: Decision
+    first_load: FirstLoadMode = "direct"
+
+
+class Enforced(NamedTuple):
+    """What policies say about targets that they let run.
+
+    Attributes:
+        reported: what they only report, as text.
+        first_load: the policy that wants the first load in a child process, or None.
+    """
+
+    reported: tuple[str, ...]
+    first_load: str | None = None
 
 
 def verify_policy(bundle: str | os.PathLike[str], policy: str) -> list[PolicyVerdict]:
@@ -71,7 +85,7 @@ def enforce(
     root: Root,
     targets: Iterable[OpenTarget],
     manifests: Mapping[str, ImageManifest],
-) -> tuple[str, ...]:
+) -> Enforced:
     """Check that every policy lets targets run.
 
     Args:
@@ -82,7 +96,7 @@ def enforce(
         manifests: their manifests, checked, by the target's name.
 
     Returns:
-        What the policies only report, as text.
+        What the policies say besides.
 
     Raises:
         UntrustedError: a policy refuses a target.
@@ -90,6 +104,7 @@ def enforce(
         RejectError: something that is attached to the bundle is damaged.
     """
     reported = []
+    first_load = None
     for verdict in verdicts(paths, layout, root, targets, manifests):
         _check(verdict, layout)
         reported += [
@@ -97,7 +112,9 @@ def enforce(
             f"{reason.text}"
             for reason in verdict.decision.reported
         ]
-    return tuple(reported)
+        if verdict.first_load == "child":
+            first_load = first_load or verdict.policy
+    return Enforced(tuple(reported), first_load)
 
 
 def _check(verdict: PolicyVerdict, layout: Layout) -> None:
@@ -133,7 +150,9 @@ def verdicts(
         for policy in policies:
             releases = _releases(policy, target.bundle, now)
             decision = decide(policy, about, signatures, releases, now)
-            found.append(PolicyVerdict(policy.path, target.name, decision))
+            rule = policy.rule_for(target.bundle)
+            first_load = "direct" if rule is None else rule.first_load
+            found.append(PolicyVerdict(policy.path, target.name, decision, first_load))
     return found
 
 

@@ -10,6 +10,7 @@
     keys = ["release", "security"]
     threshold = 2                       # so many of the keys, each once (default 1)
     channel = "stable"
+    first_load = "child"                # try the first load of a machine in a child process (or "direct")
 
     [channels.stable]
     file = "stable.json"
@@ -39,6 +40,9 @@ from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import Kind
 
+FirstLoadMode = Literal["direct", "child"]
+"""Where a machine loads a bundle that it has not loaded before: here at once, or in a child process first."""
+
 Level = Literal["strict", "permissive", "audit", "skip"]
 """How much of a rule is enforced, as notation has it."""
 
@@ -57,6 +61,7 @@ _MAX_RULE_KEYS = 16
 _HINT = "docs/how-to/trust.md shows a policy"
 
 _T = TypeVar("_T")
+_Word = TypeVar("_Word", bound=str)
 
 
 def enforces(level: Level, kind: Kind) -> bool:
@@ -109,6 +114,7 @@ class Rule(NamedTuple):
         keys: the keys whose signatures count.
         threshold: how many different keys must sign; 0: the rule has no keys.
         channel: the channel whose current release the bundle must be, or None.
+        first_load: where a machine loads such a bundle for the first time.
     """
 
     names: tuple[str, ...]
@@ -116,6 +122,7 @@ class Rule(NamedTuple):
     keys: tuple[TrustedKey, ...] = ()
     threshold: int = 0
     channel: ChannelRule | None = None
+    first_load: FirstLoadMode = "direct"
 
     def fits(self, name: str) -> bool:
         """Return whether a bundle's name fits one of the patterns."""
@@ -292,13 +299,14 @@ def _channel(
 def _rule(
     table: _Table, keys: Mapping[str, TrustedKey], channels: Mapping[str, ChannelRule]
 ) -> Rule:
-    table.only("names", "level", "keys", "threshold", "channel")
+    table.only("names", "level", "keys", "threshold", "channel", "first_load")
     names = table.texts("names")
     if not names or not all(names):
         raise table.error(
             "expected names of bundles, such as `demo` or `team-*`, found none", "names"
         )
-    level = table.choice("level", ("strict", "permissive", "audit", "skip"), "strict")
+    levels: tuple[Level, ...] = ("strict", "permissive", "audit", "skip")
+    level = table.choice("level", levels, "strict")
     chosen = _chosen_keys(table, keys)
     channel = None
     if table.has("channel"):
@@ -315,7 +323,9 @@ def _rule(
     threshold = _threshold(table, chosen) if chosen else 0
     if not chosen and table.has("threshold"):
         raise table.error("expected keys beside a threshold, found none", "threshold")
-    return Rule(names, level, chosen, threshold, channel)
+    modes: tuple[FirstLoadMode, ...] = ("direct", "child")
+    first_load = table.choice("first_load", modes, "direct")
+    return Rule(names, level, chosen, threshold, channel, first_load)
 
 
 def _chosen_keys(table: _Table, keys: Mapping[str, TrustedKey]) -> tuple[TrustedKey, ...]:
@@ -405,7 +415,7 @@ class _Table:
             raise self.error(f"expected {least} or more, found {shown(value)}", key)
         return value
 
-    def choice(self, key: str, known: tuple[Level, ...], default: Level) -> Level:
+    def choice(self, key: str, known: tuple[_Word, ...], default: _Word) -> _Word:
         """Return one of some words."""
         if not self.has(key):
             return default

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.kernel_bundles import with_library
 
 from prejit.runtime import __main__
 from prejit.runtime.base.digests import digest_of
@@ -21,14 +22,12 @@ from prejit.runtime.format import limits
 from prejit.runtime.format.checks.config import check_config
 from prejit.runtime.format.layout import Layout
 from prejit.runtime.format.names import (
-    EXECUTABLES_MEDIA_TYPE,
     FORMAT_VERSION,
     KERNELS_MEDIA_TYPE,
     kernel_target,
 )
 from prejit.runtime.format.opening import match, read_contents, read_kernels
 from prejit.runtime.format.root import read_root
-from prejit.runtime.format.schema import Segment
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 
@@ -87,32 +86,6 @@ def test_libraries_of_two_bundles_live_in_one_process_each_loaded_once(
     other = with_library(kernel_recipe, content + b"\0").write(tmp_path / "other")
     said = run_python(TWO_LIBRARIES, kernels_dir, other).stdout
     assert said == "[2.5, 2.5, 2.5, 2.5]\n2\n"
-
-
-def with_library(recipe: Any, content: bytes) -> Any:
-    """A bundle with other kernels, and its executable bound to them."""
-    import zstandard
-
-    before = recipe.targets[0].config.kernels
-    digest = digest_of(content)
-    segment = recipe.targets[0].config.programs[0].executable
-    raw = zstandard.ZstdDecompressor().decompress(recipe.content(EXECUTABLES_MEDIA_TYPE))
-    old, new = (kernel_target("scale", d).encode() for d in (before.digest, digest))
-    assert old in raw
-    raw = raw.replace(old, new)
-    frame = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
-    segment = Segment(0, len(frame), digest_of(frame), len(raw), digest_of(raw))
-
-    def change(config: Any) -> Any:
-        (program,) = config.programs
-        return dataclasses.replace(
-            config,
-            kernels=dataclasses.replace(before, digest=digest),
-            programs=(dataclasses.replace(program, executable=segment),),
-        )
-
-    changed = recipe.configured(change).with_content(KERNELS_MEDIA_TYPE, content)
-    return changed.with_content(EXECUTABLES_MEDIA_TYPE, frame)
 
 
 def test_a_changed_library_never_reaches_the_dynamic_linker(

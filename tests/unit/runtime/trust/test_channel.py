@@ -329,7 +329,9 @@ def test_each_policy_and_channel_has_its_own(state: ChannelState) -> None:
     assert len(paths | {state.path}) == 5
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"keys":["x"]}', b"\xff"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b'{"keys":["x"]}', b'{"keys":["\\ud800"]}', b"\xff"]
+)
 def test_a_damaged_state_is_an_error_and_no_first_time(state: ChannelState, damage: bytes) -> None:
     with state.locked():
         state.write(trusted("a"))

@@ -1,0 +1,195 @@
+"""The first load of a bundle on a machine, in a child process, where a policy has `first_load = "child"`.
+
+The child loads every executable of the target and runs one program. So code that crashes ends the child and
+not the server. It is not a sandbox: the child runs with the rights of this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.errors import ExecutableError, RejectError, StoreError, UntrustedError
+from prejit.runtime.format.opening import OpenTarget
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.store.first_loads import (
+    LOADED,
+    first_load_file,
+    first_load_outcome,
+    remember_first_load,
+)
+
+CHILD_MODULE = "prejit.runtime.first_load"
+"""The module that the child process runs."""
+
+SECONDS = 600.0
+"""How long a child process may take. It hashes all files of the target first."""
+_MAX_ANSWER_BYTES = 1 << 16
+
+_HINT_OF_FAILURE = 'mend what the message names, or take first_load = "child" out of the policy'
+
+
+class FirstLoad(NamedTuple):
+    """What a child process loads.
+
+    Attributes:
+        path: the directory of the bundle.
+        targets: the targets that may be served.
+        must_match: whether a machine that matches no target is an error.
+        declared: the fingerprint to load it for; None: this machine's.
+        policies: the files of the policies that apply.
+    """
+
+    path: str | os.PathLike[str]
+    targets: Sequence[OpenTarget]
+    must_match: bool
+    declared: Fingerprint | None
+    policies: Sequence[str]
+
+    @property
+    def manifests(self) -> list[str]:
+        """The digests of the targets' manifests, sorted. They name all files of the targets."""
+        return sorted(target.descriptor.digest for target in self.targets)
+
+    def request(self) -> bytes:
+        """Return what the child process reads."""
+        request = {
+            "path": os.path.abspath(self.path),
+            "on_mismatch": "error" if self.must_match else "jit",
+            "fingerprint": None if self.declared is None else to_json(self.declared).decode(),
+            "policies": [os.path.abspath(path) for path in self.policies],
+        }
+        return json.dumps(request).encode()
+
+
+class _Process:
+    """What this process is.
+
+    Attributes:
+        is_child: whether it is the child process of a first load, so that its own loads begin at once.
+        manifests: in a child process, those of the bundle that it has begun to load.
+    """
+
+    is_child = False
+    manifests: Sequence[str] = ()
+
+
+def become_child() -> None:
+    """Make this process the child process of a first load: it loads without another one."""
+    _Process.is_child = True
+
+
+def begun_manifests() -> Sequence[str]:
+    """Return the manifests of the bundle that this child process has begun to load."""
+    return _Process.manifests
+
+
+def check_first_load(wanted: FirstLoad, machine: Fingerprint, policy: str) -> None:
+    """Load a bundle in a child process, unless this machine has done so before.
+
+    Args:
+        wanted: the bundle.
+        machine: this machine.
+        policy: the policy that wants it, for errors.
+
+    Raises:
+        UntrustedError: the child process crashed or took too long, now or at an earlier load, or it failed in
+            a way that no other error is for. The case is `first-load`.
+        RejectError: the bundle is damaged, or was replaced meanwhile.
+        ExecutableError: XLA cannot load an executable on this machine.
+        StoreError: a file cannot be read, or no process can be started.
+    """
+    manifests = wanted.manifests
+    if _Process.is_child:
+        _Process.manifests = manifests
+        return
+    key = digest_of(json.dumps([manifests, asdict(machine)], sort_keys=True).encode())
+    outcome = first_load_outcome(key)
+    if outcome is None:
+        outcome = _tried(wanted, manifests)
+        remember_first_load(key, outcome)
+    if outcome != LOADED:
+        raise UntrustedError(
+            os.fspath(wanted.path),
+            f"{policy} wants the first load in a child process, and there the bundle {outcome:.200}",
+            case="first-load",
+            hint=f"do not run this bundle; to try it again, remove {first_load_file(key)}",
+        )
+
+
+def _tried(wanted: FirstLoad, manifests: list[str]) -> str:
+    """Return how a child process ended: `loaded`, or how it crashed. Raises as `check_first_load`."""
+    import signal  # later loads need none of these
+    import subprocess
+
+    reader, writer = os.pipe()
+    with open(reader, "rb") as answers:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", CHILD_MODULE, str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{os.fspath(wanted.path)}: cannot start a process for the first load: {error}",
+                hint=_HINT_OF_FAILURE,
+            ) from error
+        finally:
+            os.close(writer)
+        try:
+            child.communicate(wanted.request(), timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"took more than {SECONDS:.0f} seconds"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # and what it started
+                child.wait()
+        os.set_blocking(reader, False)  # something that it started may keep the pipe open
+        answer = answers.read(_MAX_ANSWER_BYTES) or b""
+    if child.returncode < 0:
+        return f"ended the process by {_signal_name(-child.returncode)}"
+    return _judged(os.fspath(wanted.path), manifests, answer, child.returncode)
+
+
+def _signal_name(number: int) -> str:
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _judged(path: str, manifests: list[str], answer: bytes, status: int) -> str:
+    """Return the outcome that the answer of a child process is, or raise the error in it."""
+    try:
+        said: Any = json.loads(answer)
+        error, text, found = str(said["error"]), str(said["text"]), said["manifests"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return f"ended the process with status {status}"
+    if error == RejectError.code:
+        raise RejectError(str(said.get("path", path)), text)
+    if error == ExecutableError.code:
+        raise ExecutableError(text)
+    if error == StoreError.code:
+        raise StoreError(text)
+    if error or status:
+        raise UntrustedError(
+            path,
+            f"the first load in a child process failed: {text or f'status {status}'}",
+            case="first-load",
+            hint=_HINT_OF_FAILURE,
+        )
+    if found != manifests:
+        raise RejectError(path, "expected the same bundle in the child process, found another")
+    return LOADED

@@ -1,0 +1,659 @@
+"""The parsers of what others write: name, entry point, and inputs to begin with. For `parser_fuzz`.
+
+Each parser takes bytes and returns, or raises an error that its callers expect: one of prejit's, or
+`RefusedError` in the room of trust. What the server's error handler expects is caught here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+from tests.campaigns import fuzz
+
+Form = Literal["json", "toml", "bytes"]
+ROOT = Path(__file__).parents[2]
+MOST_SEED_BYTES = 60_000
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A parser.
+
+    Attributes:
+        modules: what is measured and steers: prefixes of the names of modules.
+        make: imports the parser and returns it; called once.
+        seeds: returns inputs to begin with.
+        form: how inputs are changed besides flipped bytes.
+    """
+
+    modules: tuple[str, ...]
+    make: Callable[[], Callable[[bytes], object]]
+    seeds: Callable[[], Sequence[bytes]]
+    form: Form = "json"
+
+
+# Inputs to begin with
+
+
+@cache
+def _blobs(media_type: str, suffix: str = "") -> tuple[bytes, ...]:
+    """Return the golden layers of a media type, each once."""
+    found = dict[str, bytes]()
+    for name in fuzz.BUNDLES:
+        draft = fuzz.draft_of(name)
+        for manifest, _ in draft.targets:
+            for at in manifest["layers"]:
+                if media_type in at["mediaType"] and at["mediaType"].endswith(suffix):
+                    found[at["digest"]] = draft.blobs[at["digest"]]
+    return tuple(each for each in found.values() if len(each) <= MOST_SEED_BYTES)
+
+
+def _of_drafts(choose: Callable[[fuzz.Draft], Sequence[Any]]) -> list[bytes]:
+    return [fuzz.encoded(each) for name in fuzz.BUNDLES for each in choose(fuzz.draft_of(name))]
+
+
+def _roots() -> list[bytes]:
+    return [fuzz.sound(name)["index.json"] for name in fuzz.BUNDLES]
+
+
+def _indexes() -> list[bytes]:
+    return _of_drafts(lambda draft: [] if draft.is_old else [draft.index]) + [
+        fuzz.sound(name)["index.json"] for name in fuzz.BUNDLES if fuzz.draft_of(name).is_old
+    ]
+
+
+def _manifests() -> list[bytes]:
+    return _of_drafts(lambda draft: [manifest for manifest, _ in draft.targets])
+
+
+def _configs() -> list[bytes]:
+    return _of_drafts(lambda draft: [config for _, config in draft.targets])
+
+
+@cache
+def _fixed_key() -> Any:
+    """Return a private key; the same one in every process, or a corpus would be of no use to the next."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    from prejit.compiler.signing.private_key import parse_private_key
+
+    pem = ec.derive_private_key(0x5EED, ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return parse_private_key(pem, "the key of the campaign")
+
+
+def _policies() -> list[bytes]:
+    page = (ROOT / "docs" / "how-to" / "trust.md").read_text()
+    blocks = re.findall(r'```toml title="[a-z]+\.toml"\n(.*?)```', page, re.DOTALL)
+    whole = '[[rules]]\nnames = ["a*b", "*"]\nlevel = "audit"\nkeys = ["release"]\nthreshold = 1\n'
+    whole += '[keys.release]\nfile = "k"\nexpires = 2099-06-30T12:00:00Z\n[revoked]\nkeys = ["release"]\n'
+    return [each.encode() for each in (*blocks, whole)]
+
+
+def _statements() -> list[bytes]:
+    from prejit.runtime.trust.statement import (
+        SIGNATURE_PREDICATE,
+        SignedSubject,
+        Statement,
+        encode_statement,
+    )
+
+    subject = SignedSubject("sha256:" + "1" * 64, "demo", {"a": "b"})
+    return [encode_statement(Statement(SIGNATURE_PREDICATE, (subject, subject), {"a": [1]}))]
+
+
+def _sigstore_bundles() -> list[bytes]:
+    from prejit.runtime.trust.dsse import Envelope, encode_bundle
+
+    return [
+        encode_bundle(Envelope(payload, (_fixed_key().sign(payload),) * count, "hint"))
+        for payload, count in zip((_statements()[0], b"{}"), (1, 2), strict=True)
+    ]
+
+
+_EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
+
+
+def _channels() -> list[bytes]:
+    from prejit.runtime.trust.channel import encode_channel, keys_statement, release_statement
+    from prejit.runtime.trust.dsse import Envelope
+    from prejit.runtime.trust.statement import SignedSubject
+
+    key = _fixed_key()
+
+    def signed(payload: bytes) -> Envelope:
+        return Envelope(payload, (key.sign(payload),))
+
+    subjects = (SignedSubject("sha256:" + "1" * 64, "demo", {}),)
+    rotation = signed(
+        keys_statement("stable", (key.public,), threshold=1, version=1, expires=_EXPIRES)
+    )
+    found = []
+    for version, rotations in ((0, ()), (1, (rotation,))):
+        payload = release_statement(
+            "stable", "demo", subjects, version=3, keys_version=version, expires=_EXPIRES
+        )
+        found.append(encode_channel(rotations, signed(payload)))
+    return found
+
+
+def _channel_states() -> list[bytes]:
+    state = {
+        "keys": [_fixed_key().public.pem],
+        "keys_version": 0,
+        "threshold": 1,
+        "expires": None,
+        "version": 2,
+        "release_keys_version": 0,
+        "release": "sha256:" + "1" * 64,
+    }
+    return [json.dumps(state).encode(), json.dumps(state | {"expires": 4e9}).encode()]
+
+
+def _chats() -> list[bytes]:
+    templates = (
+        "{% for m in messages %}{{ '<' ~ m['role'] ~ '>' ~ m.content | trim }}{% endfor %}",
+        "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% set x = namespace(a=0) %}"
+        "{% for m in messages if m.role != 'tool' %}{% set x.a = x.a + loop.index %}"
+        "{{ m.content.split('a')[-1] | replace('b', 'c') }}{% endfor %}{{ '%5s' % x.a }}",
+        "{% macro f(a, n=2) %}{{ a * n }}{{ f(a[:1], 1) if n > 1 }}{% endmacro %}{{ f('ab') }}"
+        "{{ raise_exception('no') if false else strftime_now('%Y') }}{{ '{:>4}'.format(bos) }}",
+    )
+    return [
+        fuzz.encoded({"special_tokens": {"bos": "<s>"}, "templates": {"default": template}})
+        for template in templates
+    ]
+
+
+def _tokenizers() -> list[bytes]:
+    return list(_blobs("tokenizer"))
+
+
+def _libraries() -> list[bytes]:
+    return list(_blobs("kernels"))
+
+
+def _requests() -> list[bytes]:
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "assistant", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "c"},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    bodies: list[Any] = [
+        {"model": "m", "messages": messages, "tools": [tool], "temperature": 0.5, "stream": True},
+        {"model": "m", "messages": messages[:2], "response_format": {"type": "json_object"}},
+        {"model": "m", "prompt": ["a", "b"], "max_tokens": 4, "logprobs": 2, "stop": ["x"]},
+        {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "echo": True, "logit_bias": {"5": 1}},
+        {"model": "m", "input": ["a"], "encoding_format": "base64", "dimensions": 8},
+        {"model": "m", "input": [{"role": "user", "content": "a"}], "max_output_tokens": 4},
+        {"model": "m", "messages": messages[:2], "add_generation_prompt": True},
+        {"model": "m", "tokens": [1, 2, 3]},
+    ]
+    return [json.dumps(body).encode() for body in bodies]
+
+
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def _infer_requests() -> list[bytes]:
+    tensors = [
+        {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2.5, -3, 4]},
+        {"name": "y", "datatype": "INT64", "shape": [1], "data": [2**40]},
+        {"name": "z", "datatype": "BOOL", "shape": [2], "data": [True, False]},
+    ]
+    plain = json.dumps({"id": "1", "inputs": tensors, "outputs": [{"name": "x"}]}).encode()
+    binary = {**tensors[0], "parameters": {"binary_data_size": 16}}
+    del binary["data"]
+    head = json.dumps({"inputs": [binary]}).encode()
+    return [plain, head + bytes(16)]
+
+
+def _build_manifests() -> list[bytes]:
+    directory = ROOT / "manifests"
+    texts = (path.read_text() for path in sorted(directory.glob("*.toml")))
+    # Files and models are named beside the manifest, and the parser reads it in another directory.
+    return [
+        re.sub(
+            r'^(license|source) = "(?!/|hf:)', rf'\1 = "{directory}/', text, flags=re.MULTILINE
+        ).encode()
+        for text in texts
+    ]
+
+
+# Parsers
+
+
+def _of_file(name: str, read: Callable[[str], object]) -> Callable[[bytes], object]:
+    """Return a parser of bytes by one of a file, which lies in the working directory."""
+
+    def parse(content: bytes) -> object:
+        Path(name).write_bytes(content)
+        Path(name).chmod(0o600)
+        return read(name)
+
+    return parse
+
+
+def _root() -> Callable[[bytes], object]:
+    from prejit.runtime.format.layout import Layout
+    from prejit.runtime.format.referrers import referrers
+    from prejit.runtime.format.root import read_root
+
+    for name, content in [item for each in fuzz.BUNDLES for item in fuzz.sound(each).items()]:
+        path = Path("layout", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    layout = Layout("layout")
+
+    def read(_: str) -> object:
+        return referrers(layout, read_root(layout))
+
+    return _of_file("layout/index.json", read)
+
+
+def _index() -> Callable[[bytes], object]:
+    from prejit.runtime.fallback import closest_target
+    from prejit.runtime.format.checks.oci import check_index
+    from prejit.runtime.format.opening import match
+    from prejit.runtime.format.root import Root
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    machine = Fingerprint.current()
+
+    def parse(content: bytes) -> object:
+        index = check_index(content, "index")
+        targets = match(Root("", index, "index", None, ()), machine)
+        return closest_target(targets).verdict.reason()
+
+    return parse
+
+
+def _manifest() -> Callable[[bytes], object]:
+    from prejit.runtime.format.checks.oci import check_manifest
+
+    return lambda content: check_manifest(content, "manifest")
+
+
+def _config() -> Callable[[bytes], object]:
+    from prejit.runtime.base.typed_json import from_json, to_json
+    from prejit.runtime.errors import RejectError
+    from prejit.runtime.format.checks.config import (
+        check_arrays,
+        check_config,
+        check_static,
+        check_tree,
+        check_weight_sets,
+        segments_of,
+    )
+    from prejit.runtime.machine.requirement import Requirement
+
+    whole = from_json(
+        Requirement, to_json(fuzz.draft_of("v5/decoder").targets[0][1]["requirement"]), ""
+    )
+
+    def parse(content: bytes) -> object:
+        written, target, requirement = "5", "", whole
+        with contextlib.suppress(ValueError, RecursionError, RejectError, KeyError, TypeError):
+            plain = json.loads(content)
+            written, target = str(plain["format"]), plain["target"]
+            requirement = from_json(Requirement, to_json(plain["requirement"]), "")
+        config = check_config(content, written, target, requirement, "config")
+        for program in config.programs:
+            for texts, tree in (
+                (program.arguments, program.arguments_tree),
+                (program.results, program.results_tree),
+            ):
+                arrays = check_arrays(texts, program.kind, config.mesh, "config")
+                if program.kind == "call":
+                    check_tree(tree, arrays, "config")
+            check_static(program, "config")
+        check_weight_sets(config, {}, "config")
+        return segments_of(config)
+
+    return parse
+
+
+def _policy() -> Callable[[bytes], object]:
+    from prejit.runtime.trust.policy import parse_policy
+
+    pem = _fixed_key().public.pem.encode()
+
+    def parse(content: bytes) -> object:
+        policy = parse_policy(content, "trust.toml", lambda *_: pem, Path("/"))
+        return [policy.rule_for(name) for name in ("demo", "a" * 300 + "b", "")]
+
+    return parse
+
+
+def _sigstore_bundle() -> Callable[[bytes], object]:
+    from prejit.runtime.trust.dsse import read_bundle
+
+    key = _fixed_key().public
+
+    def parse(content: bytes) -> object:
+        envelope = read_bundle(content)
+        return [key.verifies(each, envelope.payload) for each in envelope.signatures[:1]]
+
+    return parse
+
+
+def _statement() -> Callable[[bytes], object]:
+    from prejit.runtime.trust.statement import SIGNATURE_PREDICATE, read_statement
+
+    return lambda content: read_statement(content, SIGNATURE_PREDICATE)
+
+
+def _channel() -> Callable[[bytes], object]:
+    from prejit.runtime.trust import channel
+
+    last = channel.Accepted(channel.KeySet(0, (_fixed_key().public,), 1))
+
+    def parse(content: bytes) -> object:
+        # All signatures are right, whatever the payload is: else nothing behind them would be reached.
+        with mock.patch.object(channel, "signers", lambda _, keys: {each.id for each in keys}):
+            return channel.accept(content, "stable", last, 1.8e9)
+
+    return parse
+
+
+def _channel_state() -> Callable[[bytes], object]:
+    from prejit.runtime.trust.channel_state import _read
+
+    return lambda content: _read(content, "state")
+
+
+def _key() -> Callable[[bytes], object]:
+    from prejit.runtime.trust.keys import read_key
+
+    return lambda content: read_key(content, "key")
+
+
+def _library() -> Callable[[bytes], object]:
+    from prejit.runtime.errors import RejectError
+    from prejit.runtime.format.checks.elf import find_note, read_shared_library
+
+    def parse(content: bytes) -> object:
+        try:
+            return read_shared_library(content), find_note(content, b"prejit")
+        except ValueError as error:  # as `check_kernels` has it
+            raise RejectError("library", str(error)) from error
+
+    return parse
+
+
+def _weights() -> Callable[[bytes], object]:
+    from prejit.runtime.format.checks.safetensors import check_weights
+
+    return lambda content: check_weights(memoryview(content), "weights")
+
+
+def _chat() -> Callable[[bytes], object]:
+    from prejit.runtime.format.checks.layers import check_chat
+    from prejit.runtime.text.chat import ChatTemplates
+
+    messages = [{"role": "user", "content": "aab"}, {"role": "assistant", "content": "b"}]
+
+    def parse(content: bytes) -> object:
+        templates = ChatTemplates(check_chat(content, "chat"), "chat")
+        return templates.render(
+            messages, add_generation_prompt=True, tools=[{"name": "f"}], variables={}
+        )
+
+    return parse
+
+
+def _tokenizer() -> Callable[[bytes], object]:
+    from prejit.runtime.text.tokenizer import Tokenizer
+
+    def parse(content: bytes) -> object:
+        tokenizer = Tokenizer(content, "tokenizer")
+        return tokenizer.decode(tokenizer.encode("a golden bundle", max_tokens=100)[:50])
+
+    return parse
+
+
+def _generation() -> Callable[[bytes], object]:
+    from prejit.runtime.generation.defaults import check_generation
+
+    return lambda content: check_generation(content, 5, "generation config")
+
+
+def _fingerprint() -> Callable[[bytes], object]:
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    return _of_file("fingerprint.json", Fingerprint.read)
+
+
+def _first_load() -> Callable[[bytes], object]:
+    from prejit.runtime.store.first_loads import first_load_file, first_load_outcome
+
+    key = "sha256:" + "1" * 64
+    os.environ["PREJIT_RUNTIME_CACHE"] = os.getcwd()
+    first_load_file(key).parent.mkdir(parents=True, mode=0o700)
+    return _of_file(str(first_load_file(key)), lambda _: first_load_outcome(key))
+
+
+def _request() -> Callable[[bytes], object]:
+    import asyncio
+
+    import msgspec
+
+    from prejit.runtime.errors import UsageError
+    from prejit.runtime.server.errors import ApiError
+    from prejit.runtime.server.openai import (
+        chat,
+        completions,
+        embeddings,
+        messages,
+        responses,
+        responses_schema,
+        tokens,
+    )
+    from prejit.runtime.server.openai.bodies import read
+
+    expected = (ApiError, UsageError, msgspec.DecodeError, UnicodeDecodeError)
+    readers: list[tuple[Any, list[Callable[[Any], object]]]] = [
+        (
+            chat._DECODER,
+            [chat._check, chat._constraint, lambda body: messages.for_template(body.messages)],
+        ),
+        (
+            completions._DECODER,
+            [completions._check, lambda body: completions.as_prompts(body.prompt)],
+        ),
+        (embeddings._DECODER, [embeddings._inputs]),
+        (
+            responses_schema.DECODER,
+            [responses._constraint, responses._tools, responses.messages_of],
+        ),
+        (tokens._TOKENIZE, []),
+        (tokens._DETOKENIZE, []),
+    ]
+
+    def parse(content: bytes) -> object:
+        async def body() -> bytes:
+            return content
+
+        async def read_all() -> None:
+            for decoder, uses in readers:
+                with contextlib.suppress(*expected):
+                    found = await read(SimpleNamespace(body=body), decoder)  # type: ignore[arg-type]
+                    for use in uses:
+                        use(found)
+
+        asyncio.run(read_all())
+        return None
+
+    return parse
+
+
+def _infer_request() -> Callable[[bytes], object]:
+    import msgspec
+
+    from prejit.runtime.errors import UsageError
+    from prejit.runtime.server.inference.routes import _read
+
+    model: Any = SimpleNamespace(inputs=[SimpleNamespace(name="x", datatype="FP32")])
+
+    def parse(content: bytes) -> object:
+        end = str(content.rfind(b"}") + 1)
+        for length in (None, end):
+            try:
+                _read(content, length, model)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise UsageError(str(error)) from error
+        return None
+
+    return parse
+
+
+def _build_manifest() -> Callable[[bytes], object]:
+    from prejit.compiler.manifest.reading import read_manifest
+
+    return _of_file("manifest.toml", read_manifest)
+
+
+def _keys_of_server() -> Callable[[bytes], object]:
+    from prejit.runtime.server.keys import read_keys
+
+    return _of_file("keys", read_keys)
+
+
+def _signature() -> Callable[[bytes], object]:
+    from prejit.runtime.device.executable import _parse_signature
+
+    return lambda content: _parse_signature(content.decode("latin-1"))
+
+
+_FORMAT = ("prejit.runtime.format", "prejit.runtime.base", "prejit.runtime.machine")
+_TRUST = ("prejit.runtime.trust", "prejit.runtime.base")
+
+PARSERS: dict[str, Parser] = {
+    "root": Parser(_FORMAT, _root, _roots),
+    "index": Parser((*_FORMAT, "prejit.runtime.verdict"), _index, _indexes),
+    "manifest": Parser(_FORMAT, _manifest, _manifests),
+    "config": Parser(_FORMAT, _config, _configs),
+    "weights": Parser(_FORMAT, _weights, lambda: _blobs("weights"), "bytes"),
+    "library": Parser(_FORMAT, _library, _libraries, "bytes"),
+    "policy": Parser((*_TRUST, "tomllib"), _policy, _policies, "toml"),
+    "key": Parser(_TRUST, _key, lambda: [_fixed_key().public.pem.encode()], "bytes"),
+    "sigstore bundle": Parser(_TRUST, _sigstore_bundle, _sigstore_bundles),
+    "statement": Parser(_TRUST, _statement, _statements),
+    "channel": Parser(_TRUST, _channel, _channels),
+    "channel state": Parser(_TRUST, _channel_state, _channel_states),
+    "chat": Parser(("prejit.runtime.text", "prejit.runtime.base"), _chat, _chats),
+    "tokenizer": Parser(("prejit.runtime.text",), _tokenizer, _tokenizers),
+    "generation": Parser(
+        ("prejit.runtime.generation.defaults",), _generation, lambda: _blobs("generation")
+    ),
+    "fingerprint": Parser(_FORMAT, _fingerprint, lambda: [_this_machine()]),
+    "first load": Parser(
+        ("prejit.runtime.store",),
+        _first_load,
+        lambda: [json.dumps({"key": "sha256:" + "1" * 64, "outcome": "loaded"}).encode()],
+    ),
+    "request": Parser(("prejit.runtime.server",), _request, _requests),
+    "inference request": Parser(("prejit.runtime.server",), _infer_request, _infer_requests),
+    "server keys": Parser(
+        ("prejit.runtime.server.keys",),
+        _keys_of_server,
+        lambda: [b"# a\nname: 0123456789abcdef\nfedcba9876543210\n"],
+        "bytes",
+    ),
+    "build manifest": Parser(
+        ("prejit.compiler.manifest", "tomllib"), _build_manifest, _build_manifests, "toml"
+    ),
+    "signature of XLA": Parser(
+        ("prejit.runtime.device.executable",),
+        _signature,
+        lambda: [
+            b"HloModule f, input_output_alias={ {0}: (2, {}, may-alias) }, "
+            b"entry_computation_layout={(f32[2,3]{1,0}, s32[], f32[2]{0})->(f32[2]{0}, pred[])}"
+        ],
+        "bytes",
+    ),
+}
+
+
+def _this_machine() -> bytes:
+    from prejit.runtime.base.typed_json import to_json
+    from prejit.runtime.machine.fingerprint import Fingerprint
+
+    return to_json(Fingerprint.current())
+
+
+# Changes that keep the form
+
+
+def changed(content: bytes, form: Form, generator: random.Random) -> bytes | None:
+    """Return a value with parts changed, taken away, doubled or exchanged; None: it has not this form."""
+    with contextlib.suppress(ValueError, RecursionError):
+        match form:
+            case "json":
+                if generator.random() < 0.2:
+                    return fuzz.huge_numbers(generator)(content)
+                return fuzz.encoded(fuzz.edited(json.loads(content), generator))
+            case "toml":
+                return _changed_lines(content.decode(), generator).encode()
+            case _:
+                how = generator.choice([fuzz.flipped, fuzz.cut, fuzz.zeroed])
+                return how(content, generator)
+    return None
+
+
+_WORDS = (
+    "true",
+    "-1",
+    "0",
+    "1e400",
+    "9" * 30,
+    '""',
+    '"*"',
+    "[]",
+    "{}",
+    '["a"]',
+    "2026-11-22",
+    "nan",
+)
+
+
+def _changed_lines(text: str, generator: random.Random) -> str:
+    """Return TOML with a line doubled, moved or taken away, or with another value."""
+    lines = text.splitlines()
+    if not lines:
+        return "a = 1"
+    place = generator.randrange(len(lines))
+    match generator.randrange(4):
+        case 0:
+            lines.insert(generator.randrange(len(lines)), lines[place])
+        case 1:
+            del lines[place]
+        case 2:
+            lines[place] = lines[place].partition("=")[0] + f"= {generator.choice(_WORDS)}"
+        case _:
+            with contextlib.suppress(ValueError):
+                tomllib.loads(lines[place])
+                key, _, value = lines[place].partition("=")
+                lines[place] = (
+                    f"{key}x ={value}" if generator.random() < 0.5 else f"{key}.a ={value}"
+                )
+    return "\n".join(lines) + "\n"

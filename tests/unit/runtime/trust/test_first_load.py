@@ -1,0 +1,234 @@
+"""Where a policy says so, code that crashes ends a child process and never this one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from tests.kernel_bundles import TOY_KERNELS, built_kernels, with_library
+from tests.signers import write_policy
+
+from prejit.runtime import load
+from prejit.runtime.base.digests import digest_of
+from prejit.runtime.errors import ExecutableError, PolicyError, RejectError, UntrustedError
+from prejit.runtime.format.names import KERNELS_MEDIA_TYPE
+from prejit.runtime.recorded.opening import open_recorded
+from prejit.runtime.trust import first_load, sources
+
+GOLDEN = Path(__file__).parents[3] / "format"
+RULE = '[[rules]]\nnames = ["*"]\nlevel = "skip"\n'
+X = np.arange(5, dtype=np.float32)
+CONSTRUCTOR = """
+#include <cstdlib>
+#include <cstring>
+#include <unistd.h>
+
+__attribute__((constructor)) static void Begin() {
+  const char* how = std::getenv("TEST_FIRST_LOAD");
+  if (how == nullptr) return;
+  if (!std::strcmp(how, "abort")) std::abort();
+  if (!std::strcmp(how, "write")) *reinterpret_cast<volatile int*>(8) = 1;
+  if (!std::strcmp(how, "hang")) sleep(600);
+  if (!std::strcmp(how, "exit")) _exit(0);
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_other_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREJIT_TRUST", raising=False)
+    monkeypatch.setattr(sources, "SYSTEM_POLICY", tmp_path / "system.toml")
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return write_policy(tmp_path / "trust.toml", RULE + 'first_load = "child"')
+
+
+@pytest.fixture
+def sound(kernel_recipe: Any, tmp_path: Path) -> Path:
+    """A bundle whose kernel is as it should be."""
+    path: Path = kernel_recipe.write(tmp_path / "sound")
+    return path
+
+
+@pytest.fixture(scope="session")
+def crashing_kernels(build_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library that does what `TEST_FIRST_LOAD` says as soon as it is loaded."""
+    directory = tmp_path_factory.mktemp("sources") / "kernels"
+    shutil.copytree(TOY_KERNELS, directory)
+    with open(directory / "toy.cc", "a") as file:
+        file.write(CONSTRUCTOR)
+    return built_kernels("cpu-x86-64-v2", directory, build_cache)[1]
+
+
+@pytest.fixture
+def crashing(kernel_recipe: Any, crashing_kernels: bytes, tmp_path: Path) -> Path:
+    """A bundle with that library; all its digests are right."""
+    path: Path = with_library(kernel_recipe, crashing_kernels).write(tmp_path / "crashing")
+    return path
+
+
+def refused(bundle: Path, policy: Path) -> str:
+    with pytest.raises(UntrustedError) as raised:
+        load(bundle, trust=policy)
+    assert raised.value.case == "first-load"
+    assert raised.value.exit_code == 5
+    return str(raised.value)
+
+
+def runs(bundle: Path, policy: Path | None) -> None:
+    with load(bundle, trust=policy) as loaded:
+        assert loaded.matched
+        np.testing.assert_array_equal(loaded.call("scale", x=X), X * np.float32(2.5))
+
+
+@pytest.fixture
+def no_more_processes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a later first load fail."""
+
+    def forbid() -> None:
+        monkeypatch.setattr(first_load, "CHILD_MODULE", "prejit.no_such_module")
+
+    return forbid
+
+
+def test_a_library_that_crashes_ends_the_child_process_and_is_not_tried_again(
+    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch, no_more_processes: Any
+) -> None:
+    for how, ending in (("abort", "SIGABRT"), ("write", "SIGSEGV")):
+        monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(policy.parent / how))
+        monkeypatch.setenv("TEST_FIRST_LOAD", how)
+        assert f"there the bundle ended the process by {ending}" in refused(crashing, policy)
+    no_more_processes()
+    monkeypatch.delenv("TEST_FIRST_LOAD")  # now it would not crash
+    assert "SIGSEGV" in refused(crashing, policy)
+
+
+def test_a_hint_names_the_file_that_forbids_another_try(
+    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_FIRST_LOAD", "abort")
+    with pytest.raises(UntrustedError) as raised:
+        load(crashing, trust=policy)
+    assert raised.value.hint is not None
+    Path(raised.value.hint.rpartition("remove ")[2]).unlink()
+    monkeypatch.delenv("TEST_FIRST_LOAD")
+    runs(crashing, policy)
+
+
+def test_a_library_that_hangs_or_ends_the_process_quietly_is_refused(
+    crashing: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_FIRST_LOAD", "exit")
+    assert "ended the process with status 0" in refused(crashing, policy)
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(policy.parent / "other"))
+    monkeypatch.setenv("TEST_FIRST_LOAD", "hang")
+    monkeypatch.setattr(first_load, "SECONDS", 3.0)
+    started = time.monotonic()
+    assert "took more than 3 seconds" in refused(crashing, policy)
+    assert time.monotonic() - started < 300  # it slept for 600
+
+
+def test_a_sound_bundle_is_tried_once_on_a_machine(
+    sound: Path, policy: Path, no_more_processes: Any
+) -> None:
+    runs(sound, policy)
+    no_more_processes()
+    runs(sound, policy)
+
+
+def test_a_damaged_memory_of_the_first_load_is_not_believed(
+    sound: Path, policy: Path, runtime_cache: Path, no_more_processes: Any
+) -> None:
+    runs(sound, policy)
+    [kept] = (runtime_cache / "first-loads" / "v1").iterdir()
+    said = json.loads(kept.read_bytes())
+    assert said["outcome"] == "loaded"
+    no_more_processes()
+    for damage in (b"", b"{", b"[]", b'{"outcome":"loaded"}', b"[" * 5000, kept.read_bytes()[:-1]):
+        kept.write_bytes(damage)
+        assert "status 1" in refused(
+            sound, policy
+        )  # it was tried again, by a module that is not there
+    kept.write_text(json.dumps({**said, "key": digest_of(b"another bundle")}))
+    assert "status 1" in refused(sound, policy)
+    kept.write_text(json.dumps(said))
+    kept.chmod(0o666)  # somebody else could have written it
+    assert "status 1" in refused(sound, policy)
+
+
+def test_a_damaged_bundle_and_one_that_xla_does_not_load_keep_their_errors(
+    kernel_recipe: Any, sound: Path, policy: Path, runtime_cache: Path, tmp_path: Path
+) -> None:
+    content = kernel_recipe.content(KERNELS_MEDIA_TYPE)
+    unbound = kernel_recipe.with_content(KERNELS_MEDIA_TYPE, content + b"\0").configured(
+        lambda config: replace(
+            config, kernels=replace(config.kernels, digest=digest_of(content + b"\0"))
+        )
+    )
+    with pytest.raises(ExecutableError) as not_loaded:
+        load(unbound.write(tmp_path / "unbound"), trust=policy)
+    assert not_loaded.value.exit_code == 3
+    largest = max((sound / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"x")
+    with pytest.raises(RejectError) as damaged:
+        load(sound, trust=policy)
+    assert damaged.value.exit_code == 4
+    assert str(damaged.value).count(str(sound)) == 1
+    assert not (runtime_cache / "first-loads").exists()  # neither is for ever
+
+
+def test_without_the_rule_no_process_is_started(
+    sound: Path, tmp_path: Path, no_more_processes: Any
+) -> None:
+    no_more_processes()
+    runs(sound, None)
+    runs(sound, write_policy(tmp_path / "plain.toml", RULE))
+    runs(sound, write_policy(tmp_path / "direct.toml", RULE + 'first_load = "direct"'))
+    assert refused(sound, write_policy(tmp_path / "child.toml", RULE + 'first_load = "child"'))
+
+
+def test_each_policy_can_want_the_child_process(
+    sound: Path,
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_more_processes: Any,
+) -> None:
+    no_more_processes()
+    monkeypatch.setenv("PREJIT_TRUST", str(policy))
+    plain = write_policy(tmp_path / "plain.toml", RULE)
+    assert refused(sound, plain).split(": ", 1)[1].startswith(f"{policy} wants")
+
+
+def test_a_recorded_bundle_is_refused_where_its_first_load_would_not_be_tried(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREJIT_TRUST", str(policy))
+    with pytest.raises(UntrustedError, match="recorded bundle are loaded by jax"):
+        open_recorded(GOLDEN / "v5" / "recorded")
+
+
+def test_a_word_that_is_no_mode_is_an_error_in_the_policy(sound: Path, tmp_path: Path) -> None:
+    wrong = write_policy(tmp_path / "wrong.toml", RULE + 'first_load = "chld"')
+    with pytest.raises(PolicyError, match="expected direct, child, found 'chld'") as raised:
+        load(sound, trust=wrong)
+    assert raised.value.hint == "did you mean 'child'?"
+
+
+def test_a_policy_whose_name_has_a_colon_reaches_the_child_process(
+    sound: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / "a:b"
+    odd.mkdir()
+    runs(sound, write_policy(odd / "trust.toml", RULE + 'first_load = "child"'))
