@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .extent import deselect_thorough, examples
 from .quick_compiling import compile_quickly
 
 pytest_plugins = (
     "tests.warm",
     "tests.recipes",
+    "tests.golden",
     "tests.kernel_bundles",
     "tests.decoders",
     "tests.lettered",
@@ -30,6 +32,7 @@ for name, derandomize in (("tests", True), ("search", False)):
     settings.register_profile(
         name,
         deadline=None,
+        max_examples=examples(30, 100),
         derandomize=derandomize,
         suppress_health_check=[HealthCheck.too_slow],
     )
@@ -58,8 +61,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compile_quickly()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker ends with one while the others are idle."""
+    deselect_thorough(config, items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

@@ -113,7 +113,7 @@ class Recipe:
 
 @pytest.fixture(scope="session")
 def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
-    """Makes a recipe: `make_recipe(score_scale=1.0, name="example", buckets=(2, 8))`.
+    """Makes a recipe: `make_recipe(score_scale=1.0, name="example", buckets=(2, 8), miscompiled="")`.
 
     Its programs, for the targets `cpu-host` and `cpu-x86-64-v3`:
 
@@ -124,9 +124,13 @@ def make_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recip
 
     @functools.cache
     def make(
-        score_scale: float = 1.0, name: str = "example", buckets: tuple[int, ...] = (2, 8)
+        score_scale: float = 1.0,
+        name: str = "example",
+        buckets: tuple[int, ...] = (2, 8),
+        miscompiled: str = "",
     ) -> Recipe:
-        return _make_recipe(tmp_path_factory.mktemp("recipe"), score_scale, name, buckets)
+        at = tmp_path_factory.mktemp("recipe")
+        return _make_recipe(at, score_scale, name, buckets, miscompiled)
 
     return make
 
@@ -160,7 +164,9 @@ def make_example(at: Path) -> Recipe:
     return _make_recipe(at, 1.0, "example", (2, 8))
 
 
-def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ...]) -> Recipe:
+def _make_recipe(
+    at: Path, score_scale: float, name: str, buckets: tuple[int, ...], miscompiled: str = ""
+) -> Recipe:
     import numpy as np
 
     from prejit.compiler.compile.worker.disassembly import NEVER_CHOSEN, declared_features
@@ -183,7 +189,7 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
         "score:bias": np.arange(4, dtype=np.float32),
         "score:kernel": random.standard_normal((16, 4), np.float32) * np.float32(score_scale),
     }
-    lowered = {f"score/b{size}": _lower_score(size) for size in buckets}
+    lowered = {f"score/b{size}": _lower_score(size, miscompiled) for size in buckets}
     lowered |= {"nest": _lower_nest(), "tick": _lower_tick()}
     cache = DirectoryStore.open(at / "cache")
     on_host = {program: compile_portable(portable) for program, (portable, _, _) in lowered.items()}
@@ -259,14 +265,29 @@ def _make_recipe(at: Path, score_scale: float, name: str, buckets: tuple[int, ..
     return Recipe(tuple(packed), name, weights)
 
 
-def _lower_score(size: int) -> tuple[bytes, list[Any], list[Any]]:
+def _lower_score(size: int, miscompiled: str = "") -> tuple[bytes, list[Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
     from prejit.runtime.format.arrays import Array
 
     def score(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.tanh(x @ weights["kernel"]) + weights["bias"]
+        kernel, bias = weights["kernel"], weights["bias"]
+        match miscompiled:
+            case "operands swapped":
+                return bias - jnp.tanh(x @ kernel)
+            case "rows swapped":
+                return jnp.tanh(x[::-1] @ kernel) + bias
+            case "tanh dropped":
+                return x @ kernel + bias
+            case "bias dropped":
+                return jnp.tanh(x @ kernel) + bias * 0
+            case "one term of the sum dropped":
+                return jnp.tanh(x[:, 1:] @ kernel[1:]) + bias
+            case "bfloat16":
+                rounded = (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
+                return jnp.tanh(rounded) + bias
+        return jnp.tanh(x @ kernel) + bias
 
     weights = {
         "bias": jax.ShapeDtypeStruct((4,), jnp.float32),

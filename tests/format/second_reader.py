@@ -273,6 +273,7 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
         kind, bucket = program.said["kind"], program.said["bucket"]
         assert kind in known
         assert program.said.get("cost_microseconds", 0) >= 0
+        check_golden(program.said.get("golden"), len(program.results), written)
         if kind == "call":
             continue
         assert bucket.keys() == BUCKETS[kind]
@@ -303,6 +304,22 @@ def check_programs(config: dict[str, Any], programs: dict[str, Program], written
         shapes = {key[1:] for key in seen if key[0] in ("embed", "layer", "pool")}
         assert shapes
         assert seen >= {(kind, *shape) for kind in ("embed", "layer", "pool") for shape in shapes}
+
+
+def check_golden(golden: dict[str, Any] | None, results: int, written: int) -> None:
+    """The form of a golden answer, by "Golden answers"."""
+    if golden is None:
+        return
+    assert written > 4
+    assert golden.keys() == {"recipe", "seed", "source", "tolerance", "results"}
+    assert golden["recipe"] >= 1
+    assert 0 <= golden["seed"] < 2**32
+    assert 1 <= golden["tolerance"] <= 16
+    words = golden["results"].split(" ") if golden["results"] else []
+    whole = r"-?\d{1,18}"
+    other = rf"-?\d{{1,4}}:\d{{1,18}}(,({whole}|[npm])){{0,31}}"
+    assert all(re.fullmatch(rf"-|={whole}(,{whole}){{0,31}}|{other}", word) for word in words)
+    assert golden["recipe"] > 1 or len(words) == results
 
 
 def spelled(argument: Argument) -> str:

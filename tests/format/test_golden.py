@@ -48,6 +48,7 @@ from prejit.runtime.format.schema import (
     Decoder,
     Descriptor,
     Encoder,
+    Golden,
     ImageManifest,
     Kernels,
     Memory,
@@ -187,7 +188,7 @@ def test_the_documentation_names_every_key() -> None:
     assert document.startswith(f"# The bundle format, version {FORMAT_VERSION}\n")
     kinds = [Config, ProgramEntry, Segment, Memory, Decoder]
     kinds += [Requirement, Mesh, Portable, ImageManifest, Descriptor]
-    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram, UserLibrary]
+    kinds += [Encoder, Chat, Accuracy, Kernels, Chunks, RecordedProgram, UserLibrary, Golden]
     keys = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {key for key in keys if f"`{key}`" not in document} == set()
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.metrics import EngineMetrics
     from prejit.runtime.engine.stream import Stream
     from prejit.runtime.errors import (
+        AnswerError,
         ClosedError,
         ContextError,
         DeadlineError,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from prejit.runtime.jitted.decorator import JitStats, jit
     from prejit.runtime.loader import load
     from prejit.runtime.machine.fingerprint import Fingerprint
+    from prejit.runtime.programs.canary import CheckedAnswer
     from prejit.runtime.session import Session
     from prejit.runtime.start.report import StartReport
     from prejit.runtime.verdict import Axis
@@ -81,7 +83,8 @@ _HOMES = {
     "engine.stream": ("Stream",),
     "encoding.encoder": ("EncodeStats", "Encoded"),
     "errors": (
-        *("ClosedError", "ContextError", "DeadlineError", "ExecutableError", "FallbackWarning"),
+        *("AnswerError", "ClosedError", "ContextError", "DeadlineError", "ExecutableError"),
+        "FallbackWarning",
         *("MismatchError", "PolicyError", "PrejitError", "PrejitWarning", "QueueFullError"),
         *("RejectError", "StoreError", "TruncationWarning", "UntrustedError", "UntrustedWarning"),
         "UsageError",
@@ -97,15 +100,18 @@ _HOMES = {
     "jitted.decorator": ("JitStats", "jit"),
     "loader": ("load",),
     "machine.fingerprint": ("Fingerprint",),
+    "programs.canary": ("CheckedAnswer",),
     "session": ("Session",),
     "start.report": ("StartReport",),
     "verdict": ("Axis",),
 }
 
 __all__ = [
+    "AnswerError",
     "Axis",
     "Batch",
     "Bundle",
+    "CheckedAnswer",
     "ClosedError",
     "ContextError",
     "DeadlineError",

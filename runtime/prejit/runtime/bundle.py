@@ -43,7 +43,7 @@ from prejit.runtime.programs.ready import ProgramReport, Programs
 from prejit.runtime.programs.weights import open_weights
 from prejit.runtime.store.first_programs import first_programs, remember_first_programs
 from prejit.runtime.text.bundle_text import BundleText
-from prejit.runtime.verdict import Verdict
+from prejit.runtime.verdict import Axis, Verdict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,8 +56,10 @@ if TYPE_CHECKING:
     from prejit.runtime.engine.microbatch_encode import Encoding
     from prejit.runtime.format.trees import Path
     from prejit.runtime.grammar.grammars import Grammars
+    from prejit.runtime.machine.fingerprint import Fingerprint
     from prejit.runtime.programs.bound import Bound
     from prejit.runtime.programs.calls import Calls, ChosenBucket, Pending
+    from prejit.runtime.programs.canary import CheckedAnswer, Checks
     from prejit.runtime.programs.dispatched import DispatchedCalls
     from prejit.runtime.programs.on_jax import JaxPrograms
     from prejit.runtime.session import Session
@@ -124,7 +126,7 @@ class Bundle:
         layers: dict[str, Layer],
         verdicts: tuple[Verdict, ...],
         *,
-        platform: str,
+        machine: Fingerprint,
         matched: bool,
         times: LoadTimes,
         serve_smaller: bool = False,
@@ -133,6 +135,8 @@ class Bundle:
         types: Mapping[str, type[Any]] | None = None,
         compiles: bool = True,
         generation_config: bool = True,
+        canary: Checks = "one",
+        on_fallback: Callable[[Axis], object] | None = None,
     ) -> None:
         """Bind verified layers to a device. Use `prejit.runtime.load`."""
         self.name = config.bundle
@@ -145,7 +149,7 @@ class Bundle:
         self._compiles = compiles
         self._generation_config = generation_config
         verification = layers[PORTABLE_MEDIA_TYPE].verification
-        device = Device(platform, config.mesh)
+        device = Device(machine.platform, config.mesh)
         if kernels is not None:  # before any executable is loaded that calls them
             from prejit.runtime.device.kernels import register
 
@@ -155,6 +159,19 @@ class Bundle:
         portable = layers[PORTABLE_MEDIA_TYPE]
         shapes = {} if opened is None else {n: value.shape for n, value in opened.values.items()}
         check_weight_sets(config, shapes, (weights or portable).path)
+        asks = None
+        if matched and any(program.golden is not None for program in config.programs):
+            from prejit.runtime.programs.canary import Canary  # bundles of older builds need it not
+
+            asks = Canary(
+                config.bundle,
+                config.target,
+                "" if weights is None else weights.digest,
+                machine,
+                checks=canary,
+                compiles=compiles,
+                on_fallback=on_fallback,
+            )
         programs = Programs(
             config,
             device,
@@ -165,6 +182,7 @@ class Bundle:
             serve_smaller=serve_smaller,
             calls={} if no_libraries else handler_names(*config.libraries or ()),
             no_calls=no_libraries,
+            canary=asks,
         )
         text = BundleText(config.bundle, layers)
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # `close` ends them
@@ -829,6 +847,18 @@ class Bundle:
         """
         for name in self._programs.table:
             self._programs[name]
+
+    def check_answers(self) -> Iterator[CheckedAnswer]:
+        """Run every program that has a golden answer, one after the other, and yield what it found.
+
+        Verdicts are kept on this machine: an executable with a wrong answer is in quarantine, and one with a
+        right answer in none. If this machine matches no target, the portable programs are compiled and run.
+
+        Raises:
+            RejectError: the bundle is damaged.
+            BuildError: a portable program does not compile here.
+        """
+        return self._programs.check_answers()
 
     def report(self) -> tuple[ProgramReport, ...]:
         """Return how each program was obtained: loaded, compiled here, kept, compiling, or unused so far."""

@@ -106,6 +106,12 @@ class ExecutableError(MismatchError):
     code = "executable"
 
 
+class AnswerError(MismatchError):
+    """A program does not give its golden answer on this machine, and nothing else may run in its place."""
+
+    code = "wrong-answer"
+
+
 class RejectError(PrejitError):
     """REJECT: the bundle is damaged, forged or oversized. It never runs and never falls back.
 

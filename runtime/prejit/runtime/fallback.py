@@ -24,9 +24,10 @@ def fallback_counts() -> dict[str, int]:
     """Return how many times each axis caused a fallback in this process, by name.
 
     A load that falls back counts each axis on which the closest target does not match. A call with sizes that
-    no bucket has counts `bucket`, if it is compiled here. A function of `jit` counts what differs between a
-    call and the closest program: `program`, `structure`, `static`, `dtype`, `shape`, `donation`, `device`,
-    `weights`, `mesh`, `settings` or `results`.
+    no bucket has counts `bucket`, if it is compiled here. An executable that gives a wrong golden answer
+    counts `canary`. A function of `jit` counts what differs between a call and the closest program:
+    `program`, `structure`, `static`, `dtype`, `shape`, `donation`, `device`, `weights`, `mesh`, `settings`,
+    `results` or `canary`.
     """
     with _lock:
         return dict(_counts)

@@ -78,6 +78,7 @@ def load(
     types: Iterable[type[Any]] | Mapping[str, type[Any]] = (),
     generation_config: bool = True,
     trust: str | os.PathLike[str] | None = None,
+    canary: Literal["off", "one", "all"] = "one",
 ) -> Bundle:
     """Load a bundle: check this machine, map the weights and begin to verify them.
 
@@ -101,6 +102,11 @@ def load(
             generation_config.json. If not, they take prejit's own: the most likely token, until a stop token.
         trust: the file of a trust policy, which must let the bundle run. Those in /etc/prejit/trust.toml and
             $PREJIT_TRUST apply as well: each can refuse what the others allow.
+        canary: which executables must give the golden answer of their build when this machine loads them for
+            the first time. `one`: the first that is used; if it is wrong, all. `all`: every one. `off`: none.
+            The answer is remembered, so that later starts ask nothing. If it is wrong, the executable is in
+            quarantine on this machine and never runs again, whatever `canary` says: `on_mismatch` decides
+            whether its portable program is compiled in its place.
 
     Returns:
         The bundle. Its programs become ready when they are first used.
@@ -112,7 +118,8 @@ def load(
             are verified. Files of other targets are not read: `prejit verify` checks them.
         UntrustedError: a trust policy does not let the bundle run. Nothing of it was loaded.
         PolicyError: a trust policy cannot be read, or its package `cryptography` is not installed.
-        MismatchError: this machine matches no target, and on_mismatch is `error`.
+        MismatchError: this machine matches no target, and on_mismatch is `error`. The request that uses a
+            program raises AnswerError, which is one, if the executable gives a wrong answer.
         UsageError: `prejit record` wrote the bundle.
     """
     with importing():
@@ -121,6 +128,7 @@ def load(
     started, is_first = time.perf_counter(), next(_loads) == 0
     path = arguments.path("path", path)
     arguments.choice("on_mismatch", on_mismatch, ("jit", "error"))
+    arguments.choice("canary", canary, ("off", "one", "all"))
     arguments.choice("while_compiling", while_compiling, ("wait", "smaller"))
     arguments.function("on_fallback", on_fallback)
     if fingerprint is not None:
@@ -161,7 +169,7 @@ def load(
         choice.config,
         opened.blobs.layers(opened.manifests[choice.target.name]),
         tuple(target.verdict for target in choice.targets),
-        platform=machine.platform,
+        machine=machine,
         matched=choice.matched,
         times=times,
         serve_smaller=while_compiling == "smaller",
@@ -170,6 +178,8 @@ def load(
         types=named,
         compiles=not must_match,
         generation_config=uses_defaults,
+        canary=canary,
+        on_fallback=on_fallback,
     )
 
 

@@ -37,6 +37,7 @@ from prejit.compiler.pipeline.model import (
 )
 from prejit.compiler.store.code import (
     ACCURACY,
+    GOLDEN,
     LOWERING,
     OWN_ACCURACY,
     OWN_WEIGHTS,
@@ -245,6 +246,40 @@ def cost_key(compiled: Key) -> Key:
     here = Fingerprint.current()
     machine = ("measured on", f"{here.cpu_model}, {here.cpu_count} CPUs")
     return Key("cost", compiled.name, (*compiled.ingredients, machine))
+
+
+def golden_key(
+    name: str,
+    *,
+    program: str,
+    executable: str,
+    weights: str,
+    signature: str,
+    tolerance: int,
+    seed: int,
+) -> Key:
+    """Return the key of a program's golden answer.
+
+    Args:
+        name: of the bundle and the program, for people.
+        program: digest of its StableHLO.
+        executable: digest of the executable that answers, or `portable`.
+        weights: digest of the weights layer, or `none`.
+        signature: digest of what the recipe looks at: kind, bucket, arguments, results.
+        tolerance: of the answer.
+        seed: of the arguments.
+    """
+    ingredients = (
+        ("program", program),
+        ("executable", executable),
+        ("weights", weights),
+        ("signature", signature),
+        ("tolerance", str(tolerance)),
+        ("seed", str(seed)),
+        ("our code", code_digest(*GOLDEN)),
+        *versions("jaxlib", "numpy").items(),
+    )
+    return Key("golden", name, ingredients)
 
 
 def measuring_key(what: str, *ingredients: tuple[str, str]) -> Key:

@@ -11,7 +11,9 @@
     weights       round or quantize, and pack                    pack.weights
     accuracy      measure what the dtypes cost                   measure.accuracy
     costs         measure an encoder's programs                  measure.costs
-    pack          tables, blobs and index                        pack.contents
+    pack          tables and layers                              pack.contents
+    golden        ask programs for their golden answers          measure.golden
+    assemble      blobs and index                                pack.contents
     write         the OCI image layout                           here
     describe      attach the list of parts and the provenance    describe.attaching
 
@@ -48,6 +50,7 @@ from prejit.compiler.pipeline.lowering import (
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.costs import measure_costs
 from prejit.compiler.pipeline.measure.forms import measure_missing, runs_here
+from prejit.compiler.pipeline.measure.golden import with_golden_answers
 from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
@@ -57,7 +60,7 @@ from prejit.compiler.pipeline.model import (
     stores_out_in,
     uses_kernels,
 )
-from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle
+from prejit.compiler.pipeline.pack.contents import PackedBundle, pack_bundle, pack_targets
 from prejit.compiler.pipeline.pack.model_layers import read_layers
 from prejit.compiler.pipeline.pack.weights import (
     Published,
@@ -130,7 +133,8 @@ def build(
         forms: a table of measured forms, which goes before all others.
         measure: which products are measured. True: those that this machine has not measured itself; False:
             none; None: large ones that no table has.
-        timeout_seconds: time limit of measuring one product, or an encoder's programs for a target.
+        timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
+            and of asking all programs for their golden answers.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -183,7 +187,9 @@ def build(
     costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
     products = products_of(plan, model, code, store) if any(each.kernels for each in tools) else ()
     layers = layers if weights is None else (*layers, weights)
-    bundle = pack_bundle(plan, targets, layers, products, accuracy, costs, store)
+    packed = pack_targets(plan, targets, layers, products, accuracy, costs, store)
+    packed = with_golden_answers(packed, store, progress, timeout_seconds)
+    bundle = pack_bundle(manifest.bundle.name, packed)
     path, written = write(bundle, output, progress)
     digest = digest_of(bundle.index)
     attach_descriptions(path, digest, partial(build_provenance, plan, digest))

@@ -46,6 +46,8 @@ OWN_ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.
 """The modules that measure what stored dtypes cost a decoder of the user."""
 ACCURACY = ("prejit.compiler.pipeline.measure.comparison", "prejit.compiler.checkpoint.checkpoint")
 """The modules that measure what stored dtypes cost in accuracy."""
+GOLDEN = ("prejit.runtime.programs.golden",)
+"""The module that makes golden answers."""
 
 _TOKEN = re.compile(
     r"""

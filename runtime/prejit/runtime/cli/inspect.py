@@ -1,4 +1,4 @@
-"""`prejit inspect` and `prejit verify`: read a bundle without running it."""
+"""`prejit inspect` and `prejit verify`: read a bundle without running it, unless `--run` says so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from prejit.runtime.base.tables import size, table
 from prejit.runtime.base.typed_json import to_json
+from prejit.runtime.cli.answers import quarantined, run_programs
 from prejit.runtime.cli.calls import calls_table
 from prejit.runtime.cli.output import print_json, print_text
 from prejit.runtime.cli.tables import accuracy_table, forms_table
+from prejit.runtime.errors import AnswerError
 from prejit.runtime.format.audit import audit
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.oci import check_digest
@@ -98,9 +100,14 @@ def _print_target(target: OpenTarget, content: Contents) -> None:
     rows = []
     for program in content.config.programs:
         sizes = (program.executable.size, program.portable.size, program.memory.temp_bytes)
-        rows.append((program.name, program.kind, *map(size, sizes)))
-    heads = ["program", "kind", "executable", "StableHLO", "temporary memory"]
+        golden = "none" if program.golden is None else f"of {program.golden.source}"
+        rows.append((program.name, program.kind, *map(size, sizes), golden))
+    heads = ["program", "kind", "executable", "StableHLO", "temporary memory", "golden answer"]
     print_text(table(heads, rows))
+    for name, found in quarantined(content).items():
+        print_text(
+            f"{name}: in quarantine on this machine: {found}. `prejit verify --run` asks it again"
+        )
     if content.config.forms:
         print_text(forms_table(content.config.forms))
 
@@ -144,7 +151,8 @@ def _defaults(layout: Layout, content: Contents) -> Defaults | None:
 def verify(options: Namespace) -> int:
     """Check every byte: the digests of all blobs, every frame of every pack, each line of each table.
 
-    With --policy check too that the policy lets every target run.
+    With --policy check too that the policy lets every target run. With --run ask every program for its golden
+    answer; exit status 3 means that one is wrong.
     """
     started = time.perf_counter()
     found = audit(options.bundle, check_generation)
@@ -154,20 +162,26 @@ def verify(options: Namespace) -> int:
 
         trusted = verify_policy(options.bundle, options.policy)
     seconds = time.perf_counter() - started
+    if not options.json:
+        print_text(
+            f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
+            f"{size(found.hashed_bytes)} hashed in {seconds:.1f} s\n{found.digest}"
+        )
+        _print_trusted(trusted)
+    answers = (
+        run_programs(options.bundle, options.policy, say=not options.json) if options.run else ()
+    )
+    status = AnswerError.exit_code if any(each.difference for each in answers) else 0
     if options.json:
         counts = {"targets": found.target_count, "programs": found.program_count}
         counts["bytes"] = found.hashed_bytes
         described: dict[str, Any] = {"digest": found.digest, **counts, "seconds": round(seconds, 3)}
         if options.policy is not None:
             described["policy"] = [_described(verdict) for verdict in trusted]
+        if options.run:
+            described["answers"] = [each._asdict() for each in answers]
         print_json(described)
-        return 0
-    print_text(
-        f"{options.bundle}: ok: {found.target_count} targets, {found.program_count} programs, "
-        f"{size(found.hashed_bytes)} hashed in {seconds:.1f} s\n{found.digest}"
-    )
-    _print_trusted(trusted)
-    return 0
+    return status
 
 
 def _print_trusted(verdicts: Sequence[PolicyVerdict]) -> None:

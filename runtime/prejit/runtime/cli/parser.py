@@ -41,7 +41,8 @@ COMMANDS = {
 
 _EXAMPLES = {
     "inspect": "prejit inspect artifacts/demo\n  prejit inspect artifacts/demo --json",
-    "verify": "prejit verify artifacts/demo\n  prejit verify artifacts/demo --policy trust.toml",
+    "verify": "prejit verify artifacts/demo\n  prejit verify artifacts/demo --policy trust.toml\n"
+    "  prejit verify artifacts/demo --run",
     "fingerprint": "prejit fingerprint > web-3.json",
     "explain": "prejit explain artifacts/demo\n"
     "  prejit explain artifacts/demo --fingerprint web-3.json\n"
@@ -113,11 +114,19 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     add("inspect", "show what a bundle holds: targets, programs, sizes, versions")
-    command = add("verify", "check every byte of a bundle; runs nothing and needs no network")
+    command = add(
+        "verify", "check every byte of a bundle; runs nothing without --run, and needs no network"
+    )
     command.add_argument(
         "--policy",
         metavar="FILE",
         help="check too that this trust policy lets every target run (exit 5: it does not)",
+    )
+    command.add_argument(
+        "--run",
+        action="store_true",
+        help="then run every program that this machine would load, and compare what it returns with the "
+        "golden answer of its build (exit 3: one is wrong, and in quarantine on this machine)",
     )
     add("fingerprint", "print the fingerprint of this machine as JSON", bundle=False, json=False)
     command = add(

@@ -17,9 +17,10 @@ FORMAT_VERSION = 5
     in threads, beside other work, and their fs-verity digests. Trees, static arguments, padding and open
     sizes of the user's programs. Recorded files of jax's compilation cache. Caches of any arrays, which one
     copy program copies together; encoder-decoders (`encode`). The user's own libraries of FFI handlers. The
-    bundle's index is a blob, which `index.json` lists beside what refers to it. A reader of 5 reads 1 to 4 as
-    they are: every new key may be missing; a cache is keys and values of layers, copied one by one;
-    `index.json` is the bundle's index. It verifies them whole, before anything else.
+    bundle's index is a blob, which `index.json` lists beside what refers to it. Golden answers of programs
+    (2026-11-22). A reader of 5 reads 1 to 4 as they are: every new key may be missing; a cache is keys and
+    values of layers, copied one by one; `index.json` is the bundle's index. It verifies them whole, before
+    anything else.
 """
 READABLE_FORMATS = (1, 2, 3, 4, 5)
 """The formats that prejit reads."""
@@ -32,6 +33,9 @@ RECORDED_SINCE = 5
 
 LIBRARIES_SINCE = 5
 """The format since which a target may have the user's own libraries of FFI handlers."""
+
+GOLDEN_SINCE = 5
+"""The format since which programs may have golden answers."""
 
 CACHES_SINCE = 5
 """The format since which the program table lists the arrays of a decoder's cache."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.typed_json import to_json
 from prejit.runtime.format.arrays import Mesh
+from prejit.runtime.format.golden import TOLERANCES, is_results
 from prejit.runtime.format.limits import MAX_SIZE
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
@@ -136,6 +137,35 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Golden:
+    """What a program returned on the build host, for arguments that a seed makes.
+
+    Attributes:
+        recipe: version of the recipe of the arguments; readers ignore recipes that they do not have.
+        seed: the seed.
+        source: the target whose executable gave the answer, or `portable`: the portable program did, because
+            the build host runs none of the targets.
+        tolerance: results may differ from it by their scale / 2 ** tolerance; whole numbers may not.
+        results: samples of the results, as text (format/golden.py).
+    """
+
+    recipe: int
+    seed: int
+    source: str
+    tolerance: int
+    results: str
+
+    def __post_init__(self) -> None:
+        if not (self.recipe >= 1 and 0 <= self.seed < 1 << 32 and self.tolerance in TOLERANCES):
+            raise ValueError(
+                f"golden: expected a recipe from 1, a seed of 32 bits and a tolerance of 1 to "
+                f"{TOLERANCES[-1]}; found {self.recipe}, {self.seed} and {self.tolerance}"
+            )
+        if not is_results(self.results):
+            raise ValueError(f"golden: results: expected samples, found {self.results!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramEntry:
     """One function at one bucket of shapes, compiled for one target.
 
@@ -167,6 +197,7 @@ class ProgramEntry:
         mask: name or position of the argument that is true for what the caller gave and false for padding; a
             caller may leave it out. None: there is none.
         calls: the names by which it calls handlers of `Config.libraries`, sorted; None: it calls none.
+        golden: its golden answer; None: it has none.
     """
 
     name: str
@@ -190,6 +221,7 @@ class ProgramEntry:
     symbolic: Segment | None = None
     open_sizes: tuple[str, ...] | None = None
     calls: tuple[str, ...] | None = None
+    golden: Golden | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from prejit.runtime.bundle import Bundle
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
 from prejit.runtime.device.transfer import is_jax_array
-from prejit.runtime.errors import FallbackWarning, MismatchError, UsageError
+from prejit.runtime.errors import AnswerError, FallbackWarning, MismatchError, UsageError
 from prejit.runtime.fallback import count_axis
 from prejit.runtime.jitted.calls import Parameters
 from prejit.runtime.jitted.fitting import Fit, MissError, find
@@ -246,6 +246,7 @@ class _Jitted:
                     self._by_name.add(form)
                 return self.function(*args, **kwargs), None, False
             returned = self._returned(bundle, fit, args, kwargs)
+            self._check_answer(bundle, fit)
         except MissError as error:
             missed = error
         else:
@@ -317,6 +318,17 @@ class _Jitted:
                 "the constant fields of its arguments are not those of the first call, which stand for "
                 f"those of the build: expected {first}, found {fit.constants}",
             )
+
+    def _check_answer(self, bundle: Bundle, fit: Fit) -> None:
+        """Load the executable of a call, which must not be known to compute wrong numbers.
+
+        Raises:
+            MissError: it does not give its golden answer on this machine.
+        """
+        try:
+            bundle.on_jax.executable(fit.program.name)
+        except AnswerError as error:
+            raise MissError("canary", str(error)) from error
 
     def _returned(
         self, bundle: Bundle, fit: Fit, args: Sequence[Any], kwargs: Mapping[str, Any]

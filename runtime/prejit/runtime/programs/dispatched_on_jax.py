@@ -10,6 +10,7 @@ import numpy as np
 
 from prejit.runtime.device import _jaxlib
 from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.errors import AnswerError
 from prejit.runtime.format import trees
 from prejit.runtime.programs.calls import Calls
 from prejit.runtime.programs.on_jax import JaxPrograms
@@ -67,7 +68,10 @@ class JaxDispatchedCalls:
         import jax
 
         on_jax = self._programs()
-        executable, device = on_jax.executable(program), on_jax.device.first
+        try:
+            executable, device = on_jax.executable(program), on_jax.device.first
+        except AnswerError:  # `Calls` compiles its portable program, or says why not
+            return self._calls.call(name, args, kwargs), None, False
         results = on_jax.programs.results(program)
         inputs = _jaxlib.leaves_for_dispatch((args, kwargs))
         assemble = _jaxlib.assembler_for_jax(

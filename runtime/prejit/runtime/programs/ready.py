@@ -25,6 +25,10 @@ from prejit.runtime.format.trees import Constant, Tree
 from prejit.runtime.format.verification import VERIFIED, Verification
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from prejit.runtime.programs.canary import Canary, CheckedAnswer
+    from prejit.runtime.programs.golden import Difference
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.weights import Weights
 
@@ -70,6 +74,7 @@ class Programs:
         serve_smaller: bool = False,
         calls: Mapping[str, str] | None = None,
         no_calls: str = "",
+        canary: Canary | None = None,
     ) -> None:
         """Bind the programs to a device.
 
@@ -83,6 +88,7 @@ class Programs:
             serve_smaller: whether a request may use other programs that are ready while its own compile.
             calls: for each name by which programs call a handler of the user, that by which XLA knows it.
             no_calls: why this process has none of these handlers; empty: it has all of them.
+            canary: asks executables for their golden answers; None: nothing does.
         """
         self.bundle = config.bundle
         self.table = {program.name: program for program in config.programs}
@@ -95,6 +101,8 @@ class Programs:
         # In a cluster every process must run the same programs, whichever of them are ready.
         self._serve_smaller = serve_smaller and executables is None and not device.in_cluster
         self._calls, self._no_calls = calls or {}, no_calls
+        # The processes of a cluster run every program together, and none of them one more.
+        self._canary = None if device.in_cluster else canary
         self._weights_on_device: dict[str, list[DeviceArray]] = {}
         self.waits: list[Span] = []
         self.asked: tuple[float, int] | None = None
@@ -193,7 +201,92 @@ class Programs:
         """Return the executable of a program and its source: loaded, compiled or kept."""
         if self._executables is None or program.name in self._specialized:
             return self._compiler.obtain(program, self.results(program.name))
-        return self.load_on(program.name, self._device), "loaded"
+        if (canary := self._canary) is None:
+            return self._load(program, self._device), "loaded"
+        if (wrong := canary.quarantined(program)) is None:
+            executable = self._load(program, self._device)
+            if (wrong := canary.ask(program, executable, self.compare)) is None:
+                return executable, "loaded"
+        canary.fall_back(program, wrong)
+        executable, source = self._compiler.obtain(program, self.results(program.name))
+        canary.ask_portable(program, executable, self.compare)
+        return executable, source
+
+    def compare(self, program: ProgramEntry, executable: Executable) -> Difference:
+        """Return the largest difference between the golden answer of a program and what it returns here.
+
+        Args:
+            program: a program with a golden answer of our recipe.
+            executable: the program, loaded or compiled here.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        from prejit.runtime.programs.golden import compare, samples_of
+
+        golden = program.golden
+        assert golden is not None
+        values = self.golden_values(program, executable, golden.seed)
+        results = self.results(program.name)
+        samples = samples_of(self._config, program, results, values, golden.seed)
+        return compare(golden, results, values, samples)
+
+    def golden_values(
+        self, program: ProgramEntry, executable: Executable, seed: int, *, nudge: float = 0.0
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return what a program returns for the arguments of the recipe of golden answers.
+
+        Args:
+            program: the program.
+            executable: the program, loaded or compiled here.
+            seed: of the recipe.
+            nudge: add this share of itself to every argument that is no whole number.
+
+        Raises:
+            RejectError: the bundle is damaged.
+        """
+        from prejit.runtime.programs.golden import answer
+
+        model = self._config.decoder or self._config.encoder
+        return answer(
+            program,
+            executable,
+            self._device,
+            self.weights(program.weights),
+            self.arguments(program.name),
+            0 if model is None else model.vocab_size,
+            seed,
+            nudge=nudge,
+        )
+
+    def check_answers(self) -> Iterator[CheckedAnswer]:
+        """Run every program that has a golden answer, one after the other, and yield what was found.
+
+        A verdict is kept: a wrong answer puts the executable into quarantine, a right one lifts that.
+
+        Raises:
+            RejectError: the bundle is damaged.
+            BuildError: a portable program does not compile here.
+        """
+        from prejit.runtime.programs.canary import CheckedAnswer, is_known
+
+        for program in list(self.table.values()):
+            if not is_known(program) or program.golden is None:
+                yield CheckedAnswer(program.name, "", "", 0.0)
+                continue
+            ran, lifted = "portable", False
+            if self._executables is None:
+                executable, _ = self._compiler.obtain(program, self.results(program.name))
+                difference = self.compare(program, executable)
+            else:
+                ran, executable = "executable", self._load(program, self._device)
+                difference = self.compare(program, executable)
+                if self._canary is not None:
+                    before = self._canary.quarantined(program)
+                    lifted = self._canary.keep(program, difference).right and before is not None
+            wrong = "" if difference.share <= 1 else difference.described()
+            source = program.golden.source
+            yield CheckedAnswer(program.name, source, ran, difference.share, wrong, lifted)
 
     def load_on(self, name: str, device: Device) -> Executable:
         """Load a program's executable from the bundle, which must match this machine, and do not keep it.
@@ -205,13 +298,25 @@ class Programs:
         Raises:
             RejectError: its bytes are not those in the program table.
             ExecutableError: XLA cannot load it on this machine.
+            AnswerError: it gives a wrong answer on this machine.
             ClosedError: the bundle is closed.
         """
+        program, canary = self.table[name], self._canary
+        if canary is not None:
+            wrong = canary.quarantined(program)
+            if wrong is None and canary.asks(program):
+                wrong = canary.ask(program, self._load(program, self._device), self.compare)
+            if wrong is not None:
+                raise canary.error(program, wrong)
+        return self._load(program, device)
+
+    def _load(self, program: ProgramEntry, device: Device) -> Executable:
+        """Load a program's executable, whether or not it is in quarantine. Raises as `load_on`."""
         self._check_open()
         assert self._executables is not None
-        program, path = self.table[name], self._executables.path
+        path = self._executables.path
         serialized = self._executables.unpack(program.executable)
-        executable = device.load(serialized, path, self.results(name))
+        executable = device.load(serialized, path, self.results(program.name))
         self._check_signature(program, executable, path)
         return executable
 

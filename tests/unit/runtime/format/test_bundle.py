@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
@@ -17,6 +18,7 @@ from prejit.runtime.errors import RejectError
 from prejit.runtime.format import limits
 from prejit.runtime.format.arrays import MESH_AXES, Array, Mesh
 from prejit.runtime.format.checks.oci import check_index
+from prejit.runtime.format.golden import TOLERANCES
 from prejit.runtime.format.names import (
     ARTIFACT_TYPE,
     INDEX_DIGEST,
@@ -32,6 +34,7 @@ from prejit.runtime.format.schema import (
     Decoder,
     Descriptor,
     Encoder,
+    Golden,
     ImageManifest,
     Index,
     encode_index,
@@ -109,8 +112,19 @@ st.register_type_strategy(
         cosine_millionths=SHARE,
     ),
 )
+st.register_type_strategy(
+    Golden,
+    st.builds(
+        Golden,
+        st.integers(1, MAX_INTEGER),
+        st.integers(0, 2**32 - 1),
+        st.text(),
+        st.sampled_from(TOLERANCES),
+        st.sampled_from(["", "-", "=3,-1", "-2:5,7,n -", "0:1,p,m =0"]),
+    ),
+)
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=examples(30, 60), deadline=None)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class PackedBundle:
     blobs: dict[str, bytes | Path]
 
 
-def pack_bundle(
+def pack_targets(
     plan: Plan,
     targets: Sequence[CompiledTarget],
     layers: Iterable[PackedLayer],
@@ -68,8 +68,8 @@ def pack_bundle(
     accuracy: Accuracy | None,
     costs: Costs,
     store: Store,
-) -> PackedBundle:
-    """Return the files of a bundle, checked as `load` will check them.
+) -> tuple[PackedTarget, ...]:
+    """Return the tables and layers of a bundle's targets. Their programs have no golden answers yet.
 
     Args:
         plan: the plan of the build.
@@ -81,7 +81,7 @@ def pack_bundle(
         store: holds executables and portable programs.
 
     Raises:
-        BuildError: no reader would take the bundle, or the store lost a blob.
+        BuildError: the store lost a blob.
     """
     lowered = {each.spec.name: each.lowered for each in targets[0].executables}
     frames = {name: program.portable for name, program in lowered.items()}
@@ -92,13 +92,25 @@ def pack_bundle(
     }
     portable, segments = bundle_files.pack(frames, store)
     shared = (*layers, bundle_files.layer(PORTABLE_MEDIA_TYPE, portable, "programs.stablehlo"))
-    packed = [
+    return tuple(
         _pack_target(plan, target, shared, segments, products, accuracy, costs, store)
         for target in targets
-    ]
-    index, blobs = bundle_files.assemble(plan.manifest.bundle.name, packed)
+    )
+
+
+def pack_bundle(name: str, targets: Iterable[PackedTarget]) -> PackedBundle:
+    """Return the files of a bundle, checked as `load` will check them.
+
+    Args:
+        name: name of the bundle.
+        targets: its targets, in the order of the manifest.
+
+    Raises:
+        BuildError: no reader would take the bundle.
+    """
+    index, blobs = bundle_files.assemble(name, targets)
     bundle_files.check_readable(index, blobs)
-    return PackedBundle(plan.manifest.bundle.name, index, blobs)
+    return PackedBundle(name, index, blobs)
 
 
 def _pack_target(

@@ -28,6 +28,7 @@ from prejit.runtime.format.names import (
     CACHES_SINCE,
     CHUNKS_SINCE,
     EXECUTABLES_MEDIA_TYPE,
+    GOLDEN_SINCE,
     KERNEL_LEVELS,
     KERNELS_MEDIA_TYPE,
     LIBRARIES_SINCE,
@@ -97,6 +98,11 @@ def check_config(
     _check_libraries(config, path)
     _check_chunks(config, path)
     _check_recorded(config, path)
+    if config.format < GOLDEN_SINCE and any(p.golden is not None for p in config.programs):
+        raise RejectError(
+            path,
+            f"expected golden answers since format {GOLDEN_SINCE}, found them in {config.format}",
+        )
     if config.decoder is not None:
         _check_decoder(config, path)
     if config.encoder is not None:

@@ -1,0 +1,148 @@
+"""The process that asks programs for their golden answers: `python -m` this module.
+
+The first line of stdin is a request, `GoldenRequest` as JSON. The bytes of its layers follow. Each line of
+stdout is one program: `{"program": ..., "tolerance": ..., "results": ...}`, or `"error"` in place of results.
+A process of its own: a program may end it, and XLA takes the number of its threads from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.runtime.base.typed_json import from_json, from_plain
+from prejit.runtime.device import kernels
+from prejit.runtime.device.device import Device
+from prejit.runtime.device.executable import Executable
+from prejit.runtime.errors import PrejitError
+from prejit.runtime.format.blobs import Layer
+from prejit.runtime.format.golden import Sampled, format_results
+from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
+from prejit.runtime.programs.golden import sampled, samples_of
+from prejit.runtime.programs.ready import Programs
+from prejit.runtime.programs.weights import open_weights
+
+NUDGE = 2.0**-16
+"""A user's function is asked twice, the second time with arguments that differ by this share. What differs
+then says more about rounding than about the program, and is not compared."""
+
+
+@dataclass(frozen=True)
+class GoldenRequest:
+    """What the process shall do.
+
+    Attributes:
+        config: the program table of the target that answers.
+        platform: what its programs run on.
+        matched: whether its executables run here; if not, its portable programs are compiled.
+        seed: of the recipe.
+        wanted: name of a program, a space, and a tolerance.
+        weights: file of the weights; None: there are none.
+        sizes: bytes of the layers that follow: executables, portable programs, kernels (0: none), libraries.
+    """
+
+    config: str
+    platform: str
+    matched: bool
+    seed: int
+    wanted: tuple[str, ...]
+    weights: str | None
+    sizes: tuple[int, ...]
+
+
+def main() -> None:
+    """Answer the request on stdin."""
+    request = from_plain(GoldenRequest, json.loads(sys.stdin.buffer.readline()))
+    layers = [sys.stdin.buffer.read(size) for size in request.sizes]
+    for answer in _answers(request, layers):
+        print(json.dumps(answer), flush=True)
+
+
+def _answers(request: GoldenRequest, layers: list[bytes]) -> Iterator[dict[str, Any]]:
+    config = from_json(Config, request.config.encode(), "config")
+    programs = _open(request, config, layers)
+    for wanted in request.wanted:
+        name, _, tolerance = wanted.rpartition(" ")
+        answer: dict[str, Any] = {"program": name, "tolerance": int(tolerance)}
+        try:
+            answer["results"] = _ask(programs, config, name, int(tolerance), request.seed)
+        except PrejitError as error:
+            answer["error"] = str(error)
+        except Exception as error:  # XLA raises errors of many kinds
+            answer["error"] = f"{type(error).__name__}: {error}"
+        yield answer
+
+
+def _open(request: GoldenRequest, config: Config, layers: list[bytes]) -> Programs:
+    executables, portable, native, *libraries = layers
+    called = {}
+    if native:
+        kernels.register(kernels.load(native))
+    if libraries:
+        for library, content in zip(config.libraries or (), libraries, strict=True):
+            symbols = sorted(set(library.handlers.values()))
+            kernels.register(kernels.load_library(content, symbols, library.name))
+        called = handler_names(*config.libraries or ())
+    weights = None
+    if request.weights is not None:
+        with open(request.weights, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        weights = open_weights(Layer(mapped, request.weights))
+    return Programs(
+        config,
+        Device(request.platform, config.mesh),
+        Layer(executables, "the executables") if request.matched else None,
+        Layer(portable, "the portable programs"),
+        weights,
+        calls=called,
+        no_calls="the build host runs none of its targets",
+    )
+
+
+def _ask(programs: Programs, config: Config, name: str, tolerance: int, seed: int) -> str:
+    """Return the golden answer of a program as text."""
+    program, executable = programs.table[name], programs[name]
+    found = _sampled(programs, config, program, executable, tolerance, seed, 0.0)
+    if program.kind == "call":
+        again = _sampled(programs, config, program, executable, tolerance, seed, NUDGE)
+        found = tuple(
+            one if one is not None and other is not None and _is_near(one, other) else None
+            for one, other in zip(found, again, strict=True)
+        )
+    return format_results(found)
+
+
+def _sampled(
+    programs: Programs,
+    config: Config,
+    program: ProgramEntry,
+    executable: Executable,
+    tolerance: int,
+    seed: int,
+    nudge: float,
+) -> tuple[Sampled | None, ...]:
+    values = programs.golden_values(program, executable, seed, nudge=nudge)
+    chosen = samples_of(config, program, programs.results(program.name), values, seed)
+    return tuple(
+        None if samples is None else sampled(value, samples, tolerance)
+        for value, samples in zip(values, chosen, strict=True)
+    )
+
+
+def _is_near(one: Sampled, other: Sampled) -> bool:
+    """Return whether two answers are equal, but for what small changes of the arguments explain."""
+    if one.exponent is None or one.exponent != other.exponent:
+        return one == other
+    pairs = zip((one.mean, *one.samples), (other.mean, *other.samples), strict=True)
+    return all(
+        a == b if isinstance(a, str) or isinstance(b, str) else abs(a - b) <= 1 + abs(a) / 1024
+        for a, b in pairs
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Golden answers on the command line: `prejit verify --run`, and the quarantine that `inspect` shows."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+
+from prejit.runtime.base.tables import table
+from prejit.runtime.cli.output import print_text
+from prejit.runtime.errors import FallbackWarning, RejectError
+from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+from prejit.runtime.format.opening import Contents
+from prejit.runtime.machine.fingerprint import Fingerprint
+from prejit.runtime.programs.canary import CheckedAnswer, verdict_of
+from prejit.runtime.store.verdicts import read_verdict
+
+
+def run_programs(path: str, policy: str | None, *, say: bool) -> list[CheckedAnswer]:
+    """Ask every program of a bundle for its golden answer, and print what was found.
+
+    Args:
+        path: the directory of the bundle.
+        policy: a trust policy, which must let the bundle run.
+        say: whether to print it as a table; each program is counted on stderr.
+
+    Raises:
+        PrejitError: as `load`.
+    """
+    from prejit.runtime.loader import load
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # the table says it
+        bundle = load(path, trust=policy, canary="off")
+    with bundle:
+        if say and not bundle.matched:
+            print_text(
+                "this machine is none of the targets: the portable programs are compiled and run"
+            )
+        answers = list(_counted(bundle.check_answers(), len(bundle.config.programs)))
+    if say:
+        heads = ["program", "ran", "golden answer of", "difference / tolerance", "verdict"]
+        print_text(table(heads, [_row(each) for each in answers]))
+    return answers
+
+
+def _counted(answers: Iterator[CheckedAnswer], count: int) -> Iterator[CheckedAnswer]:
+    """Yield answers, and show on a terminal how many there are."""
+    shows = sys.stderr.isatty()
+    for place, each in enumerate(answers, 1):
+        if shows:
+            end = "\n" if place == count else ""
+            print(f"\rran {place} of {count} programs", end=end, file=sys.stderr, flush=True)
+        yield each
+
+
+def _row(checked: CheckedAnswer) -> tuple[str, ...]:
+    if not checked.source:
+        return checked.program, "", "none", "", "not asked"
+    verdict = f"WRONG: {checked.difference}" if checked.difference else "right"
+    if checked.difference and checked.ran == "executable":
+        verdict += "; in quarantine"
+    if checked.lifted:
+        verdict += "; its quarantine is lifted"
+    return checked.program, checked.ran, checked.source, f"{checked.share:.3f}", verdict
+
+
+def quarantined(content: Contents) -> dict[str, str]:
+    """Return the programs of a target that are in quarantine on this machine, and what each returned."""
+    manifest, machine = content.manifest, Fingerprint.current()
+    has_weights = manifest.has_layer(WEIGHTS_MEDIA_TYPE)
+    weights = manifest.layer(WEIGHTS_MEDIA_TYPE).digest if has_weights else ""
+    found = {}
+    for program in content.config.programs:
+        if program.golden is None:
+            continue
+        try:
+            verdict = read_verdict(verdict_of(weights, program, machine))
+        except RejectError as error:
+            print_text(f"{program.name}: its verdict counts as none: {error}")
+            continue
+        if verdict is not None and not verdict.right:
+            found[program.name] = verdict.difference
+    return found

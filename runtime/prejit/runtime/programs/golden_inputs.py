@@ -1,0 +1,143 @@
+"""The recipe of golden answers, version 1: arguments that a seed makes, so that a bundle stores none of them.
+
+Every argument repeats a pattern of 4,093 pseudorandom words (a prime, so that no axis falls into step with
+it). Arguments whose meaning is fixed get values that real calls have: tokens of the vocabulary, lengths that
+fill the bucket, positions inside of the context.
+
+A choice among nearly equal numbers may differ between two correct machines. So a bias makes the token that
+a decoder chooses the same everywhere. Its log-probability, which no bias changes, shows what was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from prejit.runtime.device.dtypes import dtype_of
+from prejit.runtime.format.arrays import Array
+from prejit.runtime.format.schema import ProgramEntry
+
+_PERIOD = 4093
+_BIAS = 2.0**20
+"""Added to one logit of each row: no model's logits come near it."""
+_START = 2
+"""The position of the first new token, where the context has room before it."""
+
+Values = np.ndarray[Any, np.dtype[Any]]
+
+
+def words(seed: int, place: int, count: int = _PERIOD) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Return pseudorandom words, uint32 [count].
+
+    It is the finalizer of MurmurHash3 (https://github.com/aappleby/smhasher, fmix32), of a counter.
+
+    Args:
+        seed: the seed of the golden answer.
+        place: number of the argument; each has words of its own.
+        count: how many.
+    """
+    with np.errstate(over="ignore"):
+        mixed = np.arange(count, dtype=np.uint32)
+        mixed += np.uint32((seed * 0x9E3779B1 + place * 0x85EBCA77) & 0xFFFFFFFF)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            mixed ^= mixed >> np.uint32(shift)
+            mixed *= np.uint32(factor)
+    return mixed
+
+
+def golden_inputs(
+    program: ProgramEntry, arguments: tuple[Array, ...], vocabulary: int, seed: int
+) -> list[Values]:
+    """Return the arguments of a golden answer, in the order of the program table, without the weights.
+
+    Args:
+        program: the program.
+        arguments: its arguments.
+        vocabulary: how many tokens the bundle's model has; 0: it has no model.
+        seed: the seed.
+    """
+    if program.kind == "call":
+        return [_any(program, array, seed, place) for place, array in enumerate(arguments)]
+    known = _known(program, vocabulary, seed)
+    found = []
+    for place, array in enumerate(arguments):
+        value = known.get(str(array.path[0])) if len(array.path) == 1 else None
+        if value is None:
+            value = _pattern(array, seed, place, vocabulary)
+        found.append(_shaped(value, array))
+    return found
+
+
+def _known(program: ProgramEntry, vocabulary: int, seed: int) -> Mapping[str, Values]:
+    """Return the values of arguments whose meaning is fixed, by name; each repeats to the argument's size."""
+    sizes = program.bucket
+    rows = np.arange(sizes["batch"])
+    length = sizes.get("length") or sizes.get("source") or 0
+    if program.kind in ("prefill", "verify"):
+        length = sizes["prompt"] if program.kind == "prefill" else sizes["draft"] + 1
+    context = sizes.get("context", 0)
+    start = max(0, min(_START, context - length))
+    chosen = words(seed, -1, sizes["batch"]).astype(np.int64) % max(1, vocabulary)
+    bias = np.zeros((sizes["batch"], vocabulary), np.float32)
+    if vocabulary:
+        bias[rows, chosen] = _BIAS
+    known: dict[str, Values] = {
+        "length": np.array([length]),
+        "start": np.array([start]),
+        "position": np.array([context // 2]),
+        "live": np.array([1]),
+        "steps": np.array([1]),
+        "temperature": np.array([0.0]),
+        "top_k": np.array([0]),
+        "top_p": np.array([1.0]),
+        "min_p": np.array([0.0]),
+        "repetition_penalty": np.array([1.0]),
+        "presence_penalty": np.array([0.0]),
+        "frequency_penalty": np.array([0.0]),
+        "seed": np.array([0]),
+        "bias": bias,
+        "logprobs": np.array([1]),
+        "history": np.array([0]),
+        "rows": rows % sizes.get("source_batch", 1),
+    }
+    if program.kind == "verify":  # drafts that the bias lets pass
+        known["tokens"] = np.repeat(chosen, length)
+    return known
+
+
+def _pattern(array: Array, seed: int, place: int, vocabulary: int) -> Values:
+    """Return the pattern of an argument of a model: tokens where it has whole numbers."""
+    pattern = words(seed, place)
+    if array.dtype.startswith(("int", "uint")):
+        return pattern % np.uint32(max(1, vocabulary))
+    return _numbers(pattern)
+
+
+def _any(program: ProgramEntry, array: Array, seed: int, place: int) -> Values:
+    """Return an argument of a user's program: numbers between -1 and 1, and 0 to 2 of whole numbers."""
+    name = program.mask
+    if name is not None and tuple(map(str, array.path)) == (name,):
+        return _shaped(np.array([True]), array)  # a caller that fills the bucket
+    pattern = words(seed, place)
+    if array.dtype == "bool" or array.dtype.endswith(("int2", "int4")):
+        return _shaped(pattern & np.uint32(1), array)
+    if array.dtype.startswith(("int", "uint")):
+        return _shaped(pattern % np.uint32(3), array)
+    numbers = _numbers(pattern)
+    if array.dtype == "float8_e8m0fnu":  # it has no sign
+        numbers = np.abs(numbers)
+    if array.dtype.startswith("complex"):
+        return _shaped(numbers + 1j * numbers[::-1], array)
+    return _shaped(numbers, array)
+
+
+def _numbers(pattern: np.ndarray[Any, np.dtype[np.uint32]]) -> Values:
+    """Return float32 numbers from -1 up to 1, exact in 24 bits."""
+    return (pattern >> np.uint32(8)).astype(np.float32) / np.float32(1 << 23) - np.float32(1)
+
+
+def _shaped(values: Values, array: Array) -> Values:
+    """Return values in the dtype and shape of an argument, repeated from the start."""
+    return np.resize(values.astype(dtype_of(array.dtype)), array.shape)

@@ -1,0 +1,78 @@
+"""Bundles with golden answers, and forgeries of them whose digests are all right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .recipes import Recipe
+
+
+@pytest.fixture(scope="session")
+def with_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Recipe]:
+    """Gives the programs of a recipe golden answers, as a build does."""
+
+    def make(recipe: Recipe) -> Recipe:
+        from prejit.compiler.pipeline.measure.golden import with_golden_answers
+        from prejit.compiler.progress import Quiet
+        from prejit.compiler.store.directory import DirectoryStore
+        from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
+
+        at = tmp_path_factory.mktemp("answers")
+        (at / "weights").write_bytes(recipe.content(WEIGHTS_MEDIA_TYPE))
+        filed = recipe.layered(
+            lambda layers: tuple(
+                dataclasses.replace(layer, content=at / "weights")
+                if layer.media_type == WEIGHTS_MEDIA_TYPE
+                else layer
+                for layer in layers
+            )
+        )
+        store = DirectoryStore.open(at / "cache")
+        targets = with_golden_answers(filed.targets, store, Quiet(), 300)
+        return dataclasses.replace(recipe, targets=targets)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def answering(recipe: Recipe, with_answers: Callable[[Recipe], Recipe]) -> Recipe:
+    """The recipe that most tests read, with golden answers. Its executables are right."""
+    return with_answers(recipe)
+
+
+def forged(right: Recipe, other: Recipe, *layers: str) -> Recipe:
+    """The programs and golden answers of one recipe, with layers of another, every digest set right.
+
+    Args:
+        right: has the golden answers.
+        other: has the same programs by name, which compute something else.
+        layers: `executable`, `portable`, `weights`.
+    """
+    from prejit.runtime.format import names
+
+    of = {
+        "executable": names.EXECUTABLES_MEDIA_TYPE,
+        "portable": names.PORTABLE_MEDIA_TYPE,
+        "weights": names.WEIGHTS_MEDIA_TYPE,
+    }
+    media_types = {of[name] for name in layers}
+    targets = []
+    for target, from_ in zip(right.targets, other.targets, strict=True):
+        known = {program.name: program for program in from_.config.programs}
+        programs = []
+        for program in target.config.programs:
+            changes: dict[str, Any] = {
+                name: getattr(known[program.name], name)
+                for name in layers
+                if name in ("executable", "portable")
+            }
+            programs.append(dataclasses.replace(program, **changes))
+        config = dataclasses.replace(target.config, programs=tuple(programs))
+        kept = [layer for layer in target.layers if layer.media_type not in media_types]
+        taken = [layer for layer in from_.layers if layer.media_type in media_types]
+        targets.append(dataclasses.replace(target, config=config, layers=(*taken, *kept)))
+    return dataclasses.replace(right, targets=tuple(targets))

@@ -1,0 +1,374 @@
+"""An executable that computes wrong numbers is found out before it is used, and never runs here again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.golden import forged
+from tests.recipes import Recipe
+
+import prejit.runtime
+from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
+from prejit.runtime.format.checks.config import check_array
+from prejit.runtime.format.golden import (
+    Sampled,
+    format_results,
+    is_results,
+    parse_results,
+)
+from prejit.runtime.format.schema import Golden, ProgramEntry
+from prejit.runtime.programs.golden import compare, sampled
+from prejit.runtime.programs.golden_inputs import golden_inputs, words
+
+X = np.ones((2, 16), np.float32)
+MISCOMPILED = (
+    *("operands swapped", "rows swapped", "tanh dropped", "bias dropped"),
+    "one term of the sum dropped",
+)
+
+
+@pytest.fixture(scope="session")
+def swapped(make_recipe: Callable[..., Recipe]) -> Recipe:
+    """The same programs, compiled from a function with two operands swapped."""
+    return make_recipe(miscompiled="operands swapped")
+
+
+@pytest.fixture
+def wrong(answering: Recipe, swapped: Recipe, tmp_path: Path) -> Path:
+    """A bundle whose executables compute something else than its portable programs and golden answers."""
+    return forged(answering, swapped, "executable").write(tmp_path / "wrong")
+
+
+def expected(recipe: Recipe) -> np.ndarray[Any, Any]:
+    values: np.ndarray[Any, Any] = np.tanh(X @ recipe.weights["score:kernel"])
+    return values + recipe.weights["score:bias"]
+
+
+def verdicts(cache: Path) -> list[dict[str, Any]]:
+    return [json.loads(each.read_bytes()) for each in sorted(cache.glob("canary/v1/*.json"))]
+
+
+def test_a_right_executable_is_refused(
+    answering: Recipe, tmp_path: Path, runtime_cache: Path
+) -> None:
+    with prejit.runtime.load(answering.write(tmp_path / "right")) as bundle:
+        np.testing.assert_allclose(bundle.call("score", x=X), expected(answering), rtol=1e-5)
+        assert {each.source for each in bundle.report()} == {"loaded", "unused"}
+    assert [each["right"] for each in verdicts(runtime_cache)] == [True]
+
+
+def test_a_result_of_a_wrong_executable_is_given_out(
+    wrong: Path, answering: Recipe, runtime_cache: Path
+) -> None:
+    before = fallback_counts().get("canary", 0)
+    told: list[str] = []
+    bundle = prejit.runtime.load(wrong, on_fallback=lambda axis: told.append(axis.name))
+    with bundle:
+        with pytest.warns(FallbackWarning, match=r"score/b2: .*golden answer.*quarantine"):
+            result = bundle.call("score", x=X)
+        np.testing.assert_allclose(result, expected(answering), rtol=1e-5)
+        sources = {each.program: each.source for each in bundle.report()}
+        assert sources["score/b2"] == "compiled"
+    assert told == ["canary"]
+    assert fallback_counts()["canary"] == before + 1
+    (verdict,) = verdicts(runtime_cache)
+    assert not verdict["right"]
+
+
+def test_quarantine_ends_with_its_process(
+    wrong: Path, run_python: Callable[..., Any], runtime_cache: Path
+) -> None:
+    code = """
+import sys, warnings
+import numpy as np
+warnings.simplefilter("ignore")
+import prejit.runtime
+from prejit.runtime.programs.ready import Programs
+if "later" in sys.argv:
+    def never(*_):
+        raise SystemExit("an executable in quarantine was loaded")
+    Programs._load = never
+bundle = prejit.runtime.load(sys.argv[1], canary="off" if "later" in sys.argv else "one")
+bundle.call("score", x=np.ones((2, 16), np.float32))
+print({each.program: each.source for each in bundle.report()}["score/b2"])
+"""
+    assert run_python(code, wrong).stdout.split() == ["compiled"]
+    assert len(verdicts(runtime_cache)) == 1
+    assert run_python(code, wrong, "later").stdout.split() == ["kept"]
+
+
+def test_a_caller_who_wants_no_compiling_gets_a_wrong_result(wrong: Path) -> None:
+    with (
+        prejit.runtime.load(wrong, on_mismatch="error") as bundle,
+        pytest.raises(AnswerError, match="golden answer") as caught,
+    ):
+        bundle.call("score", x=X)
+    assert caught.value.exit_code == 3
+    assert "verify --run" in str(caught.value.hint)
+
+
+def test_other_executables_are_trusted_after_one_was_wrong(
+    answering: Recipe, swapped: Recipe, tmp_path: Path, runtime_cache: Path
+) -> None:
+    path = forged(answering, swapped, "executable").write(tmp_path / "both")
+    with prejit.runtime.load(path) as bundle:
+        for rows in (2, 8):
+            with pytest.warns(FallbackWarning, match=f"score/b{rows}"):
+                bundle.call("score", x=np.ones((rows, 16), np.float32))
+    assert [each["right"] for each in verdicts(runtime_cache)] == [False, False]
+
+
+@pytest.mark.parametrize("layers", [("weights",), ("executable", "portable")])
+def test_wrong_weights_or_programs_run(
+    layers: tuple[str, ...],
+    answering: Recipe,
+    swapped: Recipe,
+    make_recipe: Callable[..., Recipe],
+    tmp_path: Path,
+) -> None:
+    other = make_recipe(score_scale=1.5) if layers == ("weights",) else swapped
+    path = forged(answering, other, *layers).write(tmp_path / "wrong")
+    with (
+        prejit.runtime.load(path) as bundle,
+        pytest.warns(FallbackWarning),
+        pytest.raises(AnswerError, match="neither its executable nor its portable program"),
+    ):
+        bundle.call("score", x=X)
+
+
+def test_wrong_weights_put_the_executables_of_another_bundle_into_quarantine(
+    answering: Recipe, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    bad = forged(answering, make_recipe(score_scale=1.5), "weights").write(tmp_path / "bad")
+    with (
+        prejit.runtime.load(bad) as bundle,
+        pytest.warns(FallbackWarning),
+        pytest.raises(AnswerError),
+    ):
+        bundle.call("score", x=X)
+    with prejit.runtime.load(answering.write(tmp_path / "good")) as bundle:
+        bundle.call("score", x=X)
+        assert {each.program: each.source for each in bundle.report()}["score/b2"] == "loaded"
+
+
+@pytest.mark.parametrize("how", MISCOMPILED)
+def test_a_miscompiled_program_is_within_the_tolerance(
+    how: str, answering: Recipe, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    path = forged(answering, make_recipe(miscompiled=how), "executable").write(tmp_path / "wrong")
+    with prejit.runtime.load(path, canary="off") as bundle:
+        found = {each.program: each for each in bundle.check_answers()}
+    assert found["score/b8"].share > 2, found["score/b8"]
+    assert not found["nest"].difference
+
+
+def test_one_executable_is_asked_where_all_shall_be(
+    answering: Recipe, tmp_path: Path, runtime_cache: Path
+) -> None:
+    path = answering.write(tmp_path / "right")
+    with prejit.runtime.load(path, canary="off") as bundle:
+        bundle.prepare()
+    assert not verdicts(runtime_cache)
+    with prejit.runtime.load(path) as bundle:
+        bundle.prepare()
+    assert len(verdicts(runtime_cache)) == 1
+    with prejit.runtime.load(path, canary="all") as bundle:
+        bundle.prepare()
+    assert len(verdicts(runtime_cache)) == len(answering.targets[0].config.programs)
+
+
+def test_an_executable_is_asked_at_every_start(
+    answering: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = answering.write(tmp_path / "right")
+    for _ in range(2):
+        with prejit.runtime.load(path) as bundle:
+            bundle.call("score", x=X)
+        monkeypatch.setattr(
+            "prejit.runtime.programs.ready.Programs.compare", lambda *_: pytest.fail("asked again")
+        )
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"right": 1}', b"\xff" * 20])
+def test_a_damaged_verdict_stops_a_start_or_counts(
+    damage: bytes, answering: Recipe, tmp_path: Path, runtime_cache: Path
+) -> None:
+    path = answering.write(tmp_path / "right")
+    with prejit.runtime.load(path) as bundle:
+        bundle.call("score", x=X)
+    (file,) = runtime_cache.glob("canary/v1/*.json")
+    file.write_bytes(damage)
+    with (
+        prejit.runtime.load(path) as bundle,
+        pytest.warns(PrejitWarning, match="counts as none"),
+    ):
+        bundle.call("score", x=X)
+    assert [each["right"] for each in verdicts(runtime_cache)] == [True]
+
+
+def test_a_quarantine_that_cannot_be_kept_is_not_said(
+    wrong: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PREJIT_RUNTIME_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("PREJIT_COMPILE_CACHE_BYTES", "0")
+    with prejit.runtime.load(wrong) as bundle, pytest.warns(PrejitWarning) as caught:
+        bundle.call("score", x=X)
+    assert any("cannot keep" in str(each.message) for each in caught)
+
+
+def test_sixteen_threads_ask_one_executable_sixteen_times(
+    answering: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prejit.runtime.programs.ready import Programs
+
+    asked: list[str] = []
+    compare_ = Programs.compare
+
+    def counted(self: Programs, program: ProgramEntry, executable: Any) -> Any:
+        asked.append(program.name)
+        return compare_(self, program, executable)
+
+    monkeypatch.setattr(Programs, "compare", counted)
+    with prejit.runtime.load(answering.write(tmp_path / "right")) as bundle:
+        threads = [threading.Thread(target=bundle.prepare) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(asked) == 1
+
+
+def test_a_golden_answer_of_a_newer_recipe_is_an_error(answering: Recipe, tmp_path: Path) -> None:
+    def newer(config: Any) -> Any:
+        programs = tuple(
+            dataclasses.replace(p, golden=dataclasses.replace(p.golden, recipe=99))
+            for p in config.programs
+        )
+        return dataclasses.replace(config, programs=programs)
+
+    path = answering.configured(newer).write(tmp_path / "newer")
+    with prejit.runtime.load(path) as bundle:
+        bundle.call("score", x=X)
+        assert all(not each.source for each in bundle.check_answers())
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def test_verify_run_says_ok_to_wrong_programs(
+    wrong: Path, prejit: Callable[..., Any], runtime_cache: Path
+) -> None:
+    assert prejit("verify", wrong).returncode == 0  # every byte is as it was built
+    done = prejit("verify", wrong, "--run", status=3)
+    assert "WRONG" in done.stdout
+    assert "in quarantine" in done.stdout
+    assert "in quarantine on this machine" in prejit("inspect", wrong).stdout
+    answers = json.loads(prejit("verify", wrong, "--run", "--json", status=3).stdout)["answers"]
+    assert {each["program"]: bool(each["difference"]) for each in answers} == {
+        "score/b2": True,
+        "score/b8": True,
+        "nest": False,
+        "tick": False,
+    }
+
+
+def test_nothing_lifts_a_quarantine(
+    answering: Recipe, tmp_path: Path, prejit: Callable[..., Any], runtime_cache: Path
+) -> None:
+    path = answering.write(tmp_path / "right")
+    assert "quarantine" not in prejit("verify", path, "--run").stdout
+    for file in runtime_cache.glob("canary/v1/*.json"):
+        verdict = json.loads(file.read_bytes())
+        file.write_text(json.dumps({**verdict, "right": False, "difference": "[] found 1"}))
+        file.chmod(0o600)
+    assert "in quarantine" in prejit("inspect", path).stdout
+    assert "its quarantine is lifted" in prejit("verify", path, "--run").stdout
+    assert "in quarantine" not in prejit("inspect", path).stdout
+
+
+# ------------------------------------------------------------------ recipe and comparison
+
+
+def test_the_recipe_changes_and_old_answers_are_wrong() -> None:
+    # Version 1, for ever: a change needs a new version.
+    assert [*map(int, words(1, 0, 4))] == [301794027, 2789948889, 2117216093, 1959625965]
+    entry = ProgramEntry(
+        "f",
+        "call",
+        {},
+        "",
+        (),
+        (),
+        *(None,) * 3,  # type: ignore[arg-type]
+    )
+    texts = ('["x"] float32[2,2]', '["n"] int32[3]', '["m"] bool[2]', '["b"] bfloat16[2]')
+    arrays = tuple(check_array(text, None, "") for text in texts)
+    x, n, m, b = golden_inputs(entry, arrays, 0, 1)
+    assert x.dtype == np.float32
+    assert abs(x).max() < 1
+    assert set(n) <= {0, 1, 2}
+    assert m.dtype == bool
+    assert b.dtype.name == "bfloat16"
+    np.testing.assert_array_equal(x, golden_inputs(entry, arrays, 0, 1)[0])
+    assert not np.array_equal(x, golden_inputs(entry, arrays, 0, 2)[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "right"),
+    [
+        ([1.0, 2.0], [1.0, 2.001], True),
+        ([1.0, 2.0], [1.0, 2.1], False),
+        ([1.0, math.nan], [1.0, math.nan], True),
+        ([1.0, math.nan], [1.0, 0.0], False),
+        ([1.0, 2.0], [1.0, math.nan], False),
+        ([1.0, math.inf], [1.0, math.inf], True),
+        ([1.0, math.inf], [1.0, -math.inf], False),
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([0.0, 0.0], [0.0, 0.1], False),
+        ([1e30, 1e-30], [1e30, 0.0], True),
+    ],
+)
+def test_a_difference_is_missed_or_invented(
+    value: list[float], other: list[float], right: bool
+) -> None:
+    one, two = np.array(value, np.float32), np.array(other, np.float32)
+    golden = Golden(1, 1, "x", 8, format_results((sampled(one, one, 8),)))
+    array = check_array('["y"] float32[2]', None, "")
+    assert (compare(golden, [array], [two], [two]).share <= 1) == right
+
+
+def test_whole_numbers_may_differ() -> None:
+    one = np.array([3, -1], np.int32)
+    golden = Golden(1, 1, "x", 8, format_results((sampled(one, one, 8),)))
+    array = check_array('["y"] int32[2]', None, "")
+    assert compare(golden, [array], [one], [one]).share == 0
+    assert compare(golden, [array], [one + 1], [one + 1]).share == math.inf
+
+
+def test_a_text_is_read_as_other_than_it_was_written() -> None:
+    results = (None, Sampled(None, 0, (3, -4)), Sampled(-2, 271, (-54, "n", "p", "m")))
+    text = format_results(results)
+    assert text == "- =3,-4 -2:271,-54,n,p,m"
+    assert is_results(text)
+    assert parse_results(text) == results
+    for wrong_text in (
+        "=",
+        "- ",
+        "x",
+        "1:",
+        "1:-3",
+        "=1,n",
+        "1:2,3,,4",
+        "1:2,9999999999999999999",
+        "\n",
+    ):
+        assert not is_results(wrong_text), wrong_text
