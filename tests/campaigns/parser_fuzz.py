@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     """Fuzz one parser or all, or parse one input again."""
     if arguments[:1] == ["--here"]:
         run_here(arguments[1], arguments[2:])
-    if len(arguments) == 2:
+    if len(arguments) == 2 and arguments[1] not in PARSERS:
         content = Path(arguments[1]).read_bytes()
         with tempfile.TemporaryDirectory() as directory:
             os.chdir(directory)
