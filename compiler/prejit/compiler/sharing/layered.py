@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+from prejit.compiler.sharing.entry import MAX_BYTES, Entry, UnusableError, decode, encode
+from prejit.compiler.sharing.place import Place, PlaceError
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.interface import BlobWriter
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.entry import MAX_BYTES, Entry, UnusableError, decode, encode
-from prejit.compiler.store.shared.place import Place, PlaceError
 from prejit.runtime.trust.keys import PublicKey
 
 _Item = TypeVar("_Item")

@@ -10,25 +10,29 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from prejit.compiler.store.shared.objects import ANSWER_SECONDS
-from prejit.compiler.store.shared.place import PlaceError
+from prejit.compiler.sharing.objects import ANSWER_SECONDS
+from prejit.compiler.sharing.place import PlaceError
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from oras.auth.base import AuthBackend
-    from requests import Response, Session
+    from requests import PreparedRequest, Response, Session
 
 RESULT = "dev.prejit.result"
 """The annotation of a manifest that has a result, as base64."""
 _RESULT_TYPE = "application/vnd.prejit.result.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-_EMPTY = {"mediaType": "application/vnd.oci.empty.v1+json", "digest": digest_of(b"{}"), "size": 2}
+_EMPTY: Mapping[str, Any] = {
+    "mediaType": "application/vnd.oci.empty.v1+json",
+    "digest": digest_of(b"{}"),
+    "size": 2,
+}
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _PIECE_BYTES = 1 << 20
 
@@ -118,8 +122,8 @@ class Repository:
             "schemaVersion": 2,
             "mediaType": _MANIFEST,
             "artifactType": _RESULT_TYPE,
-            "config": _EMPTY,
-            "layers": layers or [_EMPTY],
+            "config": dict(_EMPTY),
+            "layers": layers or [dict(_EMPTY)],
             "annotations": {RESULT: base64.b64encode(content).decode("ascii")},
         }
         data = json.dumps(manifest, sort_keys=True).encode("ascii")
@@ -182,9 +186,17 @@ def _session() -> Session:
     class Impatient(HTTPAdapter):
         """Waits a second for each answer, where a request says nothing else."""
 
-        def send(self, request: Any, **options: Any) -> Response:
-            options["timeout"] = options.get("timeout") or ANSWER_SECONDS
-            return super().send(request, **options)
+        def send(
+            self,
+            request: PreparedRequest,
+            stream: bool = False,
+            timeout: Any = None,
+            verify: bool | str = True,
+            cert: Any = None,
+            proxies: Any = None,
+        ) -> Response:
+            timeout = timeout or ANSWER_SECONDS
+            return super().send(request, stream, timeout, verify, cert, proxies)
 
     session = requests.Session()
     for scheme in ("http://", "https://"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from prejit.compiler.store.shared.place import PlaceError
+from prejit.compiler.sharing.place import PlaceError
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:

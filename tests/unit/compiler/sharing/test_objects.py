@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.store.shared.fixtures import http_place
+from tests.unit.compiler.sharing.fixtures import http_place
 
-from prejit.compiler.store.shared.objects import TOKEN, Objects
-from prejit.compiler.store.shared.place import PlaceError
+from prejit.compiler.sharing.objects import TOKEN, Objects
+from prejit.compiler.sharing.place import PlaceError
 from prejit.runtime.errors import UsageError
 
 AC, CAS = f"ac/{'a' * 64}", f"cas/{'b' * 64}"

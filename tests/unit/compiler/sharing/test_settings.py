@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.store.shared.fixtures import private_key, private_pem
+from tests.unit.compiler.sharing.fixtures import private_key, private_pem
 
-from prejit.compiler.store.shared.settings import STORE, read_stores
+from prejit.compiler.sharing.settings import STORE, read_stores
 from prejit.runtime.errors import PolicyError, PrejitError, StoreError, UsageError
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from tests.ports import free_port
-from tests.unit.compiler.store.shared.fixtures import registry
+from tests.unit.compiler.sharing.fixtures import registry
 
+from prejit.compiler.sharing.entry import Entry, decode, encode
+from prejit.compiler.sharing.place import PlaceError
+from prejit.compiler.sharing.registry import Repository
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.entry import Entry, decode, encode
-from prejit.compiler.store.shared.place import PlaceError
-from prejit.compiler.store.shared.registry import Repository
 from prejit.runtime.base.digests import digest_of
 
 CONTENT = os.urandom(5 << 20)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.compiler.store.shared.fixtures import private_key
+from tests.unit.compiler.sharing.fixtures import private_key
 
+from prejit.compiler.sharing.entry import Entry, UnusableError, decode, encode
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.entry import Entry, UnusableError, decode, encode
 
 KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "x")))
 OTHER = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "y")))

@@ -14,8 +14,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from prejit.compiler.sharing.place import PlaceError
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
-from prejit.compiler.store.shared.place import PlaceError
 from prejit.runtime.base.digests import digest_of
 
 
