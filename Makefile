@@ -21,13 +21,14 @@ export PREJIT_TEST_ENVIRONMENTS ?= $(CURDIR)/.environments
 # Each of the hundreds of processes that the tests start would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One process of tests for each CPU; each takes whole files, whose fixtures are theirs.
-AT_ONCE := -n logical --dist loadfile --no-loadscope-reorder
+# One process of tests for each CPU, or as many as both.sh says; each takes whole files, whose fixtures are theirs.
+WORKERS ?= logical
+AT_ONCE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 # What the newer interpreter runs.
 CHOSEN := -p tests.other_interpreter
 
-.PHONY: help demo graphs artifacts test test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage fuzz chaos soak docs clean
+.PHONY: help demo graphs artifacts test test-all test-main test-fast test-other test-other-all coverage lint check hooks format bench bench-full forms gpu parity demo-model hostile damage fuzz chaos soak docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -42,10 +43,14 @@ artifacts: $(READY) ## build every manifest that this machine can build
 	@$(BIN)/python -m benchmarks.harness.encoder_model manifests/minilm-random
 	@$(BIN)/prejit build manifests/*.toml -o artifacts --skip-unbuildable
 
-test: $(READY) $(TOOLS_READY) ## all tests on one interpreter, and on a newer one what can differ there
+test: $(READY) $(TOOLS_READY) ## the tests on one interpreter, and on a newer one what can differ there
 	@tests/both.sh $(MAKE)
 
-test-main: $(READY) $(TOOLS_READY) ## all tests on one interpreter
+test-all: $(READY) $(TOOLS_READY) ## before a release: all cases of all tests, on both interpreters
+	PREJIT_TEST_ALL=1 PREJIT_TEST_ALL_OF_JAX=1 $(BIN)/python -m pytest $(AT_ONCE)
+	@PREJIT_TEST_ALL=1 $(MAKE) --no-print-directory test-other-all
+
+test-main: $(READY) $(TOOLS_READY) ## the tests on one interpreter
 	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY) ## the unit tests
@@ -101,10 +106,10 @@ gpu: ## the check on a real NVIDIA GPU (installs jax with CUDA)
 
 parity: $(READY) ## models against transformers' torch models (installs torch)
 	$(BIN)/python -m pip install --quiet torch
-	$(BIN)/python -m pytest tests/parity -m "torch or not torch"
+	PREJIT_TEST_ALL=1 $(BIN)/python -m pytest tests/parity -m "torch or not torch"
 
 hostile: $(READY) ## 500 random configurations, tokenizers, manifests and calls, and 600 of requests; writes its figures
-	PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
+	PREJIT_TEST_ALL=1 PREJIT_HOSTILE_EXAMPLES=125 $(BIN)/python -m pytest tests/campaigns/test_hostile.py tests/integration/test_invariance.py
 
 damage: $(READY) ## 10,000 damaged bundles, 200 of them by the command line (6 minutes); writes its figures
 	PREJIT_DAMAGE_EXAMPLES=10000 $(BIN)/python -m pytest tests/campaigns/test_damage.py
@@ -134,11 +139,14 @@ clean: ## remove environments, bundles and caches of this checkout
 	rm -rf .venv .venv-other .venv-gpu .venv-docs .venv-tools site .site-source .environments artifacts/*/ .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# To compile all of 13,000 modules takes half a minute of CPU time; most of them are never imported.
+LATE := --no-compile
+
 define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[compiler,server,otel,trust]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable '.[compiler,server,otel,trust,keyless,store]' --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready
@@ -148,13 +156,13 @@ $(READY): pyproject.toml
 	$(call environment,$(VENV),$(PYTHON))
 
 $(OTHER_READY): pyproject.toml
-	$(call environment,$(OTHER_VENV),$(OTHER))
+	$(call environment,$(OTHER_VENV),$(OTHER),$(LATE))
 
 $(TOOLS_READY): pyproject.toml
 	@echo 'setting up $(TOOLS_VENV) (a minute the first time)'
 	@$(PYTHON) -m venv $(TOOLS_VENV)
 	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --group tools
+	@$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(LATE) --group tools
 	@touch $@
 
 $(DOCS_READY): pyproject.toml

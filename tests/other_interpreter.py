@@ -14,17 +14,24 @@ import pytest
 LEFT_OUT = {
     "unit/benchmarks/": "figures, tables and pages, which no server runs",
     "unit/compiler/checking/": "calls of a model, as in tests of models",
+    "unit/compiler/checkpoint/test_tokenizer_check.py": "time and memory limits around tokenizers",
     "unit/compiler/compile/test_pool.py": "processes, signals, time limits; builds compile in workers",
+    "unit/compiler/lowering/test_sampling.py": "arithmetic; bundles of format/ sample as they did when built",
     "unit/compiler/models/": "arithmetic; parity/ computes a model of each family",
     "unit/compiler/native/test_kernel_attention.py": "C++ called by ctypes; parity/ calls it from programs",
+    "unit/compiler/native/test_kernel_library.py": "C++ compilers and what they print",
     "unit/compiler/native/test_kernel_linear.py": "C++ called by ctypes; parity/ calls it from programs",
     "unit/compiler/native/test_kernel_norm.py": "C++ called by ctypes; parity/ calls it from programs",
     "unit/compiler/native/test_kernel_threads.py": "C++ in processes that import no jax",
+    "unit/compiler/pipeline/measure/": "sums over what a model says, as in tests of models",
+    "unit/compiler/pipeline/test_plan.py": "keys and their words; test_run.py builds",
+    "unit/compiler/store/": "files, locks, kills",
     "unit/runtime/bench/": "clocks and tables around calls that other tests make",
-    "unit/runtime/engine/test_metrics.py": "sums of figures",
+    "unit/runtime/engine/": "queues and slots above the calls; format/ generates, test_close.py has threads",
     "unit/runtime/fleet/": "fingerprints compared with each other",
     "unit/runtime/format/test_bounds.py": "sizes and memory of tables that are refused before a load",
     "unit/runtime/format/test_bundle.py": "the spelling of JSON, by our own encoder",
+    "unit/runtime/format/test_fuzz.py": "hostile bytes; test_verify.py has each check",
     "unit/runtime/format/test_layout.py": "files, links and renames, by calls of the operating system",
     "unit/runtime/grammar/": "masks by llguidance",
     "unit/runtime/observe/": "rules and pages, by promtool and Prometheus",
@@ -34,6 +41,8 @@ LEFT_OUT = {
     "unit/runtime/server/page/": "the text of a page",
     "unit/runtime/store/test_receipt.py": "identities of files",
     "unit/runtime/test_corruption.py": "files and digests; test_verify.py has each check",
+    "unit/runtime/text/": "calls of the packages tokenizers and jinja2",
+    "unit/runtime/trust/test_enforcing.py": "signatures by cryptography around a load",
     "unit/test_changed_tests.py": "the text of modules",
     "unit/test_import_graph.py": "the text of modules",
     "unit/test_import_rules.py": "the text of modules",
@@ -44,12 +53,12 @@ RANDOM = {
     "test_any_mix_of_row_counts_equals_single_calls",
     "test_every_right_manifest_is_read_as_it_was_meant",
     "test_random_damage_is_never_served",
+    "test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong",
     "test_whatever_is_passed_gives_a_result_or_an_error_of_prejit",
 }
 """Long tests of random values. Their files have tests with chosen values, which run."""
-ALL_CASES = ("tests/unit/runtime/device/", "tests/unit/runtime/base/", "tests/format/")
-"""Directories of tests that run with all their cases. They touch jaxlib's private interfaces, the standard
-library, or bundles of old formats.
+ALL_CASES = ("tests/unit/runtime/device/test_executable.py", "tests/unit/runtime/base/")
+"""Tests that run with all their cases. They touch jaxlib's private interfaces or the standard library.
 
 Other tests run with their first case only. It shows that the code works there; the other cases have other
 values."""
@@ -62,6 +71,7 @@ FAMILIES = {
 """Tests of all model families, and what of a case's id names the family: its first case runs."""
 
 
+@pytest.hookimpl(trylast=True)  # what `make test` leaves out on each interpreter is left out before
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is left out."""
     seen = set[str]()

@@ -96,6 +96,7 @@ def test_a_slower_bundle_fails_and_an_equal_one_passes(
     assert [d["name"] for d in comparison["deltas"] if d["verdict"] == "worse"] == [quick]
 
 
+@pytest.mark.thorough
 def test_two_bundles_are_measured_in_turns(
     run: Run, bundles: tuple[Path, Path], tmp_path: Path
 ) -> None:

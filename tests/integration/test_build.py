@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.decoders import write_random
+from tests.extent import examples
 from tests.warm import WarmProcess, WarmPython
 
 from prejit.runtime import load
@@ -168,6 +169,7 @@ def test_a_damaged_bundle_and_a_damaged_cache_are_mended_by_the_next_build(
     assert (again["compiled"], again["written"], again["digest"]) == (0, False, built["digest"])
 
 
+@pytest.mark.thorough  # test_chaos.py kills builds as well, and a few of them in every run
 def test_a_build_killed_at_any_moment_leaves_the_old_bundle_or_the_new_one(
     run: Run, warm: WarmPython, project: Path
 ) -> None:
@@ -233,7 +235,13 @@ def test_a_full_disk_is_told_and_loses_nothing(run: Run, built_project: Path, wh
     assert load(project / "out" / "tiny").call("p", x=_ones(3)).tolist() == [6, 6, 6]
 
 
-@pytest.mark.parametrize("closing", ["2>&1 | head -c 1", "2>&-", "2>&- >&-", "2>/dev/full"])
+@pytest.mark.parametrize(
+    "closing",
+    [
+        *("2>&1 | head -c 1", "2>&- >&-"),
+        *(pytest.param(how, marks=pytest.mark.thorough) for how in ("2>&-", "2>/dev/full")),
+    ],
+)
 def test_a_build_whose_stderr_is_closed_ends_and_writes_its_bundle(
     run: Run, project: Path, closing: str
 ) -> None:
@@ -265,7 +273,7 @@ def test_different_builds_into_one_directory_at_once_leave_one_of_them(
         (each / "tiny.toml").write_text(MANIFEST)
         change(each, factor)
         build(run, each)
-    for _ in range(2):
+    for _ in range(examples(1, 2)):
         processes = [start(warm, each, project / "out") for each in projects]
         told = [process.communicate(timeout=300) for process in processes]
         assert [process.returncode for process in processes] == [0] * 4, told

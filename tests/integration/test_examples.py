@@ -20,7 +20,8 @@ EXAMPLES = sorted(at.parent for at in (ROOT / "examples").glob("*/manifest.toml"
 TOLERANCE = {"bayes": 0.05}
 """Greatest differences to jax.jit. The draws of a sampler depend on each other: one bit grows."""
 
-
+SAMPLE = ("diffusion", "physics", "training")
+"""Examples that `make test` builds. test_state_space.py builds the decoder of another one."""
 TRAINER = ROOT / "examples" / "transcriber"
 STEPS = 150
 """Of the transcriber's 700: enough to hear most keys. 35 seconds of CPU time."""
@@ -41,7 +42,14 @@ def transcriber(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return copy, float(done.stdout.splitlines()[-1].partition("%")[0]) / 100
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=names)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(each, marks=() if each.name in SAMPLE else pytest.mark.thorough)
+        for each in EXAMPLES
+    ],
+    ids=names,
+)
 def test_an_example_gives_what_jit_gives(
     example: Path,
     run: Run,
@@ -101,6 +109,7 @@ def test_an_example_is_described_on_one_screen(example: Path) -> None:
     assert "| **prejit** |" in page
 
 
+@pytest.mark.thorough
 def test_the_transcriber_hears_keys(transcriber: tuple[Path, float]) -> None:
     _, right = transcriber
     assert right > 0.4, "63 % when this was written, one of 12 by chance"

@@ -444,6 +444,7 @@ def test_tokens_of_a_model_with_a_sliding_window_depend_on_nothing_but_the_reque
     check_script(mistral, script, calls, lasting)
 
 
+@pytest.mark.thorough
 @examples(10)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_model_with_soft_caps_depend_on_nothing_but_the_request(
@@ -452,6 +453,7 @@ def test_tokens_of_a_model_with_soft_caps_depend_on_nothing_but_the_request(
     check_script(gemma2, script, calls, lasting)
 
 
+@pytest.mark.thorough
 @examples(12)
 @given(script=scripts, calls=steps, lasting=lastings)
 def test_tokens_of_a_trained_llama_depend_on_nothing_but_the_request(
@@ -460,7 +462,13 @@ def test_tokens_of_a_trained_llama_depend_on_nothing_but_the_request(
     check_script(stories260k, script, calls, lasting)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2", "stories260k"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "mistral"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "stories260k")),
+    ],
+)
 def test_greedy_tokens_of_the_models_are_clear(name: str, request: pytest.FixtureRequest) -> None:
     subject = request.getfixturevalue(name)
     for text, length in itertools.product(range(3), LENGTHS):
@@ -503,8 +511,11 @@ def table_of(forms: Mapping[int, str], dtype: str, path: Path) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[("bfloat16", MIXED, False), ("int8", MIXED, True), ("bfloat16", {}, False)],
-    ids=["bfloat16-mixed", "int8-mixed", "bfloat16-kernels"],
+    params=[
+        pytest.param(("int8", MIXED, True), id="int8-mixed"),
+        pytest.param(("bfloat16", MIXED, False), id="bfloat16-mixed", marks=pytest.mark.thorough),
+        pytest.param(("bfloat16", {}, False), id="bfloat16-kernels", marks=pytest.mark.thorough),
+    ],
 )
 def low(
     request: pytest.FixtureRequest,

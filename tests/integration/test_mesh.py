@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.extent import cases
 from tests.ports import free_port
 from tests.quick_compiling import XLA_FLAGS
 
@@ -43,8 +44,8 @@ GPT2 = {
     "eos_token_id": 1,
 }
 MESHES = {
-    "llama": ((1, 2), (2, 1), (2, 2), (4, 2)),
-    "gpt2": ((1, 2), (1, 8)),
+    "llama": cases(((1, 2), (2, 1), (2, 2)), others=[(4, 2)]),
+    "gpt2": cases([(1, 8)], others=[(1, 2)]),
 }
 PROMPTS = [[5, 6, 7], [9], list(range(1, 18)), [33] * 8]  # of chunks of 4: 1, 1, 5 and 2
 NEW_TOKENS = 12
@@ -369,10 +370,10 @@ def cluster(tmp_path: Path) -> Cluster:
 @pytest.mark.parametrize(
     ("name", "mismatch", "source"),
     [
-        ("llama-1x2", False, "loaded"),
+        pytest.param("llama-1x2", False, "loaded", marks=pytest.mark.thorough),
         ("llama-2x1", False, "loaded"),
         ("llama-1x2", True, "compiled"),
-        ("llama-one", False, "loaded"),
+        pytest.param("llama-one", False, "loaded", marks=pytest.mark.thorough),
         ("llama-one", True, "compiled"),
     ],
 )

@@ -21,6 +21,7 @@ import pytest
 import schemathesis
 from hypothesis import strategies as st
 from schemathesis import checks as schemathesis_checks
+from tests.extent import examples
 from tests.unit.runtime.server.running import Running, running, wait_for
 
 from prejit.runtime import load
@@ -941,7 +942,7 @@ def test_no_value_of_a_field_is_an_internal_error(
     names = [each.name for each in msgspec.structs.fields(REQUESTS[path]) if each.name != "model"]
 
     @hypothesis.settings(
-        max_examples=120,
+        max_examples=examples(40, 120),
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),

@@ -161,7 +161,13 @@ class Subject:
         return self.example == "state_space"
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "state_space",
+        pytest.param("mixture_of_experts", marks=pytest.mark.thorough),
+    ],
+)
 def subject(request: pytest.FixtureRequest, paths: Callable[[str], Path]) -> Subject:
     bundle = load(paths(request.param), on_mismatch="error")
     return Subject(request.param, bundle, Plain(example_model(request.param)))
@@ -371,7 +377,11 @@ def test_another_machine_compiles_the_same_text(paths: Callable[[str], Path]) ->
 
 @pytest.mark.parametrize(
     ("example", "dtype"),
-    [("state_space", "bfloat16"), ("state_space", "int8"), ("mixture_of_experts", "int8")],
+    [
+        ("state_space", "int8"),
+        pytest.param("state_space", "bfloat16", marks=pytest.mark.thorough),
+        pytest.param("mixture_of_experts", "int8", marks=pytest.mark.thorough),
+    ],
 )
 def test_narrow_matrices_write_what_their_values_in_float32_write(
     example: str, dtype: str, run: Run, tmp_path: Path

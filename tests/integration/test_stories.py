@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.extent import cases
 
 from prejit.runtime import Fingerprint, Sampling, load
 from prejit.runtime.base.typed_json import to_json
@@ -30,6 +31,8 @@ V2_ONLY = (
     "sse3",
 )
 
+TARGETS = cases(["cpu-host", "cpu-x86-64-v3"], others=["cpu-x86-64-v2"])
+
 
 @pytest.fixture(scope="module")
 def bundles(
@@ -39,7 +42,7 @@ def bundles(
     directory = tmp_path_factory.mktemp("stories")
     made = {}
     buckets = {"batch": (1, 4), "context": (64, 256)}
-    for target in ("cpu-host", "cpu-x86-64-v2", "cpu-x86-64-v3"):
+    for target in TARGETS:
         manifest = write_manifest(
             directory / f"{target}.toml",
             stories[0],
@@ -63,7 +66,7 @@ def generate(run: Run, bundle: Path, stories: Stories, *arguments: str) -> dict[
     return result
 
 
-@pytest.mark.parametrize("target", ["cpu-host", "cpu-x86-64-v2", "cpu-x86-64-v3"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_fresh_process_writes_the_published_text(
     run: Run, bundles: dict[str, Path], stories: Stories, target: str
 ) -> None:

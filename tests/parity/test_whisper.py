@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.extent import every_second
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
 from prejit.compiler.models import config_file, registry
@@ -28,7 +29,7 @@ Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def named(chosen: Iterable[Case]) -> Any:
-    return pytest.mark.parametrize("case", list(chosen), ids=lambda case: case.name)
+    return pytest.mark.parametrize("case", every_second(chosen), ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")

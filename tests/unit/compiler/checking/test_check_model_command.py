@@ -110,7 +110,10 @@ def test_an_error_of_the_model_has_the_line_of_its_code(
     assert f"({directory}/model.py, line {line + 1})" in printed
 
 
-@pytest.mark.parametrize("example", ["state_space", "mixture_of_experts"])
+@pytest.mark.parametrize(
+    "example",
+    ["state_space", pytest.param("mixture_of_experts", marks=pytest.mark.thorough)],
+)
 def test_the_models_of_the_examples_keep_the_rules(
     example: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +125,7 @@ def test_the_models_of_the_examples_keep_the_rules(
     assert main(["check-model", "example:model"]) == 0, capsys.readouterr()
 
 
+@pytest.mark.thorough
 def test_a_module_of_linen_is_checked_with_its_params(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

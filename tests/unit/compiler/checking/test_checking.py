@@ -147,7 +147,13 @@ def test_a_model_that_takes_one_size_of_sources_needs_no_mask() -> None:
     assert refused.change.startswith("give --source N if the model takes sources of N places only")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "t5", "whisper"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("gpt2", "t5"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma2", "whisper")),
+    ],
+)
 def test_our_families_keep_the_rules(family: str, tmp_path: Path) -> None:
     case = next(
         case

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import export
+from tests.extent import every_second, examples
 
 from prejit.compiler.lowering.sampling import (
     TOP_LOGPROBS,
@@ -143,7 +144,7 @@ samplings = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(40, 200))
 @given(
     rows=st.tuples(samplings, samplings, samplings),
     text=st.tuples(*[st.lists(st.integers(0, V - 1), max_size=9)] * 2),
@@ -220,7 +221,7 @@ PROCESSORS["all"] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", every_second(PROCESSORS))
 def test_draws_follow_the_distribution_of_the_reference(name: str) -> None:
     options = {"temperature": 1.0, **PROCESSORS[name]}
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)
@@ -489,7 +490,7 @@ def test_sampling_lowers_once_for_every_platform() -> None:
         assert (shape.shape, shape.dtype) == (value.shape, value.dtype)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(15, 50))
 @given(words=st.tuples(*[st.integers(0, 2**32 - 1)] * 4))
 def test_random_bits_are_those_of_threefry(words: tuple[int, ...]) -> None:
     from jax.extend.random import threefry_2x32
@@ -499,7 +500,7 @@ def test_random_bits_are_those_of_threefry(words: tuple[int, ...]) -> None:
     assert int(ours) == int(threefry_2x32(key, counter)[0])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, 25))
 @given(seed=st.integers(0, 2**32 - 1), penalised=st.booleans(), greedy=st.booleans())
 def test_choosing_after_several_tokens_is_choosing_after_each(
     seed: int, penalised: bool, greedy: bool

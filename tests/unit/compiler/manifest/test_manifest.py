@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.manifest.manifest import Generate, Manifest
 from prejit.compiler.manifest.reading import read_manifest
@@ -633,7 +634,7 @@ def manifests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(data=manifests())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 def test_every_right_manifest_is_read_as_it_was_meant(
     directory: Path, data: dict[str, Any]
 ) -> None:
@@ -674,7 +675,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @given(data=manifests(), draw=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 def test_a_manifest_with_one_thing_changed_is_read_or_refused(
     directory: Path, data: dict[str, Any], draw: st.DataObject
 ) -> None:
@@ -699,7 +700,7 @@ def test_a_manifest_with_one_thing_changed_is_read_or_refused(
     length=st.integers(0, 12),
     inserted=st.text("[]{}\"'=.,#\n\\ab1-\0\N{EURO SIGN}", max_size=4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 def test_a_manifest_with_its_text_damaged_is_read_or_refused(
     directory: Path, at: int, length: int, inserted: str
 ) -> None:

@@ -18,6 +18,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.campaigns.junk import mutated, to_json
+from tests.extent import examples
 from tests.parity.cases import cases
 from tests.parity.encoder_cases import cases as encoder_cases
 from tests.parity.t5_cases import cases as t5_cases
@@ -85,7 +86,7 @@ LONGROPE = {
 _LONGEST = "1" + "0" * 5000
 
 families = pytest.mark.parametrize("family", CONFIGS)
-quick = partial(settings, deadline=None, derandomize=True, max_examples=25)
+quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(10, 25))
 
 
 class Model:
@@ -223,7 +224,7 @@ def test_what_lies_behind_a_token_in_the_cache_counts_for_nothing(family: str) -
 
 
 @families
-@pytest.mark.parametrize("batch", [1, 2, 65])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.thorough), 65])
 def test_decode_and_prefill_update_a_donated_cache_in_place(family: str, batch: int) -> None:
     small = model(family)
     slots = 512
@@ -583,7 +584,7 @@ _MORE = (
 
 
 # Not drawn from st.data(), which prints what is drawn: lists of 2,000 levels.
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=examples(50, 150))
 @given(
     drawn=st.sampled_from([*_DECODERS.items(), *_ENCODERS.items()]).flatmap(
         lambda kind: st.tuples(st.just(kind[0]), mutated(kind[1], _MORE))

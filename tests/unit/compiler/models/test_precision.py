@@ -14,6 +14,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tests.extent import examples
 
 from prejit.compiler.lowering.decoder import lower_decoder
 from prejit.compiler.manifest.specs import ProgramSpec
@@ -33,7 +34,7 @@ Arrays = np.ndarray[Any, Any]
 
 CONTEXT = 24
 LARGEST = float(np.finfo(np.float32).max)
-quick = partial(settings, deadline=None, derandomize=True, max_examples=60)
+quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(20, 60))
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 
 

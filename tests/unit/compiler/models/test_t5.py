@@ -16,6 +16,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tests.extent import examples
 from tests.parity.t5_cases import Case
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
@@ -124,7 +125,7 @@ def model(written: Path) -> Model:
 chunked = st.lists(st.integers(1, BLOCK), min_size=1).filter(lambda sizes: sum(sizes) <= CONTEXT)
 
 
-@settings(deadline=None, derandomize=True, max_examples=12)
+@settings(deadline=None, derandomize=True, max_examples=examples(5, 12))
 @given(chunks=chunked, seed=st.integers(0, 9))
 def test_any_split_into_chunks_gives_the_logits_of_one_pass(
     model: Model, chunks: list[int], seed: int

@@ -16,6 +16,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tests.extent import examples
 from tests.parity.whisper_cases import cases
 
 from prejit.compiler.checkpoint.checkpoint import open_checkpoint
@@ -54,7 +55,7 @@ CONFIG = {
     "decoder_start_token_id": 1,
 }
 
-quick = partial(settings, deadline=None, derandomize=True, max_examples=25)
+quick = partial(settings, deadline=None, derandomize=True, max_examples=examples(10, 25))
 
 
 class Model:

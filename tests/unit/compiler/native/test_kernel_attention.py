@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.models.encoders.sentence import attention as encoder_form
 from prejit.compiler.models.layers.attention import NewTokens
@@ -30,7 +31,9 @@ TOLERANCE = 3e-6
 """Of means of values between -3 and 3, where scores are exact: what errs is softmax and sums."""
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(LEVELS[0], marks=pytest.mark.thorough), *LEVELS[1:]]
+)
 def kernels(request: pytest.FixtureRequest, build_cache: Path) -> ctypes.CDLL:
     """The library of a level, as bundles have it."""
     return kernel_builds.product_library(request.param, build_cache)
@@ -211,7 +214,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(cases)
 def test_attention_of_any_size_is_what_numpy_makes_of_it(kernels: ctypes.CDLL, case: Case) -> None:
     out, keys, values = run(case, kernels)
@@ -421,7 +424,7 @@ def encode(
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 3),
@@ -461,7 +464,9 @@ def test_an_encoder_agrees_with_the_form_that_xla_compiles(kernels: ctypes.CDLL)
     assert_close(found[1, :77], expected[1, :77])
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize(
+    "sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.thorough)]
+)
 def test_sanitizers_find_nothing(sanitizers: str, tmp_path: Path) -> None:
     names = ("attention.cc", "encoder_attention.cc", "threads.cc")
     driver = kernel_builds.sanitized(DRIVER, names, sanitizers, tmp_path / "driver")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.native.library import SOURCES
 from prejit.runtime.machine.fingerprint import Fingerprint
@@ -46,7 +47,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctype
 @pytest.fixture(
     scope="module",
     params=[
-        *((level, "float32") for level in LEVELS),
+        pytest.param((LEVELS[0], "float32"), marks=pytest.mark.thorough),
+        *((level, "float32") for level in LEVELS[1:]),
         *((LEVELS[-1], multiplier) for multiplier in MULTIPLIERS[1:]),
     ],
     ids=" ".join,
@@ -191,7 +193,7 @@ def drawn(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 @given(data=st.data())
 def test_odd_sizes_and_flags_give_what_numpy_gives(
     kernels: ctypes.CDLL, data: st.DataObject
@@ -389,8 +391,11 @@ def test_wrong_arguments_are_an_error_and_no_crash(kernels: ctypes.CDLL) -> None
 
 @pytest.mark.parametrize(
     ("sanitizers", "ways"),
-    [("address,undefined", [[], ["fork"]]), ("thread", [[]])],  # which does not follow a fork
-    ids=["address", "thread"],
+    [
+        pytest.param("address,undefined", [[], ["fork"]], id="address"),
+        # It does not follow a fork.
+        pytest.param("thread", [[]], id="thread", marks=pytest.mark.thorough),
+    ],
 )
 def test_sanitizers_find_nothing(sanitizers: str, ways: list[list[str]], tmp_path: Path) -> None:
     sources = {each.name for each in SOURCES.glob("linear*.cc")} - {"linear_ffi.cc"}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime import (
     Bundle,
@@ -215,7 +216,7 @@ def test_every_argument_may_be_any_of_these_values(bundles: dict[str, Bundle], m
 
 
 @pytest.mark.usefixtures("calls_alone")
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300, 1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
     bundles: dict[str, Bundle], call: tuple[str, Held, dict[str, Held]]
@@ -224,7 +225,7 @@ def test_whatever_is_passed_gives_a_result_or_an_error_of_prejit(
     attempt(bundles, method, first.value, {name: option.value for name, option in held.items()})
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50, 200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(VALUES)
 def test_whatever_a_batch_a_session_and_load_get_they_say_what_is_wrong(
     bundle: Bundle, held: Held

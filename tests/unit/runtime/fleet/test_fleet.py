@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.compiler.manifest.reading import read_manifest
 from prejit.runtime import __main__
@@ -152,7 +153,7 @@ TARGETS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(TARGETS, st.lists(MACHINES, min_size=1, max_size=30))
 def test_with_what_is_advised_every_machine_matches(
     targets: list[tuple[str, Requirement]], machines: list[Fingerprint]
@@ -176,7 +177,7 @@ def test_with_what_is_advised_every_machine_matches(
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(TARGETS, st.lists(MACHINES, min_size=1, max_size=8))
 def test_no_fewer_targets_would_do(
     targets: list[tuple[str, Requirement]], machines: list[Fingerprint]
@@ -222,7 +223,7 @@ def _alike(machine: Fingerprint) -> Target:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=9))
 def test_the_fewest_sets_are_the_fewest(masks: list[int]) -> None:
     chosen, exact = fewest_sets(masks)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.base.typed_json import MAX_INTEGER, from_json, to_json
@@ -123,7 +124,7 @@ st.register_type_strategy(
     ),
 )
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=examples(30, 60), deadline=None)
 
 
 @pytest.fixture(scope="module")

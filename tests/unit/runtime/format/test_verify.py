@@ -21,6 +21,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 from tests.format import second_reader
 from tests.layouts import blob, index_file, index_of, write_files, write_root
 
@@ -1249,7 +1250,7 @@ def starts(decoder: Any) -> tuple[int, ...]:
     return decoder.start_token_ids or ()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["v2/decoder", "v3/decoder", "v5/decoder", "v5/reader"])
 def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
@@ -1294,7 +1295,7 @@ def test_7_whatever_a_program_table_says_the_engine_finds_what_it_wants(
     assert all(0 <= token < config.decoder.vocab_size for token in starts(config.decoder))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(data=st.data())
 def test_7_whatever_a_program_table_says_an_encoder_finds_its_programs(
     data: st.DataObject,
@@ -1897,7 +1898,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(header=st.dictionaries(st.text(max_size=4), entries | json_values, max_size=4))
 def test_10_whatever_a_header_says_its_arrays_lie_in_the_file(header: dict[str, Any]) -> None:
     """Either it is rejected, or NumPy makes every array of it: no other error, no other memory."""

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime.errors import PrejitWarning, UsageError
 from prejit.runtime.format.arrays import Mesh
@@ -183,7 +184,7 @@ def test_what_xla_refused_is_replaced_and_nothing_else_is() -> None:
 
 
 @settings(
-    max_examples=300,
+    max_examples=examples(60, 300),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(where=st.floats(0, 1, exclude_max=True), bits=st.integers(1, 255), cut=st.booleans())

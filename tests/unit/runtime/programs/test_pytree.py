@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.extent import examples
 
 from prejit.runtime.format import trees
 from prejit.runtime.format.trees import NONE, Leaf, Node, Tree
@@ -56,13 +57,13 @@ leaves = st.just(Leaf()) | st.just(Leaf("threefry2x32")) | st.just(NONE)
 any_tree = st.recursive(leaves, nodes, max_leaves=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(tree=any_tree)
 def test_a_tree_survives_its_text(tree: Tree) -> None:
     assert trees.parse(trees.to_text(tree)) == tree
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(tree=any_tree)
 def test_values_survive_being_nested_and_flattened(tree: Tree) -> None:
     count = sum(1 for _ in trees.leaves(tree))
@@ -71,7 +72,7 @@ def test_values_survive_being_nested_and_flattened(tree: Tree) -> None:
     assert pytree.flatten(tree, value) == list(range(count))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(text=st.text(max_size=30) | st.from_regex(r'\["(list|dict|record|node)",[\[\]",*a-z]{0,12}'))
 def test_other_texts_are_refused_with_one_error(text: str) -> None:
     try:
