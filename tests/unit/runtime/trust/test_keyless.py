@@ -19,10 +19,8 @@ from tests.signers import key_table, signer
 
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.decision import Decision, TrustTarget, decide
-from prejit.runtime.trust.dsse import encode_bundle, read_bundle
-from prejit.runtime.trust.keyless import TrustedIdentity, verify
+from prejit.runtime.trust.dsse import encode_bundle
 from prejit.runtime.trust.policy import Policy, parse_policy, read_policy
-from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
     PROVENANCE_PREDICATE,
     SignedSubject,
@@ -75,31 +73,6 @@ def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject: str) -> No
     decision = decided(SIGSTORE.sign(STATEMENTS[subject]))
     assert decision.is_allowed, decision.refusal
     assert decision.signers == ("ci",)
-
-
-def test_a_signature_that_sigstore_made_is_verified() -> None:
-    """From the tests of the package (Apache 2.0): by GitHub, with an entry of Rekor v2 and a time stamp."""
-    directory = Path(__file__).parent / "sigstore_staging"
-    content = (directory / "signature.json").read_bytes()
-    envelope = read_bundle(content)
-    repository = "sigstore-conformance/extremely-dangerous-public-oidc-beacon"
-    workflow = ".github/workflows/extremely-dangerous-oidc-beacon.yml@refs/heads/main"
-    signer = TrustedIdentity(
-        "ci",
-        f"https://github.com/{repository}/{workflow}",
-        "https://token.actions.githubusercontent.com",
-        (directory / "trusted_root.json").read_bytes(),
-        "here",
-    )
-    verify(content, envelope, signer)
-    assert json.loads(envelope.payload)["subject"][0]["name"] == "a.txt"
-    for change in (
-        signer._replace(identity=signer.identity.replace("main", "other")),
-        signer._replace(issuer=ISSUER),
-        signer._replace(root=json.dumps(SIGSTORE.trusted_root()).encode()),
-    ):
-        with pytest.raises(RefusedError):
-            verify(content, envelope, change)
 
 
 def test_it_counts_long_after_the_certificate_has_expired() -> None:
