@@ -120,8 +120,8 @@ fuzz: $(READY) ## 100,000 hostile bundles through the checks, 2,000 through load
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	PREJIT_FUZZ_SECONDS=120 $(BIN)/python -m tests.campaigns.parser_fuzz
 
-chaos: $(READY) ## a build, load, fallback and gc that break at every call on their files (2 hours); writes its figures
-	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py
+chaos: $(READY) ## commands that break at every call on their files, and races of processes (3 hours); writes its figures
+	PREJIT_CHAOS_EXAMPLES=100000 $(BIN)/python -m pytest tests/campaigns/test_chaos.py tests/campaigns/test_races.py
 
 soak: $(READY) ## a server under mixed load for 8 minutes, then its log again (13 minutes); writes its figures
 	PREJIT_SOAK_SECONDS=480 $(BIN)/python -m pytest tests/campaigns/test_serving.py

@@ -10,6 +10,7 @@
  *   FAULTS_AT      the number of the call that fails, from 1; 0: none
  *   FAULTS_ERRNO   what it fails with; 0: SIGKILL to the whole process group instead
  *   FAULTS_LASTS   1: that call and every later one of the same name fail
+ *   FAULTS_CLOCK   by how many seconds the clock of programs is wrong; that of the kernel, which dates files, is not
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -27,6 +28,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/types.h>
 #include <time.h>
 #include <sys/uio.h>
@@ -42,6 +44,7 @@ static char root[PATH_MAX];
 static size_t root_length;
 static long fails_at;
 static int fails_with, lasts, log_file = -1;
+static long clock_ahead;
 
 #define REAL(result, name, ...)                        \
     static result (*real)(__VA_ARGS__);                \
@@ -64,6 +67,7 @@ void faults_begin(void) {
     root_length = strlen(root);
     fails_at = (text = getenv("FAULTS_AT")) ? atol(text) : 0;
     fails_with = (text = getenv("FAULTS_ERRNO")) ? atoi(text) : 0;
+    clock_ahead = (text = getenv("FAULTS_CLOCK")) ? atol(text) : 0;
     lasts = (text = getenv("FAULTS_LASTS")) && *text == '1';
     if ((text = getenv("FAULTS_LOG"))) log_file = plain_open(text, O_WRONLY | O_APPEND | O_CREAT);
     shared = mapped;
@@ -208,4 +212,25 @@ DIR *opendir(const char *path) {
     REAL(DIR *, "opendir", const char *);
     if (FAILS_PATH("list", AT_FDCWD, path)) return NULL;
     return real(path);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    REAL(int, "clock_gettime", clockid_t, struct timespec *);
+    int failed = real(clock, now);
+    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += clock_ahead;
+    return failed;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    REAL(int, "gettimeofday", struct timeval *restrict, void *restrict);
+    int failed = real(now, zone);
+    if (!failed) now->tv_sec += clock_ahead;
+    return failed;
+}
+
+time_t time(time_t *into) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (into) *into = now.tv_sec;
+    return now.tv_sec;
 }

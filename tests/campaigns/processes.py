@@ -14,8 +14,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,13 @@ class Outcome:
     growth_bytes: int
 
 
+def fork_server() -> ForkServerContext:
+    """Return what makes forks of the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
 def run(
     function: Callable[[Any], int], argument: Any, directory: Path, *, limit_seconds: float
 ) -> Outcome:
@@ -57,8 +66,7 @@ def run(
         directory: the working directory of the process, and where its output is kept.
         limit_seconds: after this time the process and its children are killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context = fork_server()
     for name in ("stdout", "stderr", "growth.json"):
         (directory / name).unlink(missing_ok=True)
     process = context.Process(target=_child, args=(function, argument, str(directory)))
@@ -78,6 +86,19 @@ def run(
         seconds,
         json.loads(growth.read_text()) if growth.exists() else 0,
     )
+
+
+@contextmanager
+def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path) -> Iterator[None]:
+    """Run a function in a fork for as long as a block lasts, then kill it. Arguments as of `run`."""
+    context = fork_server()
+    process = context.Process(target=_child, args=(function, argument, str(directory)))
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 def _child(function: Callable[[Any], int], argument: Any, directory: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.decoders import write_random
 from tests.extent import sampled
-from tests.unit.compiler.store.shared.fixtures import http_place, private_key, private_pem
+from tests.unit.compiler.sharing.fixtures import http_place, private_key, private_pem
 from tests.warm import WarmPython
 
 MANIFEST = """

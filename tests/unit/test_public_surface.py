@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 RUNTIME = """
-Axis Batch Bundle ClosedError ContextError DeadlineError Defaults EncodeStats Encoded Engine EngineMetrics
-ExecutableError FallbackWarning Fingerprint JitStats Logprob MismatchError Options Piece PolicyError Prefix
-PrejitError PrejitWarning QueueFullError RejectError Request Result Sampling Session StartReport Stats
-StoreError Stream Token TruncationWarning UntrustedError UntrustedWarning UsageError Usage fallback_counts
-jit load
+AnswerError Axis Batch Bundle CheckedAnswer ClosedError ContextError DeadlineError Defaults EncodeStats
+Encoded Engine EngineMetrics ExecutableError FallbackWarning Fingerprint JitStats Logprob MismatchError
+Options Piece PolicyError Prefix PrejitError PrejitWarning QueueFullError RejectError Request Result
+Sampling Session StartReport Stats StoreError Stream Token TruncationWarning UntrustedError
+UntrustedWarning Usage UsageError fallback_counts jit load
 """
 COMPILER = """
 BuildError Built BundleTable CheckpointError Encode Generate GpuTable Library Manifest ManifestError Mesh

@@ -16,10 +16,10 @@ from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned
 from prejit.compiler.pipeline.run import Built
 from prejit.compiler.pipeline.run import build as run_build
 from prejit.compiler.progress import Progress, Quiet, open_progress
+from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.settings import read_stores
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.interface import Store
-from prejit.compiler.store.shared.layered import LayeredStore
-from prejit.compiler.store.shared.settings import read_stores
 from prejit.runtime.device._jaxlib import Dispatch
 from prejit.runtime.errors import ManifestError, UsageError
 from prejit.runtime.jitted.calls import Parameters

@@ -104,7 +104,7 @@ def _files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Foun
             reason = "left behind" if remove_abandoned(path, dry_run=dry_run) else None
         elif contents is None:
             reason = "damaged"
-        elif seen.st_mtime < before and path.name not in named:
+        elif _last_use(path, seen, dry_run) < before and path.name not in named:
             reason = "not used"
         if reason and kind != "temporary files" and not dry_run:
             reason = reason if cache.remove_unchanged(path, seen) else None
@@ -113,12 +113,28 @@ def _files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Foun
         yield Found(kind, str(path), seen.st_size, reason)
 
 
+def _last_use(path: Path, seen: os.stat_result, dry_run: bool) -> float:
+    """Return when a file was last used, in seconds since 1970.
+
+    A time in the future is of a clock that was wrong. The file gets the time of now, so that it grows old.
+    """
+    now = time.time()
+    if seen.st_mtime <= now + _DAY_SECONDS:
+        return seen.st_mtime
+    if not dry_run:
+        with suppress(OSError):
+            os.utime(path)
+    return now
+
+
 def _compiler_files(cache: DirectoryStore, before: float, dry_run: bool) -> Iterator[Found]:
     """Yield zig's own cache, 50 s of compiling for each CPU level, which is removed whole or not at all."""
-    files = [path.stat() for path in (cache.root / ZIG).rglob("*") if path.is_file()]
-    if not files:
+    paths = [path for path in (cache.root / ZIG).rglob("*") if path.is_file()]
+    if not paths:
         return
-    reason = "not used" if max(file.st_mtime for file in files) < before else None
+    files = [path.stat() for path in paths]
+    last_use = max(_last_use(*file, dry_run) for file in zip(paths, files, strict=True))
+    reason = "not used" if last_use < before else None
     if reason and not dry_run:
         shutil.rmtree(cache.root / ZIG, ignore_errors=True)  # the next collection removes the rest
     yield Found("compiler files", str(cache.root / ZIG), sum(f.st_size for f in files), reason)
@@ -141,7 +157,8 @@ def _environment(path: Path, before: float, dry_run: bool) -> Found:
     reason = None
     with suppress(BlockingIOError), environments.locked(path, wait=False):
         try:
-            idle = (path / environments.MARKER).stat().st_mtime < before
+            marker = path / environments.MARKER
+            idle = _last_use(marker, marker.stat(), dry_run) < before
         except FileNotFoundError:
             reason = "half made"
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler import cli
+from prejit.compiler import cli, garbage
 from prejit.compiler.garbage import Collection, collect
 from prejit.compiler.store.directory import ZIG, DirectoryStore
 from prejit.compiler.store.key import Key
@@ -112,6 +112,34 @@ def test_what_is_looked_up_every_day_stays_for_ever(root: Path) -> None:
     assert DirectoryStore.open(root).last_key("compile", "old") == OLD, (
         "a miss could not be explained"
     )
+
+
+def test_files_of_a_clock_that_was_wrong_grow_old_from_now_on(root: Path) -> None:
+    age(root, -5000)
+    assert gone(collect(root, days=30, dry_run=True)) == {}
+    assert min(path.stat().st_mtime for path in root.rglob("*.json")) > time.time() + 86_400
+    assert gone(collect(root, days=30)) == {}
+    age(root, 31)
+    assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
+
+
+def test_a_lookup_corrects_a_time_in_the_future(root: Path) -> None:
+    age(root, -5000)
+    assert DirectoryStore.open(root).get(OLD) is not None
+    assert max(path.stat().st_mtime for path in root.rglob("*.json")) < time.time() + 3600
+
+
+def test_a_clock_that_jumps_forward_costs_a_running_build_nothing_but_compiles(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DirectoryStore.open(root)  # a build runs
+    later = time.time() + 400 * 86_400
+    with monkeypatch.context() as patch:
+        patch.setattr(garbage.time, "time", lambda: later)
+        assert gone(collect(root, days=30)) == {"results": 1, "contents": 2, "reasons": 1}
+    assert cache.get(OLD) is None
+    store(cache, OLD, b"old")
+    assert cache.get(OLD, verify=True) == {"key": "old"}
 
 
 def test_a_lookup_writes_nothing_while_the_last_is_recent(root: Path) -> None:

@@ -22,7 +22,7 @@ from prejit.runtime.format.names import REF_NAME
 from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Descriptor
-from prejit.runtime.format.writing import EMPTY, Part, attach
+from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
 from prejit.runtime.trust.dsse import (
     BUNDLE_MEDIA_TYPE,
     MAX_ENVELOPE_BYTES,
@@ -96,6 +96,8 @@ def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
         layer = Part(BUNDLE_MEDIA_TYPE, content)
         attach(path, descriptors[subject], BUNDLE_MEDIA_TYPE, EMPTY, [layer], annotations)
         added += 1
+    # The signature is of every file in the directory.
+    remove_abandoned(path)
     beside = path.resolve().with_name(f"{path.resolve().name}.sig")
     write_file(beside, model_signature(path, signer))
     return Signed(digest, tuple(statements), added, beside, signer.id)

@@ -13,7 +13,6 @@ from prejit.compiler.store.files import (
     discard,
     opened,
     reading,
-    remove_damaged,
     writing,
 )
 from prejit.runtime.base.digests import digest_of, is_digest
@@ -55,7 +54,7 @@ class StoreBlobs:
             content = file.read()
             if digest_of(content) == digest:
                 return content
-            remove_damaged(path, file)
+            self._files.remove_damaged(path, file)
             return None
 
     def verify(self, digest: str) -> bool:
@@ -70,7 +69,7 @@ class StoreBlobs:
                 return False
             if f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest:
                 return True
-            remove_damaged(path, file)
+            self._files.remove_damaged(path, file)
             return False
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from prejit.compiler.store.blobs import FileBlobWriter, StoreBlobs
-from prejit.compiler.store.files import Files, discard, parse_json, read_json, size_of, writing
+from prejit.compiler.store.files import Files, discard, parse_json, size_of, writing
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
@@ -180,7 +180,7 @@ class DirectoryStore:
 
     def get(self, key: Key, *, verify: bool = False) -> dict[str, Any] | None:
         """See `Store.get`."""
-        body = read_json(self._action(key))
+        body = self._files.read_json(self._action(key))
         if body is None or body["ingredients"] != [list(pair) for pair in key.ingredients]:
             return None
         self._note_use(key, body["blobs"])  # first: `prejit gc` spares what was just used
@@ -202,7 +202,7 @@ class DirectoryStore:
 
     def last_key(self, kind: str, name: str) -> Key | None:
         """See `Store.last_key`."""
-        body = read_json(self._last(kind, name))
+        body = self._files.read_json(self._last(kind, name))
         if body is None or (body["kind"], body["name"]) != (kind, name):
             return None
         return Key(kind, name, tuple((name, value) for name, value in body["ingredients"]))
@@ -246,7 +246,8 @@ class DirectoryStore:
     def _note_use(self, key: Key, blobs: Iterable[str]) -> None:
         action = self._action(key)
         with suppress(OSError):  # a store that we may only read, or a blob that is missing
-            if time.time() - action.stat().st_mtime > _NOTE_SECONDS:
+            # A time in the future is of a clock that was wrong.
+            if abs(time.time() - action.stat().st_mtime) > _NOTE_SECONDS:
                 for path in (action, *map(self._blobs.path, blobs), self._last(key.kind, key.name)):
                     os.utime(path)
 

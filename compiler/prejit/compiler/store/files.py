@@ -90,16 +90,25 @@ class Files:
             raise
         self.commit(file, path)
 
+    def read_json(self, path: Path) -> dict[str, Any] | None:
+        """Return what `write_json` wrote; None: there is no file, or it was damaged and is deleted now."""
+        with reading(path), opened(path) as file:
+            if file is None:
+                return None
+            body = parse_json(file.read())
+            if body is None:
+                self.remove_damaged(path, file)
+            return body
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return what `Files.write_json` wrote; None: there is no file, or it was damaged and is deleted now."""
-    with reading(path), opened(path) as file:
-        if file is None:
-            return None
-        body = parse_json(file.read())
-        if body is None:
-            remove_damaged(path, file)
-        return body
+    def remove_damaged(self, path: Path, file: BufferedReader) -> None:
+        """Delete a file, unless another process has replaced it meanwhile.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        with suppress(FileNotFoundError), self.changing_names(shared=False):
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                path.unlink()
 
 
 def parse_json(stored: bytes) -> dict[str, Any] | None:
@@ -141,13 +150,6 @@ def remove_abandoned(path: Path, *, dry_run: bool = False) -> bool:
             path.unlink()
         return True
     return False
-
-
-def remove_damaged(path: Path, file: BufferedReader) -> None:
-    """Delete a file, unless another process has replaced it meanwhile."""
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-            path.unlink()
 
 
 @contextmanager

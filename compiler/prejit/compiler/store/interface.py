@@ -1,6 +1,6 @@
 """The interface of a store of results.
 
-`directory.DirectoryStore` keeps results in a directory; `shared.layered.LayeredStore` has stores that many
+`directory.DirectoryStore` keeps results in a directory; `sharing.layered.LayeredStore` has stores that many
 machines share behind it.
 
 A result is JSON under the key of everything that decides it. Large contents (programs, executables, weights)

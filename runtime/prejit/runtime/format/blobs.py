@@ -23,15 +23,11 @@ from prejit.runtime.base.process import Span, span
 from prejit.runtime.base.verity import measure
 from prejit.runtime.errors import RejectError, StoreError
 from prejit.runtime.format.checks import layers as layer_checks
-from prejit.runtime.format.layout import Layout
+from prejit.runtime.format.layout import ATTEMPTS, Layout
 from prejit.runtime.format.root import Root, read_root
 from prejit.runtime.format.schema import Chunks, Descriptor, ImageManifest, Segment
 from prejit.runtime.format.verification import VERIFIED, Job, Verification
 from prejit.runtime.store.receipts import Receipts
-
-_ATTEMPTS = 20
-"""How often a bundle may be replaced while it is read. Opening all files takes milliseconds, a build takes
-seconds."""
 
 _T = TypeVar("_T")
 
@@ -321,7 +317,7 @@ def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Root], _T])
         StoreError: the directory cannot be opened, or a build replaces it again and again.
         RejectError: the bundle is damaged.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         with Layout(path) as layout:
             try:
                 return read(layout, read_root(layout))
@@ -329,7 +325,7 @@ def read_whole(path: str | os.PathLike[str], read: Callable[[Layout, Root], _T])
                 if not layout.is_replaced():
                     raise
     raise StoreError(
-        f"{os.fspath(path)}: cannot read a bundle: it was replaced {_ATTEMPTS} times meanwhile",
+        f"{os.fspath(path)}: cannot read a bundle: it was replaced {ATTEMPTS} times meanwhile",
         hint="wait until the builds that write to this directory are done, then try again",
     )
 

@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 19
 """Maximum length of the results of one golden answer as text."""
 
 
-class Sampled(NamedTuple):
+class GoldenResult(NamedTuple):
     """The golden values of one result.
 
     Attributes:
@@ -49,7 +49,7 @@ def is_results(text: str) -> bool:
     return len(text) <= MAX_BYTES and _RESULTS.fullmatch(text) is not None
 
 
-def parse_results(text: str) -> tuple[Sampled | None, ...]:
+def parse_results(text: str) -> tuple[GoldenResult | None, ...]:
     """Return the golden values of each result; None: it is not compared.
 
     Args:
@@ -58,23 +58,23 @@ def parse_results(text: str) -> tuple[Sampled | None, ...]:
     return tuple(map(_parse, text.split(" "))) if text else ()
 
 
-def format_results(results: tuple[Sampled | None, ...]) -> str:
+def format_results(results: tuple[GoldenResult | None, ...]) -> str:
     """Return the text of golden values: the inverse of `parse_results`."""
     return " ".join(map(_format, results))
 
 
-def _parse(word: str) -> Sampled | None:
+def _parse(word: str) -> GoldenResult | None:
     if word == "-":
         return None
     if word[0] == "=":
-        return Sampled(None, 0, tuple(map(int, word[1:].split(","))))
+        return GoldenResult(None, 0, tuple(map(int, word[1:].split(","))))
     exponent, _, values = word.partition(":")
     mean, *samples = values.split(",")
     read = tuple(each if each in ("n", "p", "m") else int(each) for each in samples)
-    return Sampled(int(exponent), int(mean), read)
+    return GoldenResult(int(exponent), int(mean), read)
 
 
-def _format(sampled: Sampled | None) -> str:
+def _format(sampled: GoldenResult | None) -> str:
     if sampled is None:
         return "-"
     samples = ",".join(map(str, sampled.samples))

@@ -22,6 +22,10 @@ from prejit.runtime.base.files import (
 )
 from prejit.runtime.errors import RejectError, StoreError
 
+ATTEMPTS = 20
+"""How often a bundle may be replaced while it is read. Opening all files takes milliseconds, a build takes
+seconds."""
+
 
 @final
 class Layout:
@@ -30,14 +34,27 @@ class Layout:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open the directories, so that later reads use the same ones.
 
+        A directory that is replaced by another meanwhile is opened again.
+
         Raises:
             StoreError: there is no such directory, or it is not permitted.
             RejectError: the directory is not an OCI image layout.
         """
         self.path = Path(path)
         self._directories: list[int] = []
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                self._open()
+                return
+            except RejectError:
+                replaced = self.is_replaced()
+                self.close()
+                if not replaced or not left:
+                    raise
+
+    def _open(self) -> None:
         try:
-            self._root = self._open_directory(os.fspath(path), None)
+            self._root = self._open_directory(os.fspath(self.path), None)
         except OSError as error:
             raise StoreError(
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",
@@ -49,8 +66,8 @@ class Layout:
             self._blobs = self._open_directory("blobs", self._root, os.O_NOFOLLOW)
             self._sha256 = self._open_directory("sha256", self._blobs, os.O_NOFOLLOW)
         except OSError as error:
-            self.close()
             if error.errno in STORE_ERRORS:
+                self.close()
                 raise StoreError(
                     f"{self.path}: cannot open blobs/sha256: {error.strerror}"
                 ) from error
@@ -71,13 +88,15 @@ class Layout:
         try:
             descriptor = os.open("index.json", flags, dir_fd=self._root)
         except OSError:  # reading it later raises the error
-            return self._index_there()
+            return self._index_in(self._root)
         self._directories.append(descriptor)
         return Identity.of(os.fstat(descriptor))
 
-    def _index_there(self) -> Identity | None:
+    def _index_in(self, directory: int | None) -> Identity | None:
+        """Return the identity of the index in an open directory; None: in the one that has the path now."""
+        name = "index.json" if directory is not None else self.path / "index.json"
         try:
-            return Identity.of(os.stat(self.path / "index.json", follow_symlinks=False))
+            return Identity.of(os.stat(name, dir_fd=directory, follow_symlinks=False))
         except OSError:
             return None
 
@@ -88,7 +107,7 @@ class Layout:
         index is the same, the bundle is damaged. If the index is another one, the bundle may have been
         replaced.
         """
-        return self._index_there() != self._index
+        return self._index_in(None) != self._index
 
     def __enter__(self) -> Self:
         return self

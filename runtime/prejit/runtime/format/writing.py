@@ -178,6 +178,17 @@ def attach(
     return at
 
 
+def remove_abandoned(path: Path) -> None:
+    """Remove the temporary files of writers of a bundle that were killed.
+
+    Raises:
+        StoreError: writing is not permitted.
+    """
+    with _locked(path):
+        for file in [*_abandoned(path)]:
+            file.unlink(missing_ok=True)
+
+
 def _check_subject(path: Path, subject: Descriptor) -> set[str]:
     """Check that a bundle has what something shall be attached to. Return the digests that it lists."""
     with Layout(path) as layout:
@@ -236,8 +247,13 @@ def _blobs_of(referrer: Referrer) -> Iterator[str]:
 def _locked(path: Path) -> Iterator[None]:
     """Keep other writers away from a bundle. Where the disk fails, raise StoreError."""
     try:
-        with locking(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)):
-            yield
+        while True:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with locking(descriptor):
+                # Another directory may have been renamed to this path while this one waited for the lock.
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    yield
+                    return
     except OSError as error:
         raise StoreError(f"{path}: cannot write a bundle: {error}") from error
 

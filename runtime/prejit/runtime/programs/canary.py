@@ -25,7 +25,7 @@ from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
     from prejit.runtime.device.executable import Executable
-    from prejit.runtime.programs.golden import Difference
+    from prejit.runtime.programs.golden import Deviation
 
 AXIS = "canary"
 """What `fallback_counts` calls an executable that gives a wrong answer."""
@@ -33,7 +33,7 @@ AXIS = "canary"
 Checks = Literal["off", "one", "all"]
 """Which executables must give their golden answers when they are loaded for the first time on a machine."""
 
-Answer = Callable[[ProgramEntry, "Executable"], "Difference"]
+Answer = Callable[[ProgramEntry, "Executable"], "Deviation"]
 """Runs a program and compares its answer."""
 
 
@@ -165,7 +165,7 @@ class Canary:
             self._suspicious = True
             return kept.difference
 
-    def keep(self, program: ProgramEntry, difference: Difference) -> KeptAnswer:
+    def keep(self, program: ProgramEntry, difference: Deviation) -> KeptAnswer:
         """Keep whether an executable gave its golden answer, and return that."""
         right = difference.share <= 1
         found = "" if right else difference.described()[:2000]

@@ -205,9 +205,7 @@ def _write(path: Path, serialized: bytes, limit: int) -> None:
     size = _DIGEST_BYTES + len(frame)
     if size > limit:
         raise StoreError(f"expected at most PREJIT_COMPILE_CACHE_BYTES={limit}, found {size}")
-    write_file(path, hashlib.sha256(frame).digest() + frame)
-    with contextlib.suppress(FileNotFoundError):  # removed by another process already
-        path.chmod(0o600)
+    write_file(path, hashlib.sha256(frame).digest() + frame, mode=0o600)
 
 
 def _warn_once(directory: Path, error: Exception) -> None:

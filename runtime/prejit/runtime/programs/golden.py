@@ -14,7 +14,7 @@ from prejit.runtime.device.executable import Executable
 from prejit.runtime.device.transfer import to_numpy
 from prejit.runtime.format.arrays import Array
 from prejit.runtime.format.cache_arrays import cache_arrays
-from prejit.runtime.format.golden import Sampled, parse_results
+from prejit.runtime.format.golden import GoldenResult, parse_results
 from prejit.runtime.format.schema import Config, Golden, ProgramEntry
 from prejit.runtime.programs.golden_inputs import Values, golden_inputs, words
 
@@ -37,7 +37,7 @@ _STEPS = ("tokens", "logprobs", "top_tokens", "top_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Deviation:
     """The result of a program that is farthest from its golden answer.
 
     Attributes:
@@ -147,7 +147,7 @@ def _written(program: ProgramEntry, indices: tuple[Any, ...], axis: int) -> tupl
     return (*indices[:axis], moved, *indices[axis + 1 :])
 
 
-def sampled(value: Values, samples: Values, tolerance: int) -> Sampled:
+def sampled(value: Values, samples: Values, tolerance: int) -> GoldenResult:
     """Return the golden values of one result.
 
     Args:
@@ -156,11 +156,11 @@ def sampled(value: Values, samples: Values, tolerance: int) -> Sampled:
         tolerance: of the golden answer.
     """
     if value.dtype.kind in "biu" or _is_small_integer(value.dtype):
-        return Sampled(None, 0, tuple(map(int, samples.astype(np.int64).tolist())))
+        return GoldenResult(None, 0, tuple(map(int, samples.astype(np.int64).tolist())))
     mean = _mean(value)
     exponent = max(-126, math.frexp(mean)[1]) if mean else -20
     unit = 2.0 ** (exponent - tolerance - _UNITS)
-    return Sampled(
+    return GoldenResult(
         exponent, round(mean / unit), tuple(map(lambda x: _in_units(x, unit), _reals(samples)))
     )
 
@@ -170,7 +170,7 @@ def compare(
     results: Sequence[Array],
     values: Sequence[Values],
     samples: Sequence[Values | None],
-) -> Difference:
+) -> Deviation:
     """Return the largest difference between a golden answer and what a program returned.
 
     Args:
@@ -179,21 +179,21 @@ def compare(
         values: their values.
         samples: what `samples_of` returned for them.
     """
-    worst = Difference("", 0.0, "", "")
+    worst = Deviation("", 0.0, "", "")
     expected = parse_results(golden.results)
     if len(expected) != len(results):
-        return Difference("results", math.inf, f"{len(expected)}", f"{len(results)}")
+        return Deviation("results", math.inf, f"{len(expected)}", f"{len(results)}")
     for array, value, own, known in zip(results, values, samples, expected, strict=True):
         if known is None or own is None:
             continue
         for difference in _differences(known, value, own, golden.tolerance):
             if not difference[0] <= worst.share:
-                worst = Difference(str(array).partition(" ")[0], *difference)
+                worst = Deviation(str(array).partition(" ")[0], *difference)
     return worst
 
 
 def _differences(
-    known: Sampled, value: Values, samples: Values, tolerance: int
+    known: GoldenResult, value: Values, samples: Values, tolerance: int
 ) -> list[tuple[float, str, str]]:
     """Return share of the tolerance, expected and found, of the mean and of each sample."""
     if known.exponent is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from prejit.runtime.programs.canary import Canary, CheckedAnswer
-    from prejit.runtime.programs.golden import Difference
+    from prejit.runtime.programs.golden import Deviation
     from prejit.runtime.programs.local import LocalCompiler
     from prejit.runtime.programs.weights import Weights
 
@@ -212,7 +212,7 @@ class Programs:
         canary.ask_portable(program, executable, self.compare)
         return executable, source
 
-    def compare(self, program: ProgramEntry, executable: Executable) -> Difference:
+    def compare(self, program: ProgramEntry, executable: Executable) -> Deviation:
         """Return the largest difference between the golden answer of a program and what it returns here.
 
         Args:

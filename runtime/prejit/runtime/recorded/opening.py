@@ -12,12 +12,13 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from prejit.runtime.base.files import Identity, digest_file
+from prejit.runtime.base.locks import locking
 from prejit.runtime.errors import StoreError, UntrustedError, UntrustedWarning, UsageError
 from prejit.runtime.format.blobs import read_whole
 from prejit.runtime.format.checks.layers import unpack
@@ -36,6 +37,8 @@ from prejit.runtime.verdict import Verdict
 
 _UNUSED_DAYS = 30
 """After so many days without a start, unpacked files are removed when another bundle is unpacked."""
+
+_TEMPORARY_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,46 +171,75 @@ def unpacked(layout: Layout, target: OpenTarget, contents: Contents) -> Path:
     """
     # The digest of the manifest names all files, and unlike the target's name it is a safe name.
     name = target.descriptor.digest.removeprefix("sha256:")
-    directory = make_directory(cache_root() / "recorded" / "v1") / name
+    root = make_directory(cache_root() / "recorded" / "v1")
+    directory = root / name
     programs = recorded_of(layout, contents)
-    if _is_whole(directory, programs):
-        os.utime(directory)  # its last use
-        return directory
-    _remove_unused(directory.parent)
-    temporary = directory.with_name(f".{name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    make_directory(temporary)
-    try:
-        read_files(layout, contents, temporary)
-        temporary.chmod(0o555)
-        if not _is_whole(directory, programs):  # another process may have been as quick
+    with _locked(root, shared=True):
+        if _is_whole(directory, programs):
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                os.utime(directory)  # its last use
+            return directory
+    with _locked(root, shared=False):
+        if _is_whole(directory, programs):  # another process unpacked it while this one waited
+            return directory
+        _remove_unused(root)
+        unique = f".{name}.{os.getpid()}.{os.urandom(4).hex()}"
+        temporary = make_directory(root / f"{unique}{_TEMPORARY_SUFFIX}")
+        damaged = root / f"{unique}.damaged{_TEMPORARY_SUFFIX}"
+        try:
+            read_files(layout, contents, temporary)
+            temporary.chmod(0o555)
             with contextlib.suppress(FileNotFoundError):
-                directory.rename(f"{temporary}.old")
-            with contextlib.suppress(FileExistsError):
-                temporary.rename(directory)
-    except OSError as error:
-        raise StoreError(f"{directory}: cannot write: {error.strerror}") from error
-    finally:
-        _remove(temporary)
-        _remove(Path(f"{temporary}.old"))
-    if _is_whole(directory, programs):
-        return directory
+                directory.rename(damaged)
+            temporary.rename(directory)
+        except OSError as error:
+            raise StoreError(f"{directory}: cannot write: {error.strerror}") from error
+        finally:
+            _remove(temporary)
+            _remove(damaged)
+        if _is_whole(directory, programs):
+            return directory
     raise StoreError(
         f"{directory}: expected the unpacked files of {layout.path}, found others",
         hint="another process writes there: remove the directory, then try again",
     )
 
 
+@contextlib.contextmanager
+def _locked(root: Path, *, shared: bool) -> Iterator[None]:
+    """Lock the directory of all unpacked targets: alone to change it, shared to look for one.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"{root}: cannot open: {error.strerror}") from error
+    with locking(descriptor, shared=shared):
+        yield
+
+
 def _remove_unused(root: Path) -> None:
-    """Remove the directories that no start has used for a long time."""
-    before = time.time() - _UNUSED_DAYS * 86400
+    """Remove the directories that no start has used for a long time, and those of killed processes.
+
+    The caller has the lock, so nobody writes a directory that is not finished.
+    """
+    now = time.time()
     for directory in root.iterdir():
         with contextlib.suppress(OSError):
-            if directory.lstat().st_mtime < before:
+            unused_seconds = now - directory.lstat().st_mtime
+            if directory.name.endswith(_TEMPORARY_SUFFIX) or unused_seconds > _UNUSED_DAYS * 86400:
                 _remove(directory)
+            elif unused_seconds < -86400:  # of a clock that was wrong: from now on it grows old
+                os.utime(directory)
 
 
 def _remove(directory: Path) -> None:
     with contextlib.suppress(OSError):
+        if not directory.is_dir() or directory.is_symlink():
+            directory.unlink()
+            return
         directory.chmod(0o700)
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -50,5 +50,4 @@ def write_own(path: Path, content: bytes) -> None:
     """
     with contextlib.suppress(OSError, StoreError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(path, content)
-        path.chmod(0o600)
+        write_file(path, content, mode=0o600)

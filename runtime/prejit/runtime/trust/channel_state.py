@@ -100,9 +100,8 @@ class ChannelState:
             "release": accepted.release_digest,
         }
         try:
-            write_file(self.path, json.dumps(found, sort_keys=True).encode("ascii"))
-            self.path.chmod(0o600)
-        except (OSError, StoreError) as error:
+            write_file(self.path, json.dumps(found, sort_keys=True).encode("ascii"), mode=0o600)
+        except StoreError as error:
             raise self._unkept(str(error)) from error
 
     def _unkept(self, reason: str) -> PolicyError:

@@ -52,6 +52,19 @@ def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
         verify_policy(bundle_dir, policy(tmp_path, "somebody@example.com"))
 
 
+def test_the_command_takes_the_token_of_the_environment(
+    bundle_dir: Path,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token())
+    assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config)]) == 0
+    assert f"as {ISSUER} {IDENTITY}" in capsys.readouterr().err
+    assert verify_policy(bundle_dir, policy(tmp_path))
+
+
 def test_signing_again_attaches_nothing_and_another_identity_does(
     bundle_dir: Path, config: Path
 ) -> None:

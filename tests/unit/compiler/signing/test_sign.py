@@ -14,6 +14,7 @@ from tests.signers import signer
 
 from prejit.compiler.signing.model_signing import files_of
 from prejit.compiler.signing.private_key import parse_private_key, read_private_key
+from prejit.compiler.signing.sign import sign
 from prejit.runtime.errors import PolicyError, RejectError, StoreError, UsageError
 
 PEM, PKCS8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
@@ -57,6 +58,16 @@ def test_a_curve_that_no_policy_takes_is_refused() -> None:
 def test_a_key_that_is_not_there_is_a_store_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot read a key"):
         read_private_key(tmp_path / "gone.pem")
+
+
+def test_a_bundle_that_all_have_signed_is_signed_again_after_a_writer_was_killed(
+    bundle_dir: Path,
+) -> None:
+    assert sign(bundle_dir, signer("a")).added
+    for leftover in (".index.json.1.0badcafe.tmp", "blobs/sha256/.0123.1.0badcafe.tmp"):
+        (bundle_dir / leftover).write_text("half")
+    assert not sign(bundle_dir, signer("a")).added
+    assert not list(bundle_dir.rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "blobs/sha256/short", "blobs/other"])

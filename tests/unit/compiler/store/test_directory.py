@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -318,3 +319,25 @@ def test_eight_processes_that_damage_and_heal_one_cache_never_see_a_wrong_answer
     assert [errors for _, errors in outputs] == [""] * 8
     assert sum(int(output) for output, _ in outputs) > 100
     assert temp_files(DirectoryStore.open(tmp_path / "cache")) == []
+
+
+def test_a_blob_that_replaces_a_damaged_one_is_not_deleted_for_it(
+    cache: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = cache.put_blob(b"content")
+    path = cache.blob_path(digest)
+    assert path is not None
+    path.write_bytes(b"c0ntent")
+    same, healer = os.path.samestat, threading.Thread(target=cache.put_blob, args=[b"content"])
+
+    def same_before_a_replacement(one: os.stat_result, other: os.stat_result) -> bool:
+        found = same(one, other)
+        if healer.ident is None:
+            healer.start()
+            healer.join(0.5)  # it has to wait for the deletion
+        return found
+
+    monkeypatch.setattr(os.path, "samestat", same_before_a_replacement)
+    assert cache.read_blob(digest) is None
+    healer.join()
+    assert cache.read_blob(digest) == b"content"

@@ -184,6 +184,51 @@ def test_a_directory_moved_while_open_is_still_read(bundle_dir: Path, tmp_path: 
         assert digests.digest_of(layout.read_blob(digest, size)) == digest
 
 
+@pytest.mark.parametrize("gone", ["index.json", "everything"])
+def test_a_directory_that_is_replaced_and_deleted_while_it_opens_is_no_damage(
+    gone: str, bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundle_dir, tmp_path / "new")
+    pin = Layout._pinned_index
+
+    def pin_after_a_replacement(self: Layout) -> Any:
+        if (tmp_path / "new").exists():
+            bundle_dir.rename(tmp_path / "old")
+            (tmp_path / "new").rename(bundle_dir)
+            (tmp_path / "old" / "index.json").unlink()
+            if gone == "everything":
+                shutil.rmtree(tmp_path / "old" / "blobs")
+        return pin(self)
+
+    monkeypatch.setattr(Layout, "_pinned_index", pin_after_a_replacement)
+    assert load(bundle_dir).call("tick") == 7
+    assert (tmp_path / "old").exists()
+
+
+def test_a_writer_that_waited_has_the_lock_of_the_directory_that_is_there(
+    recipe: Any, tmp_path: Path
+) -> None:
+    path = recipe.write(tmp_path / "example")
+    shutil.copytree(path, tmp_path / "new")
+    index, blobs = recipe.assemble()
+    writer = threading.Thread(target=write_layout, args=[path, index, blobs])
+    (tmp_path / "new" / "index.json").unlink()
+    first = os.open(path, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    writer.start()
+    writer.join(0.3)
+    path.rename(tmp_path / "old")
+    (tmp_path / "new").rename(path)
+    second = os.open(path, os.O_RDONLY)
+    fcntl.flock(second, fcntl.LOCK_EX)
+    os.close(first)
+    writer.join(0.5)
+    assert writer.is_alive(), "wrote into a directory that another writer has locked"
+    os.close(second)
+    writer.join()
+    assert (path / "index.json").exists()
+
+
 def test_an_oversized_index_is_rejected_before_it_is_read(bundle_dir: Path) -> None:
     os.truncate(bundle_dir / "index.json", 1 << 40)  # sparse: reading it would take the memory
     with pytest.raises(RejectError, match="expected at most 1048576 bytes, found 1099511627776"):

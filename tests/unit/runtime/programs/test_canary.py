@@ -19,7 +19,7 @@ import prejit.runtime
 from prejit.runtime import AnswerError, FallbackWarning, PrejitWarning, fallback_counts
 from prejit.runtime.format.checks.config import check_array
 from prejit.runtime.format.golden import (
-    Sampled,
+    GoldenResult,
     format_results,
     is_results,
     parse_results,
@@ -355,7 +355,7 @@ def test_whole_numbers_may_differ() -> None:
 
 
 def test_a_text_is_read_as_other_than_it_was_written() -> None:
-    results = (None, Sampled(None, 0, (3, -4)), Sampled(-2, 271, (-54, "n", "p", "m")))
+    results = (None, GoldenResult(None, 0, (3, -4)), GoldenResult(-2, 271, (-54, "n", "p", "m")))
     text = format_results(results)
     assert text == "- =3,-4 -2:271,-54,n,p,m"
     assert is_results(text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -154,6 +156,51 @@ def test_many_starts_at_once_get_the_same_whole_directory(write_recorded: Write)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: found_in(open_recorded(path).directory), range(24)))
     assert all(each == EXPECTED for each in found)
+
+
+def test_two_first_starts_unpack_once_and_never_take_away_the_directory(
+    write_recorded: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = write_recorded(), opening.read_files
+    found = []
+    other = threading.Thread(target=lambda: found.append(open_recorded(path).directory))
+    unpacked = []
+
+    def read_beside_another(*arguments: Any) -> None:
+        unpacked.append(arguments)
+        if other.ident is None:
+            other.start()
+            other.join(0.5)  # it has to wait
+        read(*arguments)
+
+    monkeypatch.setattr(opening, "read_files", read_beside_another)
+    directory = open_recorded(path).directory
+    assert directory is not None
+    before = directory.stat().st_ino
+    other.join()
+    assert found == [directory]
+    assert directory.stat().st_ino == before
+    assert len(unpacked) == 1
+
+
+def test_what_a_killed_start_unpacked_goes_when_the_next_one_unpacks(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
+    root = runtime_cache / "recorded" / "v1"
+    (root / ".abc.12.34.tmp").mkdir(parents=True)
+    (root / ".abc.12.34.tmp" / "file").write_bytes(b"half")
+    directory = open_recorded(write_recorded()).directory
+    assert list(root.iterdir()) == [directory]
+
+
+def test_directories_of_a_clock_that_was_wrong_grow_old_from_now_on(
+    write_recorded: Write, runtime_cache: Path
+) -> None:
+    directory = runtime_cache / "recorded" / "v1" / ("0" * 64)
+    directory.mkdir(parents=True)
+    os.utime(directory, (0, time.time() + 5000 * 86400))
+    open_recorded(write_recorded())
+    assert directory.stat().st_mtime < time.time() + 3600
 
 
 @settings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("cryptography", reason="cryptography comes with the extra tr
 
 from tests.signers import signer
 
+from prejit.runtime.base import files
 from prejit.runtime.errors import PolicyError
 from prejit.runtime.trust.channel import (
     Accepted,
@@ -344,6 +346,23 @@ def test_a_state_that_others_may_write_is_an_error(state: ChannelState) -> None:
     state.path.chmod(0o666)
     with pytest.raises(PolicyError, match="others may write"):
         state.read()
+
+
+def test_a_kill_right_after_a_state_got_its_name_locks_nobody_out(
+    state: ChannelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(directory: Path) -> None:
+        raise KeyboardInterrupt
+
+    before = os.umask(0o002)  # with which a new file may be written by its group
+    try:
+        with state.locked(), monkeypatch.context() as patch:
+            patch.setattr(files, "sync_directory", killed)
+            with pytest.raises(KeyboardInterrupt):
+                state.write(trusted("a"))
+    finally:
+        os.umask(before)
+    assert state.read() is not None
 
 
 def test_a_state_that_cannot_be_kept_is_an_error(

@@ -20,7 +20,7 @@ from prejit.runtime.device.device import Device
 from prejit.runtime.device.executable import Executable
 from prejit.runtime.errors import PrejitError
 from prejit.runtime.format.blobs import Layer
-from prejit.runtime.format.golden import Sampled, format_results
+from prejit.runtime.format.golden import GoldenResult, format_results
 from prejit.runtime.format.schema import Config, ProgramEntry, handler_names
 from prejit.runtime.programs.golden import sampled, samples_of
 from prejit.runtime.programs.ready import Programs
@@ -124,7 +124,7 @@ def _sampled(
     tolerance: int,
     seed: int,
     nudge: float,
-) -> tuple[Sampled | None, ...]:
+) -> tuple[GoldenResult | None, ...]:
     values = programs.golden_values(program, executable, seed, nudge=nudge)
     chosen = samples_of(config, program, programs.results(program.name), values, seed)
     return tuple(
@@ -133,7 +133,7 @@ def _sampled(
     )
 
 
-def _is_near(one: Sampled, other: Sampled) -> bool:
+def _is_near(one: GoldenResult, other: GoldenResult) -> bool:
     """Return whether two answers are equal, but for what small changes of the arguments explain."""
     if one.exponent is None or one.exponent != other.exponent:
         return one == other

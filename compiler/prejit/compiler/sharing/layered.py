@@ -15,12 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+from prejit.compiler.sharing.remote import Remote, RemoteError
+from prejit.compiler.sharing.shared_result import (
+    MAX_BYTES,
+    SharedResult,
+    UnusableError,
+    decode,
+    encode,
+)
 from prejit.compiler.signing.private_key import PrivateKey
 from prejit.compiler.store.directory import DirectoryStore
 from prejit.compiler.store.interface import BlobWriter
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.entry import MAX_BYTES, Entry, UnusableError, decode, encode
-from prejit.compiler.store.shared.place import Place, PlaceError
 from prejit.runtime.trust.keys import PublicKey
 
 _Item = TypeVar("_Item")
@@ -37,14 +43,14 @@ class Tier:
     """A shared store, and what a build does with it.
 
     Attributes:
-        place: where its files are.
-        namespace: separates the results of those who may write it from others in the same place.
+        remote: where its files are.
+        namespace: separates the results of those who may write it from others in the same remote store.
         believed: keys of which one must have signed a result; none: anyone may have written it.
         writes: whether results that are made here go there.
         signer: signs them; None: nobody does.
     """
 
-    place: Place
+    remote: Remote
     namespace: str = ""
     believed: tuple[PublicKey, ...] = ()
     writes: bool = True
@@ -52,8 +58,8 @@ class Tier:
 
     @property
     def label(self) -> str:
-        """Name of the place and namespace, for people."""
-        return f"{self.place.name} ({self.namespace})" if self.namespace else self.place.name
+        """Name of the remote store and namespace, for people."""
+        return f"{self.remote.name} ({self.namespace})" if self.namespace else self.remote.name
 
     def path_of(self, key: Key) -> str:
         """Return the name of the file with a key's result."""
@@ -201,27 +207,27 @@ class LayeredStore:
         self._absent.add(key.digest)
         return False
 
-    def _look(self, tier: Tier, traffic: Traffic, key: Key) -> Entry | None:
+    def _look(self, tier: Tier, traffic: Traffic, key: Key) -> SharedResult | None:
         """Return a result that may be used; None: the shared store has none."""
         if traffic.down:
             return None
         try:
-            content = tier.place.read(tier.path_of(key), MAX_BYTES)
+            content = tier.remote.read(tier.path_of(key), MAX_BYTES)
             return None if content is None else decode(content, key, tier.believed)
-        except PlaceError as error:
+        except RemoteError as error:
             self._lose(traffic, error)
         except UnusableError as error:
             self._refuse(tier, traffic, key, str(error))
         return None
 
-    def _bring(self, tier: Tier, traffic: Traffic, entry: Entry) -> bool:
+    def _bring(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
         """Fetch the contents of a result that this machine lacks, and keep it here."""
         for digest, size in entry.blobs.items():
             if self._local.blob_path(digest) is not None:
                 continue
             try:
                 self._download(tier, digest, size)
-            except PlaceError as error:
+            except RemoteError as error:
                 self._lose(traffic, error)
                 return False
             except UnusableError as error:
@@ -241,7 +247,7 @@ class LayeredStore:
                     raise UnusableError(f"{digest}: expected {size} bytes, found more")
                 blob.write(piece)
 
-            if not tier.place.download(_content_path(digest), take):
+            if not tier.remote.download(_content_path(digest), take):
                 raise UnusableError(f"expected {digest}, found none")
             if blob.digest != digest:
                 raise UnusableError(f"{digest}: expected this digest, found {blob.digest}")
@@ -268,19 +274,21 @@ class LayeredStore:
         try:
             for digest, size in sizes.items():
                 path = self._local.blob_path(digest)
-                if path is not None and not tier.place.has(_content_path(digest)):
-                    tier.place.write(_content_path(digest), path)
+                if path is not None and not tier.remote.has(_content_path(digest)):
+                    tier.remote.write(_content_path(digest), path)
                     with self._lock:
                         traffic.written_bytes += size
-            tier.place.write(tier.path_of(key), encode(Entry(key, result, sizes), tier.signer))
+            tier.remote.write(
+                tier.path_of(key), encode(SharedResult(key, result, sizes), tier.signer)
+            )
             with self._lock:
                 traffic.sent += 1
-        except PlaceError as error:
+        except RemoteError as error:
             self._lose(traffic, error)
 
     # ------------------------------------------------------------------ what goes wrong
 
-    def _lose(self, traffic: Traffic, error: PlaceError) -> None:
+    def _lose(self, traffic: Traffic, error: RemoteError) -> None:
         with self._lock:
             if traffic.down:
                 return

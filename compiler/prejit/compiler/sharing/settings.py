@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prejit.compiler.sharing.layered import Tier
+from prejit.compiler.sharing.objects import Objects
+from prejit.compiler.sharing.registry import Repository
+from prejit.compiler.sharing.remote import Remote
 from prejit.compiler.signing.private_key import PASSWORD_VARIABLE, PrivateKey, read_private_key
-from prejit.compiler.store.shared.layered import Tier
-from prejit.compiler.store.shared.objects import Objects
-from prejit.compiler.store.shared.place import Place
-from prejit.compiler.store.shared.registry import Repository
 from prejit.runtime.errors import StoreError, UsageError
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 
@@ -63,10 +63,10 @@ def read_stores(given: str | None, environ: dict[str, str] | None = None) -> Sha
         return SharedStores("", ())
     if found.endswith(".toml"):
         return _read_file(Path(found))
-    return SharedStores("", (Tier(_place(found)),))
+    return SharedStores("", (Tier(_remote(found)),))
 
 
-def _place(url: str) -> Place:
+def _remote(url: str) -> Remote:
     if url.startswith("oci://"):
         return Repository(url)
     return Objects(url if "://" in url else Path(url).expanduser().absolute().as_uri())
@@ -109,9 +109,9 @@ def _tiers(table: Any, where: str, directory: Path, own: str) -> Sequence[Tier]:
         signer = read_private_key(directory / table["sign"], os.environ.get(PASSWORD_VARIABLE))
     if writes and own not in namespaces:
         namespaces = [*namespaces, own]
-    place = _place(table["url"])
+    remote = _remote(table["url"])
     return [
-        Tier(place, name, believed, writes and name == own, signer if name == own else None)
+        Tier(remote, name, believed, writes and name == own, signer if name == own else None)
         for name in namespaces
     ]
 

@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.store.shared.fixtures import Memory, private_key
+from tests.unit.compiler.sharing.fixtures import Memory, private_key
 
+from prejit.compiler.sharing.layered import LayeredStore, Tier
 from prejit.compiler.store.directory import LOCAL, DirectoryStore
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.layered import LayeredStore, Tier
 
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
 CONTENT = b"executable" * 1000

@@ -1,4 +1,4 @@
-"""The interface of a place that holds the files of a shared store."""
+"""The interface of what holds the files of a shared store."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Protocol
 
 
-class PlaceError(Exception):
-    """A place does not answer, or refuses. The text says which and why, in one line."""
+class RemoteError(Exception):
+    """A remote store does not answer, or refuses. The text says which and why, in one line."""
 
 
-class Place(Protocol):
+class Remote(Protocol):
     """Files that many machines read and write, under short names. They may be wrong: anyone may write there.
 
     Results are at `ac/<64 digits>`, contents at `cas/<64 digits>`, the layout of Bazel's remote cache.
@@ -29,26 +29,26 @@ class Place(Protocol):
             most: the number of bytes that it may have.
 
         Raises:
-            PlaceError: the place does not answer, or the file is larger.
+            RemoteError: it does not answer, or the file is larger.
         """
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
         """Read a file in pieces; return whether there is one.
 
         Raises:
-            PlaceError: the place does not answer.
+            RemoteError: it does not answer.
         """
 
     def has(self, path: str) -> bool:
         """Return whether a file is there.
 
         Raises:
-            PlaceError: the place does not answer.
+            RemoteError: it does not answer.
         """
 
     def write(self, path: str, content: bytes | Path) -> None:
         """Write a file. It appears whole.
 
         Raises:
-            PlaceError: the place does not answer, or does not let us write.
+            RemoteError: it does not answer, or does not let us write.
         """

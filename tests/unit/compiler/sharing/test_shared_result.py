@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.compiler.store.shared.fixtures import private_key
+from tests.unit.compiler.sharing.fixtures import private_key
 
+from prejit.compiler.sharing.shared_result import SharedResult, UnusableError, decode, encode
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.entry import Entry, UnusableError, decode, encode
 
 KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "x")))
 OTHER = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "y")))
 BLOB = f"sha256:{'a' * 64}"
-ENTRY = Entry(KEY, {"size": 3}, {BLOB: 7})
+RESULT_OF_KEY = SharedResult(KEY, {"size": 3}, {BLOB: 7})
 SIGNER, STRANGER = private_key(), private_key()
 BELIEVED = (SIGNER.public,)
 
@@ -42,13 +42,15 @@ def test_what_is_encoded_is_decoded(
     signed: bool,
 ) -> None:
     key = Key("compile", "name", tuple(ingredients))
-    entry = Entry(key, result, {f"sha256:{number:064x}": size for number, size in blobs.items()})
+    entry = SharedResult(
+        key, result, {f"sha256:{number:064x}": size for number, size in blobs.items()}
+    )
     content = encode(entry, SIGNER if signed else None)
     assert decode(content, key, BELIEVED if signed else ()) == entry
 
 
 def test_a_server_sees_which_contents_a_result_needs() -> None:
-    found = json.loads(encode(ENTRY, None))
+    found = json.loads(encode(RESULT_OF_KEY, None))
     assert found["outputFiles"] == [
         {"path": "a" * 64, "digest": {"hash": "a" * 64, "sizeBytes": "7"}}
     ]
@@ -80,11 +82,16 @@ def _reword(statement: dict[str, Any]) -> None:
     statement["predicate"]["ingredients"][1][1] = "z"
 
 
-SIGNED, UNSIGNED = encode(ENTRY, SIGNER), encode(ENTRY, None)
+SIGNED, UNSIGNED = encode(RESULT_OF_KEY, SIGNER), encode(RESULT_OF_KEY, None)
 
 REFUSED = {
     "signed by nobody": (UNSIGNED, KEY, BELIEVED, "expected a signature, found none"),
-    "signed by a stranger": (encode(ENTRY, STRANGER), KEY, BELIEVED, "a key that this build"),
+    "signed by a stranger": (
+        encode(RESULT_OF_KEY, STRANGER),
+        KEY,
+        BELIEVED,
+        "a key that this build",
+    ),
     "contents exchanged": (_changed(SIGNED, _exchange), KEY, BELIEVED, "a key that this build"),
     "another key's name": (_changed(SIGNED, _rename), OTHER, BELIEVED, "a key that this build"),
     "of another key": (SIGNED, OTHER, BELIEVED, "expected the result of"),
@@ -131,4 +138,4 @@ def test_no_changed_byte_of_a_signed_result_changes_what_it_says(data: st.DataOb
     changed = bytearray(SIGNED)
     changed[at] ^= data.draw(st.integers(1, 255))
     with suppress(UnusableError):
-        assert decode(bytes(changed), KEY, BELIEVED) == ENTRY
+        assert decode(bytes(changed), KEY, BELIEVED) == RESULT_OF_KEY

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.store.shared.fixtures import http_place
+from tests.unit.compiler.sharing.fixtures import http_place
 
-from prejit.compiler.store.shared.objects import TOKEN, Objects
-from prejit.compiler.store.shared.place import PlaceError
+from prejit.compiler.sharing.objects import TOKEN, Objects
+from prejit.compiler.sharing.remote import RemoteError
 from prejit.runtime.errors import UsageError
 
 AC, CAS = f"ac/{'a' * 64}", f"cas/{'b' * 64}"
@@ -30,7 +30,7 @@ def round_trip(place: Objects, tmp_path: Path) -> None:
     assert place.download(CAS, got.extend)
     assert got == LARGE
     assert place.read(AC, 100) == b"{}"
-    with pytest.raises(PlaceError, match="at most 1 bytes"):
+    with pytest.raises(RemoteError, match="at most 1 bytes"):
         place.read(AC, 1)
 
 
@@ -59,7 +59,7 @@ def test_credentials_go_to_the_server_and_into_no_message(
         assert Objects(url).read(AC, 1) is None
     assert seen == ["GET Basic bWU6c2VjcmV0", "GET Bearer abc"]
     assert "secret" not in place.name
-    with pytest.raises(PlaceError) as raised:
+    with pytest.raises(RemoteError) as raised:
         Objects(url.replace("//", "//me:secret@")).read(AC, 1)  # the server has ended
     assert "secret" not in str(raised.value)
 
@@ -67,7 +67,7 @@ def test_credentials_go_to_the_server_and_into_no_message(
 def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
-        with pytest.raises(PlaceError, match=r"127\.0\.0\.1"):
+        with pytest.raises(RemoteError, match=r"127\.0\.0\.1"):
             Objects(f"http://127.0.0.1:{taken.getsockname()[1]}").read(AC, 1)
 
 
@@ -76,9 +76,9 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = Objects(f"http://127.0.0.1:{silent.getsockname()[1]}")
         started = time.monotonic()
-        with pytest.raises(PlaceError):
+        with pytest.raises(RemoteError):
             place.read(AC, 1)
-        with pytest.raises(PlaceError):
+        with pytest.raises(RemoteError):
             place.write(AC, b"{}")
         assert time.monotonic() - started < 60
 

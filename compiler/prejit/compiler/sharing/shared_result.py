@@ -43,7 +43,7 @@ class UnusableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SharedResult:
     """A result.
 
     Attributes:
@@ -57,7 +57,7 @@ class Entry:
     blobs: Mapping[str, int]
 
 
-def encode(entry: Entry, signer: PrivateKey | None) -> bytes:
+def encode(entry: SharedResult, signer: PrivateKey | None) -> bytes:
     """Return a result as an ActionResult in JSON.
 
     Args:
@@ -82,7 +82,7 @@ def encode(entry: Entry, signer: PrivateKey | None) -> bytes:
     return json.dumps(found, sort_keys=True).encode("ascii")
 
 
-def decode(content: bytes, key: Key, believed: Sequence[PublicKey]) -> Entry:
+def decode(content: bytes, key: Key, believed: Sequence[PublicKey]) -> SharedResult:
     """Return the result of a key from the bytes of a shared store.
 
     Args:
@@ -110,7 +110,7 @@ def decode(content: bytes, key: Key, believed: Sequence[PublicKey]) -> Entry:
         raise UnusableError(f"expected the ingredients of {key.digest}, found others")
     if not all(is_digest(d) and type(s) is int and s >= 0 for d, s in blobs.items()):
         raise UnusableError("expected digests of contents with their sizes")
-    return Entry(key, result, blobs)
+    return SharedResult(key, result, blobs)
 
 
 def _statement_of(content: bytes, believed: Sequence[PublicKey]) -> bytes:

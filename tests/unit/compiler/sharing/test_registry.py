@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 from tests.ports import free_port
-from tests.unit.compiler.store.shared.fixtures import registry
+from tests.unit.compiler.sharing.fixtures import registry
 
+from prejit.compiler.sharing.registry import Repository
+from prejit.compiler.sharing.remote import RemoteError
+from prejit.compiler.sharing.shared_result import SharedResult, decode, encode
 from prejit.compiler.store.key import Key
-from prejit.compiler.store.shared.entry import Entry, decode, encode
-from prejit.compiler.store.shared.place import PlaceError
-from prejit.compiler.store.shared.registry import Repository
 from prejit.runtime.base.digests import digest_of
 
 CONTENT = os.urandom(5 << 20)
 KEY = Key("compile", "demo/decode", (("stablehlo", "x"),))
-ENTRY = Entry(KEY, {"size": 3}, {digest_of(CONTENT): len(CONTENT)})
+RESULT_OF_KEY = SharedResult(KEY, {"size": 3}, {digest_of(CONTENT): len(CONTENT)})
 AC, CAS = f"ac/{'a' * 64}", f"cas/{digest_of(CONTENT).removeprefix('sha256:')}"
 
 
@@ -35,13 +35,13 @@ def round_trip(place: Repository, tmp_path: Path) -> None:
     file = tmp_path / "content"
     file.write_bytes(CONTENT)
     place.write(CAS, file)
-    place.write(AC, encode(ENTRY, None))
+    place.write(AC, encode(RESULT_OF_KEY, None))
     assert place.has(CAS)
     assert place.download(CAS, got.extend)
     assert got == CONTENT
     content = place.read(AC, 10_000)
     assert content is not None
-    assert decode(content, KEY, ()) == ENTRY
+    assert decode(content, KEY, ()) == RESULT_OF_KEY
 
 
 def test_a_registry_holds_results_and_contents(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_registry_holds_results_and_contents(tmp_path: Path) -> None:
 def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with registry("me:secret") as host:
-        with pytest.raises(PlaceError):
+        with pytest.raises(RemoteError):
             Repository(f"oci://{host}/store").read(AC, 1000)
         pair = base64.b64encode(b"me:secret").decode()
         (tmp_path / ".docker").mkdir()
@@ -65,7 +65,7 @@ def test_the_login_of_docker_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_registry_that_is_not_there_is_an_error_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
-        with pytest.raises(PlaceError, match="oci://127"):
+        with pytest.raises(RemoteError, match="oci://127"):
             Repository(f"oci://127.0.0.1:{taken.getsockname()[1]}/x").read(AC, 1)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.store.shared.fixtures import private_key, private_pem
+from tests.unit.compiler.sharing.fixtures import private_key, private_pem
 
-from prejit.compiler.store.shared.settings import STORE, read_stores
+from prejit.compiler.sharing.settings import STORE, read_stores
 from prejit.runtime.errors import PolicyError, PrejitError, StoreError, UsageError
 
 
@@ -24,9 +24,9 @@ def test_nothing_is_shared_unless_somebody_says_so() -> None:
 
 def test_a_url_or_a_directory_is_read_and_written(tmp_path: Path) -> None:
     (tier,) = read_stores("http://127.0.0.1:9/x").tiers
-    assert (tier.place.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
+    assert (tier.remote.name, tier.writes, tier.believed) == ("http://127.0.0.1:9/x", True, ())
     (tier,) = read_stores(None, {STORE: str(tmp_path / "a b")}).tiers
-    assert tier.place.name == (tmp_path / "a b").as_uri()
+    assert tier.remote.name == (tmp_path / "a b").as_uri()
 
 
 def test_a_file_says_who_writes_and_who_is_believed(tmp_path: Path) -> None:

@@ -10,31 +10,35 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from prejit.compiler.store.shared.objects import ANSWER_SECONDS
-from prejit.compiler.store.shared.place import PlaceError
+from prejit.compiler.sharing.objects import ANSWER_SECONDS
+from prejit.compiler.sharing.remote import RemoteError
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from oras.auth.base import AuthBackend
-    from requests import Response, Session
+    from requests import PreparedRequest, Response, Session
 
 RESULT = "dev.prejit.result"
 """The annotation of a manifest that has a result, as base64."""
 _RESULT_TYPE = "application/vnd.prejit.result.v1+json"
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-_EMPTY = {"mediaType": "application/vnd.oci.empty.v1+json", "digest": digest_of(b"{}"), "size": 2}
+_EMPTY: Mapping[str, Any] = {
+    "mediaType": "application/vnd.oci.empty.v1+json",
+    "digest": digest_of(b"{}"),
+    "size": 2,
+}
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _PIECE_BYTES = 1 << 20
 
 
 class Repository:
-    """A `Place` in a repository of a registry."""
+    """A `Remote` in a repository of a registry."""
 
     def __init__(self, url: str) -> None:
         """Connect to nothing yet. Credentials are those of `docker login` or `oras login`.
@@ -67,7 +71,7 @@ class Repository:
         self._has_config = False
 
     def read(self, path: str, most: int) -> bytes | None:
-        """See `Place.read`."""
+        """See `Remote.read`."""
         response = self._ask("GET", _at(path), headers={"Accept": _MANIFEST}, stream=True)
         if response is None:
             return None
@@ -75,14 +79,14 @@ class Repository:
         for piece in response.iter_content(_PIECE_BYTES):
             content += piece
             if len(content) > 2 * most:
-                raise PlaceError(f"{self.name}: {path:.16}: expected at most {most} bytes")
+                raise RemoteError(f"{self.name}: {path:.16}: expected at most {most} bytes")
         try:
             return base64.b64decode(json.loads(content)["annotations"][RESULT], validate=True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise PlaceError(f"{self.name}: {path:.16}: expected a result, found none") from error
+            raise RemoteError(f"{self.name}: {path:.16}: expected a result, found none") from error
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
-        """See `Place.download`."""
+        """See `Remote.download`."""
         response = self._ask("GET", _at(path), stream=True)
         if response is None:
             return False
@@ -94,11 +98,11 @@ class Repository:
         return True
 
     def has(self, path: str) -> bool:
-        """See `Place.has`."""
+        """See `Remote.has`."""
         return self._ask("HEAD", _at(path), headers={"Accept": _MANIFEST}) is not None
 
     def write(self, path: str, content: bytes | Path) -> None:
-        """See `Place.write`."""
+        """See `Remote.write`."""
         if path.startswith("cas/"):
             self._upload(f"sha256:{path.removeprefix('cas/')}", content)
             return
@@ -118,8 +122,8 @@ class Repository:
             "schemaVersion": 2,
             "mediaType": _MANIFEST,
             "artifactType": _RESULT_TYPE,
-            "config": _EMPTY,
-            "layers": layers or [_EMPTY],
+            "config": dict(_EMPTY),
+            "layers": layers or [dict(_EMPTY)],
             "annotations": {RESULT: base64.b64encode(content).decode("ascii")},
         }
         data = json.dumps(manifest, sort_keys=True).encode("ascii")
@@ -129,7 +133,7 @@ class Repository:
         begun = self._ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
         location = None if begun is None else begun.headers.get("location")
         if not location:
-            raise PlaceError(f"{self.name}: expected the place of an upload, found none")
+            raise RemoteError(f"{self.name}: expected the place of an upload, found none")
         host = self._base.partition("/v2/")[0]
         url = location if "://" in location else f"{host}{location}"
         url += f"{'&' if '?' in url else '?'}digest={digest}"
@@ -161,13 +165,13 @@ class Repository:
         if response.status_code == 404 and method in ("GET", "HEAD"):
             return None
         if not response.ok:
-            raise PlaceError(
+            raise RemoteError(
                 f"{self.name}: {method} {path:.24}: {response.status_code} {response.reason}"
             )
         return response
 
-    def _failed(self, path: str, error: Exception) -> PlaceError:
-        return PlaceError(f"{self.name}: {path:.24}: {error!s:.300}")
+    def _failed(self, path: str, error: Exception) -> RemoteError:
+        return RemoteError(f"{self.name}: {path:.24}: {error!s:.300}")
 
 
 def _at(path: str) -> str:
@@ -182,9 +186,17 @@ def _session() -> Session:
     class Impatient(HTTPAdapter):
         """Waits a second for each answer, where a request says nothing else."""
 
-        def send(self, request: Any, **options: Any) -> Response:
-            options["timeout"] = options.get("timeout") or ANSWER_SECONDS
-            return super().send(request, **options)
+        def send(
+            self,
+            request: PreparedRequest,
+            stream: bool = False,
+            timeout: Any = None,
+            verify: bool | str = True,
+            cert: Any = None,
+            proxies: Any = None,
+        ) -> Response:
+            timeout = timeout or ANSWER_SECONDS
+            return super().send(request, stream, timeout, verify, cert, proxies)
 
     session = requests.Session()
     for scheme in ("http://", "https://"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from prejit.compiler.store.shared.place import PlaceError
+from prejit.compiler.sharing.remote import RemoteError
 from prejit.runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 TOKEN = "PREJIT_STORE_TOKEN"  # noqa: S105 (a variable's name)
 """The environment variable with a bearer token for an HTTP server."""
 ANSWER_SECONDS = 1.0
-"""How long a place may take to answer, and to send the next piece of a file. Then a build goes on alone."""
+"""How long a remote store may take to answer, and to send the next piece. Then a build goes on alone."""
 
 _PIECE_BYTES = 1 << 20
 _JSON = "application/json"
 
 
 class Objects:
-    """A `Place` in an object store."""
+    """A `Remote` in an object store."""
 
     def __init__(self, url: str) -> None:
         """Connect to nothing yet.
@@ -47,18 +47,18 @@ class Objects:
         self._objects = _open(self.name, _headers(parts.username, parts.password, parts.scheme))
 
     def read(self, path: str, most: int) -> bytes | None:
-        """See `Place.read`."""
+        """See `Remote.read`."""
         content = bytearray()
 
         def take(piece: memoryview) -> None:
             content.extend(piece)
             if len(content) > most:
-                raise PlaceError(f"{self.name}: {path}: expected at most {most} bytes, found more")
+                raise RemoteError(f"{self.name}: {path}: expected at most {most} bytes, found more")
 
         return bytes(content) if self.download(path, take) else None
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
-        """See `Place.download`."""
+        """See `Remote.download`."""
         import obstore
 
         try:
@@ -71,7 +71,7 @@ class Objects:
         return True
 
     def has(self, path: str) -> bool:
-        """See `Place.has`."""
+        """See `Remote.has`."""
         import obstore
 
         try:
@@ -83,7 +83,7 @@ class Objects:
         return True
 
     def write(self, path: str, content: bytes | Path) -> None:
-        """See `Place.write`."""
+        """See `Remote.write`."""
         import obstore
 
         options: dict[str, Any] = {}
@@ -96,9 +96,9 @@ class Objects:
         except (obstore.exceptions.BaseError, OSError) as error:
             raise self._failed(path, error) from error
 
-    def _failed(self, path: str, error: Exception) -> PlaceError:
+    def _failed(self, path: str, error: Exception) -> RemoteError:
         reason = str(error).partition("\n")[0].replace(path, "").strip()
-        return PlaceError(f"{self.name}: {path[:16]}: {reason:.300}")
+        return RemoteError(f"{self.name}: {path[:16]}: {reason:.300}")
 
 
 def _headers(user: str | None, password: str | None, scheme: str) -> dict[str, str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from prejit.compiler.sharing.remote import RemoteError
 from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
-from prejit.compiler.store.shared.place import PlaceError
 from prejit.runtime.base.digests import digest_of
 
 
@@ -45,7 +45,7 @@ class Memory:
         self._check()
         content = self.files.get(path)
         if content is not None and len(content) > most:
-            raise PlaceError(f"{path}: too large")
+            raise RemoteError(f"{path}: too large")
         return content
 
     def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
@@ -67,7 +67,7 @@ class Memory:
 
     def _check(self) -> None:
         if self.fails:
-            raise PlaceError(self.fails)
+            raise RemoteError(self.fails)
 
 
 @contextmanager

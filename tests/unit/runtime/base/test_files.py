@@ -1,0 +1,75 @@
+"""Files that are written whole: the next writer removes what a kill left, and nothing of the living."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prejit.runtime.base import files
+from prejit.runtime.base.files import write_file
+
+
+@pytest.fixture
+def loose_umask() -> Iterator[None]:
+    """As on machines where each user has a group of their own, and worse."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_the_next_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+    (tmp_path / ".file.1234.0badcafe.tmp").write_bytes(b"half")
+    (tmp_path / ".other.1234.0badcafe.tmp").write_bytes(b"of another file")
+    write_file(tmp_path / "file", b"whole")
+    assert sorted(os.listdir(tmp_path)) == [".other.1234.0badcafe.tmp", "file"]
+
+
+def test_what_a_living_writer_writes_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = tmp_path / "file", os.replace
+    writers = []
+
+    def replace_after_another_writer(old: Path, new: Path) -> None:
+        if not writers:
+            writers.append(old)
+            write_file(path, b"of the other")
+        replace(old, new)
+
+    monkeypatch.setattr(files.os, "replace", replace_after_another_writer)
+    write_file(path, b"of the first")
+    assert path.read_bytes() == b"of the first"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = fcntl.flock, []
+
+    def lock_after_a_removal(file: int, how: int) -> None:
+        if not removed:
+            [removed_file] = tmp_path.iterdir()
+            removed_file.unlink()
+            removed.append(removed_file)
+        lock(file, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", lock_after_a_removal)
+    write_file(tmp_path / "file", b"whole")
+    assert (tmp_path / "file").read_bytes() == b"whole"
+
+
+def test_a_file_has_its_permissions_when_it_gets_its_name(
+    tmp_path: Path, loose_umask: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(directory: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "sync_directory", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(tmp_path / "file", b"secret", mode=0o600)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
