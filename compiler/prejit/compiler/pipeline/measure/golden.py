@@ -221,11 +221,14 @@ def _ask(
         tuple(map(len, layers)),
     )
     content = b"".join([json.dumps(asdict(request)).encode(), b"\n", *layers])
-    # One thread, so that sums have one order on every build host; and nothing of it is kept.
+    # One thread, so that sums have one order on every build host; devices of a mesh wait for each other, and
+    # need one each. Nothing of it is kept.
+    mesh = answering.target.config.mesh
+    threads = "1" if mesh is None else str(mesh.size)
     environment = {
         **os.environ,
-        "NPROC": "1",
-        "PJRT_NPROC": "1",
+        "NPROC": threads,
+        "PJRT_NPROC": threads,
         THREADS: "1",
         "PREJIT_COMPILE_CACHE_BYTES": "0",
     }
