@@ -146,7 +146,7 @@ define environment
 	@echo 'setting up $(1) (a few minutes the first time)'
 	@$(2) -m venv $(1)
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable '.[compiler,server,otel,trust]' --group test --group lint
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) --editable '.[compiler,server,otel,trust,keyless,store]' --group test --group lint
 	@# Its dependencies would hold back ml_dtypes; without them it works with the newest.
 	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'tritonclient>=2.60'
 	@touch $(1)/.ready

@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import select
 import shutil
@@ -417,8 +418,6 @@ class Loads:
                 said = min(said, again, key=lambda each: each.get("seconds", 0.0))
         seconds = said.get("seconds", 0.0) - usual_seconds
         more_bytes = said.get("more_bytes", 0) - usual_bytes
-        policy, outcome = said.get("policy", "no answer"), said.get("ended") or said["outcome"]
-        text = said.get("text", "")
         excess = ""
         if "ended" in said:
             excess = f"ended: {said['ended']}"
@@ -427,21 +426,9 @@ class Loads:
         elif more_bytes > MOST_BYTES:
             excess = f"took {more_bytes >> 20} MB more than the sound bundle"
         of_code = code_of(files) != code_of(fuzz.sound(sound.name))
-        refused = policy in ("UntrustedError", "RejectError")
-        by_code, problem = "", ""
-        if policy == "allowed what is not signed" or policy == "no answer":
-            problem = f"the policy: {policy}"
-        elif outcome.startswith("traceback"):
-            problem = text
-        elif excess and of_code and refused:
-            by_code = excess.partition(" ")[0] if seconds > allowed else excess
-        elif excess:
-            problem = excess
-        elif outcome == "another answer" and (policy == "allowed" or not of_attacker(kind)):
-            problem = f"expected {sound.answer:.200}, found {text:.200}"
-        elif outcome not in ("right", "another answer") and fuzz._is_unfit(text):
-            problem = f"an error that no terminal should show: {text!r:.300}"
-        name = Path(sound.name).name
+        by_code, problem = judged(said, excess, sound.answer, kind=kind, of_code=of_code)
+        name, policy = Path(sound.name).name, said.get("policy", "no answer")
+        outcome = said.get("ended") or said["outcome"]
         return Tried(number, name, kind, policy, outcome, by_code, problem, seconds, more_bytes)
 
     def _write(self, name: str, files: dict[str, bytes]) -> Path:
@@ -455,6 +442,34 @@ class Loads:
                 (path / file).write_bytes(content)
         self._written[name] = dict(files)
         return path
+
+
+def judged(
+    said: dict[str, Any], excess: str, answer: str, *, kind: str, of_code: bool
+) -> tuple[str, str]:
+    """Return what is there because of bytes of code, and what is bad; empty: nothing.
+
+    Args:
+        said: what the child process reported, and how it ended.
+        excess: an end that is no exit, or time or memory beyond those of the sound bundle; empty: none.
+        answer: the sound bundle's.
+        kind: of the change.
+        of_code: whether it changed code.
+    """
+    policy, outcome = said.get("policy", "no answer"), said.get("ended") or said["outcome"]
+    text = said.get("text", "")
+    if policy in ("allowed what is not signed", "no answer"):
+        return "", f"the policy: {policy}"
+    if outcome.startswith("traceback"):
+        return "", text
+    if excess:
+        refused = policy in ("UntrustedError", "RejectError")
+        return (excess, "") if of_code and refused else ("", excess)
+    if outcome == "another answer" and (policy == "allowed" or not of_attacker(kind)):
+        return "", f"expected {answer:.200}, found {text:.200}"
+    if outcome not in ("right", "another answer") and fuzz._is_unfit(text):
+        return "", f"an error that no terminal should show: {text!r:.300}"
+    return "", ""
 
 
 def of_attacker(kind: str) -> bool:
@@ -532,7 +547,8 @@ def campaign(bundles: Sequence[Path], policy: Path, count: int) -> dict[str, Any
             outcomes[tried.kind, tried.outcome] += 1
             policies[tried.policy] += 1
             if tried.by_code:
-                by_code[f"{tried.kind}: {tried.by_code}"] += 1
+                short = re.sub(r" [\d.]+ (s|MB) more", r" more \1", tried.by_code)
+                by_code[f"{tried.kind}: {short}"] += 1
             elif not tried.problem:
                 slowest, largest = max(slowest, tried.seconds), max(largest, tried.more_bytes)
             if tried.problem:

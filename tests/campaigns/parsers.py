@@ -128,6 +128,21 @@ def _sigstore_bundles() -> list[bytes]:
     ]
 
 
+@cache
+def _sigstore() -> Any:
+    from tests.fake_sigstore import FakeSigstore
+
+    return FakeSigstore()
+
+
+def _keyless_bundles() -> list[bytes]:
+    return [json.dumps(_sigstore().sign(payload)).encode() for payload in (*_statements(), b"{}")]
+
+
+def _trusted_roots() -> list[bytes]:
+    return [json.dumps(_sigstore().trusted_root()).encode()]
+
+
 _EXPIRES = datetime(2099, 1, 1, tzinfo=UTC)
 
 
@@ -356,6 +371,40 @@ def _sigstore_bundle() -> Callable[[bytes], object]:
     return parse
 
 
+def _keyless() -> Callable[[bytes], object]:
+    import sigstore.verify  # here, so that its coverage counts  # noqa: F401
+    from tests.fake_sigstore import IDENTITY, ISSUER
+
+    from prejit.runtime.trust.dsse import read_bundle
+    from prejit.runtime.trust.keyless import TrustedIdentity, verify
+
+    trusted = TrustedIdentity("ci", IDENTITY, ISSUER, _trusted_roots()[0], "trust.toml")
+
+    def parse(content: bytes) -> object:
+        envelope = read_bundle(content)
+        return verify(content, envelope, trusted) if envelope.is_keyless else None
+
+    return parse
+
+
+def _trusted_root() -> Callable[[bytes], object]:
+    import sigstore.verify  # noqa: F401
+    from tests.fake_sigstore import IDENTITY, ISSUER
+
+    from prejit.runtime.trust.dsse import read_bundle
+    from prejit.runtime.trust.keyless import TrustedIdentity, check_root, verify
+
+    signed = _keyless_bundles()[0]
+    envelope = read_bundle(signed)
+
+    def parse(content: bytes) -> object:
+        check_root(content, "trust.toml")
+        trusted = TrustedIdentity("ci", IDENTITY, ISSUER, content, "trust.toml")
+        return verify(signed, envelope, trusted)
+
+    return parse
+
+
 def _statement() -> Callable[[bytes], object]:
     from prejit.runtime.trust.statement import SIGNATURE_PREDICATE, read_statement
 
@@ -557,6 +606,8 @@ PARSERS: dict[str, Parser] = {
     "policy": Parser((*_TRUST, "tomllib"), _policy, _policies, "toml"),
     "key": Parser(_TRUST, _key, lambda: [_fixed_key().public.pem.encode()], "bytes"),
     "sigstore bundle": Parser(_TRUST, _sigstore_bundle, _sigstore_bundles),
+    "keyless signature": Parser((*_TRUST, "sigstore"), _keyless, _keyless_bundles),
+    "trusted root": Parser((*_TRUST, "sigstore"), _trusted_root, _trusted_roots),
     "statement": Parser(_TRUST, _statement, _statements),
     "channel": Parser(_TRUST, _channel, _channels),
     "channel state": Parser(_TRUST, _channel_state, _channel_states),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -46,12 +47,20 @@ def _is_policy(snippet: Snippet) -> bool:
 @pytest.mark.parametrize("snippet", [s for s in _SNIPPETS if _is_policy(s)], ids=_name)
 def test_a_trust_policy_is_read(snippet: Snippet) -> None:
     pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+    if "identities" in snippet.code:
+        pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
+    from tests.fake_sigstore import FakeSigstore
     from tests.signers import signer
 
     from prejit.runtime.trust.policy import parse_policy
 
+    root = json.dumps(FakeSigstore().trusted_root()).encode()
     pem = signer("documented").public.pem.encode()
-    assert parse_policy(snippet.code.encode(), str(snippet), lambda *file: pem, ROOT).rules
+
+    def read(name: str, of: str, max_bytes: int) -> bytes:
+        return pem if name.endswith(".pem") else root
+
+    assert parse_policy(snippet.code.encode(), str(snippet), read, ROOT).rules
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,25 @@ def test_model_signing_refuses_another_key(
     assert model_signing(bundle_dir, signed, tmp_path / "b.pub.pem").returncode != 0
 
 
+def test_model_signing_verifies_a_keyless_signature_and_refuses_another_identity(
+    bundle_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
+    from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, token
+
+    from prejit.compiler.signing.keyless import keyless_signer
+
+    config = tmp_path / "sigstore.json"
+    with FakeSigstore().serving() as described:
+        config.write_text(described)
+        signed = sign(bundle_dir, keyless_signer(token(), config))
+    given = ("--signature", signed.model_signature, "--trust_config", config)
+    for identity, status in ((IDENTITY, 0), (IDENTITY + "x", 1)):
+        who = ("--identity", identity, "--identity_provider", ISSUER)
+        done = tool("-m", "model_signing", "verify", "sigstore", *given, *who, bundle_dir)
+        assert done.returncode == status, done.stdout + done.stderr
+
+
 def attached(bundle: Path) -> list[tuple[Any, Path]]:
     with Layout(bundle) as layout:
         found = referrers(layout, read_root(layout))

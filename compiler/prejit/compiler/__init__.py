@@ -9,7 +9,7 @@
 are first used (PEP 562).
 
 The packages, from the lowest layer up: `base`, `progress`, `store`; `targets`; `manifest`, `native`;
-`models`; `checkpoint`, `lowering`, `compile`; `pipeline`; `api`; `cli`. Begin with
+`models`; `checkpoint`, `lowering`, `compile`; `pipeline`; `signing`; `sharing`; `api`; `cli`. Begin with
 `pipeline.run`, which lists all steps of a build.
 """
 

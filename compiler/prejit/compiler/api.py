@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned
 from prejit.compiler.pipeline.run import Built
 from prejit.compiler.pipeline.run import build as run_build
 from prejit.compiler.progress import Progress, Quiet, open_progress
+from prejit.compiler.sharing.layered import LayeredStore
+from prejit.compiler.sharing.settings import read_stores
 from prejit.compiler.store.directory import DirectoryStore
+from prejit.compiler.store.interface import Store
 from prejit.runtime.device._jaxlib import Dispatch
 from prejit.runtime.errors import ManifestError, UsageError
 from prejit.runtime.jitted.calls import Parameters
@@ -29,6 +33,7 @@ def plan(
     *,
     targets: tuple[str, ...] = (),
     cache: str | os.PathLike[str] | None = None,
+    shared: str | None = None,
     forms: Path | None = None,
 ) -> tuple[PlannedExecutable, ...]:
     """Return what a build would do about each program and target, as `prejit plan` shows it.
@@ -40,6 +45,7 @@ def plan(
         manifest: a manifest, or the path of a TOML file.
         targets: names of targets; empty: all targets of the manifest.
         cache: directory of the build cache; None: $PREJIT_CACHE or ~/.cache/prejit/build.
+        shared: URL of a store that many machines share, a directory, or a TOML file; None: $PREJIT_STORE.
         forms: a table of measured forms.
 
     Raises:
@@ -48,9 +54,9 @@ def plan(
         CheckpointError, StoreError: a file cannot be read.
         UsageError: a name in `targets` is no target of the manifest.
     """
-    store = _store(cache)
-    found = plan_build(_manifest(manifest), store, only=tuple(targets), forms=forms)
-    return planned_executables(found, store)
+    with _open_store(cache, shared, Quiet()) as store:
+        found = plan_build(_manifest(manifest), store, only=tuple(targets), forms=forms)
+        return planned_executables(found, store)
 
 
 def program(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Program:
@@ -111,6 +117,7 @@ def build(
     name: str | None = None,
     targets: tuple[str, ...] = (),
     cache: str | os.PathLike[str] | None = None,
+    shared: str | None = None,
     forms: Path | None = None,
     measure: bool | None = None,
     workers: int | None = None,
@@ -125,6 +132,7 @@ def build(
         name: the bundle's name, for programs; None: that of the only program.
         targets: names of targets; empty: all targets of the manifest, and for programs this machine's CPU.
         cache: directory of the build cache; None: $PREJIT_CACHE or ~/.cache/prejit/build.
+        shared: URL of a store that many machines share, a directory, or a TOML file; None: $PREJIT_STORE.
         forms: a table of measured forms.
         measure: which products are measured. True: those that this machine has not measured itself; False:
             none; None: large ones that no table has.
@@ -138,7 +146,6 @@ def build(
         CheckpointError, NetworkError, StoreError: something cannot be read, fetched or written.
         UsageError: a name in `targets` is no target of the manifest; or several programs, and no name.
     """
-    store = _store(cache)
     if isinstance(manifest, Manifest | str | os.PathLike):
         if name is not None:
             raise UsageError("name: expected none, because the manifest has the name of the bundle")
@@ -146,7 +153,7 @@ def build(
     else:
         checked = _manifest(_of_programs(manifest, name, targets))
     display: Progress = Quiet() if quiet else open_progress()
-    with display as progress:
+    with display as progress, _open_store(cache, shared, progress) as store:
         executor = WorkerPool(
             store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
         )
@@ -187,5 +194,21 @@ def _manifest(given: AnyManifest) -> Manifest:
     return check_manifest(given) if given.path is None else given
 
 
-def _store(cache: str | os.PathLike[str] | None) -> DirectoryStore:
-    return DirectoryStore.open(None if cache is None else Path(cache))
+@contextmanager
+def _open_store(
+    cache: str | os.PathLike[str] | None, shared: str | None, progress: Progress
+) -> Iterator[Store]:
+    """Yield the store of a build. At the end, what was made is sent to the shared ones."""
+    stores = read_stores(shared)
+    local = DirectoryStore.open(None if cache is None else Path(cache), stores.namespace)
+    if not stores.tiers:
+        yield local
+        return
+    layered = LayeredStore(local, stores.tiers, progress.note)
+    try:
+        yield layered
+    except BaseException:
+        layered.abandon()
+        raise
+    with progress.phase("sending results to the shared store"):
+        layered.finish()

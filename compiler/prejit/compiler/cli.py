@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prejit.compiler.manifest.manifest import Manifest
     from prejit.compiler.pipeline.plan import PlannedExecutable
     from prejit.compiler.pipeline.run import Built
+    from prejit.compiler.signing.keyless import KeylessSigner
     from prejit.compiler.signing.private_key import PrivateKey
     from prejit.compiler.targets.listing import Listed
 
@@ -36,6 +37,13 @@ _cache = click.option(
     type=_path,
     metavar="DIR",
     help="Build cache (default: $PREJIT_CACHE or ~/.cache/prejit/build).",
+)
+_shared = click.option(
+    "--store",
+    "shared",
+    metavar="URL",
+    help="A store that many machines share: http(s)://, s3://, gs://, az://, oci://, a directory, or a TOML "
+    "file with several (default: $PREJIT_STORE).",
 )
 _forms = click.option(
     "--forms",
@@ -62,19 +70,21 @@ def commands() -> None:
 @_targets
 @_forms
 @_cache
+@_shared
 @_json
 def plan(
     manifest: Path,
     targets: tuple[str, ...],
     forms: Path | None,
     cache: Path | None,
+    shared: str | None,
     as_json: bool,
 ) -> int:
     """Show programs x targets of MANIFEST: what is cached, what will compile and why."""
     from prejit.compiler.api import plan as plan_manifest
     from prejit.compiler.pipeline.plan import CACHED, COMPILE, TRACED
 
-    executables = plan_manifest(manifest, targets=targets, cache=cache, forms=forms)
+    executables = plan_manifest(manifest, targets=targets, cache=cache, shared=shared, forms=forms)
     counts = {
         state: sum(each.state == state for each in executables)
         for state in (CACHED, COMPILE, TRACED)
@@ -88,6 +98,7 @@ def plan(
                 "target": each.target.name,
                 "state": each.state,
                 "cached": each.cached,
+                "where": each.where,
                 "why": each.why,
             }
             for each in executables
@@ -107,11 +118,15 @@ def plan(
 def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     """Print one row for each program, one column for each target; reasons below, once each."""
     from prejit.compiler.pipeline.plan import reasons
+    from prejit.compiler.store.directory import LOCAL
 
     targets = list(dict.fromkeys(each.target.name for each in executables))
     states: dict[str, dict[str, str]] = {}
     for each in executables:
-        states.setdefault(each.spec.name, {})[each.target.name] = each.state
+        is_shared = each.cached and each.where != LOCAL
+        states.setdefault(each.spec.name, {})[each.target.name] = (
+            "shared" if is_shared else each.state
+        )
     rows = [["program", *targets]] + [
         [name, *(cells[target] for target in targets)] for name, cells in states.items()
     ]
@@ -169,6 +184,7 @@ def _print_plan(executables: Sequence[PlannedExecutable]) -> None:
     "table has).",
 )
 @_cache
+@_shared
 @_json
 def build(
     manifests: tuple[Path, ...],
@@ -180,6 +196,7 @@ def build(
     forms: Path | None,
     measure: bool | None,
     cache: Path | None,
+    shared: str | None,
     as_json: bool,
 ) -> int:
     """Compile each MANIFEST and write its bundle. What did not change is not compiled again."""
@@ -196,6 +213,7 @@ def build(
             output,
             targets=only,
             cache=cache,
+            shared=shared,
             forms=forms,
             measure=measure,
             workers=jobs,
@@ -468,19 +486,32 @@ def record(
 
 @commands.command(
     epilog="Examples:\n\n\b\n  openssl ecparam -name prime256v1 -genkey -noout -out release.pem\n"
-    "  prejit sign artifacts/demo --key release.pem\n\n"
-    "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other."
+    "  prejit sign artifacts/demo --key release.pem\n  prejit sign artifacts/demo --keyless\n\n"
+    "PREJIT_KEY_PASSWORD is the password of an encrypted key. Several people sign one after the other.\n\n"
+    "PREJIT_IDENTITY_TOKEN is the identity token of --keyless where the CI offers none by itself."
 )
 @click.argument("bundle", type=_path)
 @click.option(
     "--key",
     type=_path,
-    required=True,
     metavar="FILE",
     help="Private key in PEM: ECDSA on P-256, P-384 or P-521.",
 )
+@click.option(
+    "--keyless",
+    is_flag=True,
+    help="Sign as the identity that the CI vouches for, by sigstore, over the network. Its public log keeps "
+    "the identity and digests for ever.",
+)
+@click.option(
+    "--sigstore",
+    "config",
+    type=_path,
+    metavar="FILE",
+    help="Client configuration of another sigstore than the public one, for --keyless.",
+)
 @_json
-def sign(bundle: Path, key: Path, as_json: bool) -> int:
+def sign(bundle: Path, key: Path | None, keyless: bool, config: Path | None, as_json: bool) -> int:
     """Attach signatures to BUNDLE and to each of its targets, and write BUNDLE.sig.
 
     cosign and trust policies verify the signatures, and the OpenSSF's model_signing verifies BUNDLE.sig. The
@@ -488,15 +519,28 @@ def sign(bundle: Path, key: Path, as_json: bool) -> int:
     """
     from prejit.compiler.progress import tell
     from prejit.compiler.signing.sign import sign as sign_bundle
+    from prejit.runtime.errors import UsageError
 
-    signed = sign_bundle(bundle, _private_key(key))
+    if (key is None) != keyless:
+        raise UsageError(
+            "expected one of --key and --keyless, found " + ("both" if key else "none")
+        )
+    if config is not None and not keyless:
+        raise UsageError("expected --keyless beside --sigstore, found none")
+    signed = sign_bundle(bundle, _keyless(config) if key is None else _private_key(key))
     tell(
         f"signed {bundle}: attached {signed.added} signatures, wrote {signed.model_signature}, "
-        f"{signed.digest[:19]}"
+        f"{signed.digest[:19]}" + (f", as {signed.key}" if keyless else "")
     )
     if as_json:
         _print_json({**asdict(signed), "model_signature": str(signed.model_signature)})
     return 0
+
+
+def _keyless(config: Path | None) -> KeylessSigner:
+    from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
+
+    return keyless_signer(os.environ.get(TOKEN_VARIABLE) or None, config)
 
 
 def _private_key(path: Path) -> PrivateKey:

@@ -851,8 +851,9 @@ class Bundle:
     def check_answers(self) -> Iterator[CheckedAnswer]:
         """Run every program that has a golden answer, one after the other, and yield what it found.
 
-        Verdicts are kept on this machine: an executable with a wrong answer is in quarantine, and one with a
-        right answer in none. If this machine matches no target, the portable programs are compiled and run.
+        What they answer is kept on this machine: an executable with a wrong answer is in quarantine, and one
+        with a right answer in none. If this machine matches no target, the portable programs are compiled and
+        run.
 
         Raises:
             RejectError: the bundle is damaged.

@@ -19,7 +19,7 @@ from typing import Any
 from prejit.runtime.base.process import free_memory_bytes
 from prejit.runtime.base.typed_json import from_any_json
 from prejit.runtime.bundle import Bundle
-from prejit.runtime.errors import PrejitError, RejectError
+from prejit.runtime.errors import AnswerError, PrejitError, RejectError
 from prejit.runtime.loader import load
 from prejit.runtime.machine.fingerprint import Fingerprint
 from prejit.runtime.trust.first_load import become_child, begun_manifests
@@ -71,9 +71,11 @@ def _try(wanted: Any) -> None:
         on_mismatch=wanted["on_mismatch"],
         fingerprint=declared and from_any_json(Fingerprint, declared.encode(), "the request"),
         trust=argument,
+        canary="off",  # a wrong answer is for the load that follows
     ) as bundle:
         if bundle.matched:
-            bundle.prepare()
+            with contextlib.suppress(AnswerError):  # of one in quarantine
+                bundle.prepare()
             with contextlib.suppress(PrejitError):  # such as NaN in a result: the caller's to see
                 _run_one(bundle)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from prejit.compiler.compile.executor import Executor, collect
 from prejit.compiler.compile.jobs import Compiled, CompileJob, Source
@@ -12,7 +13,17 @@ from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.native.library import KernelLibrary
 from prejit.compiler.pipeline.keys import compile_key
-from prejit.compiler.pipeline.plan import Lowered, TargetKernels
+from prejit.compiler.pipeline.plan import (
+    Lowered,
+    Plan,
+    PlannedProgram,
+    TargetKernels,
+    UnknownError,
+    calls_kernels,
+    choose_source,
+    known_native,
+)
+from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.toolchain import Toolchain
 
 
@@ -108,6 +119,36 @@ def submit(
     key = compile_key(manifest, spec, tools.toolchain, source)
     job = CompileJob(spec.name, tools.toolchain, source, key)
     return Submitted(spec, lowered, job, executor.submit(job))
+
+
+def submit_known(
+    plan: Plan,
+    program: PlannedProgram,
+    *,
+    tools: Sequence[TargetTools],
+    store: Store,
+    executor: Executor,
+) -> list[Submitted] | None:
+    """Hand a program to the executor for each target, if the store has what it is compiled from.
+
+    Returns:
+        None if it has to be lowered, or traced.
+    """
+    if (lowered := program.lowered) is None or program.key is None:
+        return None
+    found = []
+    native = partial(known_native, program.key, store)
+    try:
+        for each in tools:
+            kernels = each.kernels if calls_kernels(plan.manifest, program.spec) else None
+            source = choose_source(lowered, kernels, native)
+            found.append((source, each))
+    except UnknownError:
+        return None
+    return [
+        submit(plan.manifest, program.spec, lowered, source, each, executor)
+        for source, each in found
+    ]
 
 
 def compiled_targets(

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from prejit.compiler.checkpoint.source import find_source
-from prejit.compiler.compile.executor import find_compiled
 from prejit.compiler.compile.jobs import Source
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.manifest.specs import ProgramSpec, program_specs
@@ -197,16 +197,18 @@ class PlannedExecutable:
         target: the target.
         state: CACHED, COMPILE or TRACED.
         why: why it is not CACHED.
+        where: the store that has it, if it is CACHED: that of this machine, or a shared one.
     """
 
     spec: ProgramSpec
     target: Target
     state: str
     why: str = ""
+    where: str | None = None
 
     @property
     def cached(self) -> bool:
-        """Whether the executable is in the store."""
+        """Whether the executable is in a store."""
         return self.state == CACHED
 
 
@@ -246,7 +248,7 @@ def plan_build(
     return Plan(
         manifest,
         targets,
-        tuple(_planned(manifest, model, spec, store) for spec in program_specs(manifest)),
+        tuple(store.map(lambda s: _planned(manifest, model, s, store), program_specs(manifest))),
         model,
         KnownForms(
             FormTable() if forms is None else read_table(forms),
@@ -340,7 +342,7 @@ def choose_source(
     return Source(program.program, ("cpu",), kernels.library)
 
 
-class _UnknownError(Exception):
+class UnknownError(Exception):
     """The store does not hold what decides an executable's key; the text says what has to be made."""
 
 
@@ -354,49 +356,50 @@ def planned_executables(plan: Plan, store: Store) -> tuple[PlannedExecutable, ..
     kernels = {
         name: _planned_kernels(plan, toolchain, store) for name, toolchain in toolchains.items()
     }
-    found = []
-    for program in plan.programs:
-        for target in plan.targets:
-            at = target.name
-            state, reason = _state(plan, program, toolchains[at], kernels[at], store)
-            found.append(PlannedExecutable(program.spec, target, state, reason))
-    return tuple(found)
+
+    def planned(pair: tuple[PlannedProgram, Target]) -> PlannedExecutable:
+        program, target = pair
+        at = target.name
+        return _planned_executable(plan, program, target, toolchains[at], kernels[at], store)
+
+    return tuple(store.map(planned, product(plan.programs, plan.targets)))
 
 
-def _state(
+def _planned_executable(
     plan: Plan,
     program: PlannedProgram,
+    target: Target,
     toolchain: Toolchain | None,
     kernels: TargetKernels | str | None,
     store: Store,
-) -> tuple[str, str]:
-    """Return the state of an executable, and why it is not cached."""
+) -> PlannedExecutable:
+    found = partial(PlannedExecutable, program.spec, target)
     manifest, spec, lowered = plan.manifest, program.spec, program.lowered
     if spec.kind == "call":
         section = next(each for each in manifest.programs if each.name == spec.section)
-        return TRACED, f"a build traces {section.label}, and then looks for its executable"
+        return found(TRACED, f"a build traces {section.label}, and then looks for its executable")
     if program.key is None:
         assert manifest.model is not None
         if manifest.has_own_model:
             label = manifest.model.label
-            return TRACED, f"a build traces {label}, and then looks for its executable"
-        return COMPILE, f"{manifest.model.source} has still to be fetched"
+            return found(TRACED, f"a build traces {label}, and then looks for its executable")
+        return found(COMPILE, f"{manifest.model.source} has still to be fetched")
     if lowered is None:
-        return COMPILE, _why(program.key, store)
+        return found(COMPILE, _why(program.key, store))
     if toolchain is None:
-        return COMPILE, "its environment has still to be made"
+        return found(COMPILE, "its environment has still to be made")
     if not calls_kernels(manifest, spec):
         kernels = None
     if isinstance(kernels, str):
-        return COMPILE, kernels
+        return found(COMPILE, kernels)
     try:
-        source = choose_source(lowered, kernels, partial(_known_native, program.key, store))
-    except _UnknownError as missing:
-        return COMPILE, str(missing)
+        source = choose_source(lowered, kernels, partial(known_native, program.key, store))
+    except UnknownError as missing:
+        return found(COMPILE, str(missing))
     key = compile_key(manifest, spec, toolchain, source)
-    if find_compiled(store, key) is not None:
-        return CACHED, ""
-    return COMPILE, _why(key, store)
+    if (where := store.where(key)) is not None:
+        return found(CACHED, where=where)
+    return found(COMPILE, _why(key, store))
 
 
 def _planned_kernels(
@@ -413,10 +416,20 @@ def _planned_kernels(
     return kernels_of(library, toolchain, plan.forms)
 
 
-def _known_native(lowered: Key, store: Store, forms: Mapping[Product, str]) -> Native:
+def known_native(lowered: Key, store: Store, forms: Mapping[Product, str]) -> Native:
+    """Return a model's program with kernels from the store.
+
+    Args:
+        lowered: the key of the portable program.
+        store: the store.
+        forms: the forms of products that use no kernel.
+
+    Raises:
+        UnknownError: it has to be lowered.
+    """
     key = native_key(lowered, forms)
     if (found := find_native(key, store)) is None:
-        raise _UnknownError(_why(key, store))
+        raise UnknownError(_why(key, store))
     return found
 
 

@@ -34,7 +34,13 @@ from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
-from prejit.compiler.pipeline.executables import TargetTools, compiled_targets, submit
+from prejit.compiler.pipeline.executables import (
+    Submitted,
+    TargetTools,
+    compiled_targets,
+    submit,
+    submit_known,
+)
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.lowering import (
     UserCode,
@@ -67,7 +73,13 @@ from prejit.compiler.pipeline.pack.weights import (
     find_published,
     pack_weights,
 )
-from prejit.compiler.pipeline.plan import Plan, find_toolchain, kernels_of, plan_build
+from prejit.compiler.pipeline.plan import (
+    Plan,
+    PlannedProgram,
+    find_toolchain,
+    kernels_of,
+    plan_build,
+)
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
@@ -169,13 +181,25 @@ def build(
                 timeout_seconds,
             )
         tools = [_tools(toolchain, libraries, known) for toolchain in toolchains]
-        before, submitted = executor.compiled, []
-        for program in plan.programs:
+        before = executor.compiled
+
+        def submit_new(program: PlannedProgram) -> list[Submitted]:
             lowered = lower(plan, program, model, code, store, progress)
+            found = []
             for each in tools:
                 source = source_of(plan, program, lowered, each.kernels, model, code, store)
                 source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
-                submitted.append(submit(manifest, program.spec, lowered, source, each, executor))
+                found.append(submit(manifest, program.spec, lowered, source, each, executor))
+            return found
+
+        # First what the stores know: a shared one answers many questions at a time.
+        ask = partial(submit_known, plan, tools=tools, store=store, executor=executor)
+        answers = list(store.map(ask, plan.programs))
+        submitted = [
+            each
+            for program, found in zip(plan.programs, answers, strict=True)
+            for each in (submit_new(program) if found is None else found)
+        ]
         user = weights_of(code)
         weights = pack_weights(plan, published, user, code.model, model, store, progress)
         targets = compiled_targets(submitted, tools)

@@ -10,10 +10,9 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.signing.signer import Signer
 from prejit.runtime.base.digests import digest_of, is_digest
 from prejit.runtime.errors import RejectError, StoreError
-from prejit.runtime.trust.dsse import encode_bundle
 from prejit.runtime.trust.statement import (
     MODEL_PREDICATE,
     SignedSubject,
@@ -79,11 +78,11 @@ def model_statement(name: str, files: Mapping[str, str]) -> Statement:
     )
 
 
-def model_signature(path: Path, key: PrivateKey) -> bytes:
+def model_signature(path: Path, signer: Signer) -> bytes:
     """Return the content of `NAME.sig` for a bundle's directory.
 
     Raises:
         StoreError, RejectError: as of `files_of`.
     """
     statement = model_statement(path.resolve().name, files_of(path))
-    return encode_bundle(key.model_envelope(encode_statement(statement)))
+    return signer.model_bundle(encode_statement(statement))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prejit.runtime.errors import StoreError, UsageError
-from prejit.runtime.trust.dsse import Envelope, pae
+from prejit.runtime.trust.channel import signers
+from prejit.runtime.trust.dsse import Envelope, encode_bundle, pae, read_bundle
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, hash_of, pem_digest, read_key
+from prejit.runtime.trust.reasons import RefusedError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -42,9 +44,27 @@ class PrivateKey:
         hint = base64.b64encode(bytes.fromhex(self.public.id)).decode("ascii")
         return Envelope(payload, (self.sign(payload),), hint)
 
-    def model_envelope(self, payload: bytes) -> Envelope:
-        """Return a payload with its signature, and the hint that the OpenSSF's model signing wants."""
-        return Envelope(payload, (self.sign(payload),), pem_digest(self.public.pem))
+    @property
+    def id(self) -> str:
+        """What tells it from other signers: the id of the public key."""
+        return self.public.id
+
+    def bundle(self, payload: bytes) -> bytes:
+        """Return the sigstore bundle with its signature of a payload, an in-toto statement."""
+        return encode_bundle(self.envelope(payload))
+
+    def model_bundle(self, payload: bytes) -> bytes:
+        """Return the same with the hint that the OpenSSF's model signing wants."""
+        hint = pem_digest(self.public.pem)
+        return encode_bundle(Envelope(payload, (self.sign(payload),), hint))
+
+    def signed(self, content: bytes) -> bytes | None:
+        """Return the payload of a sigstore bundle that this key signed; None: another did."""
+        try:
+            envelope = read_bundle(content)
+        except RefusedError:
+            return None
+        return envelope.payload if signers(envelope, [self.public]) else None
 
 
 def read_private_key(path: Path, password: str | None = None) -> PrivateKey:

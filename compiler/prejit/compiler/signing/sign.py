@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prejit.compiler.signing.model_signing import model_signature
-from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.signing.signer import Signer
 from prejit.runtime.base.files import write_file
 from prejit.runtime.errors import RejectError, UsageError
 from prejit.runtime.format.blobs import read_whole
@@ -23,13 +23,10 @@ from prejit.runtime.format.referrers import referrers
 from prejit.runtime.format.root import Root
 from prejit.runtime.format.schema import Descriptor
 from prejit.runtime.format.writing import EMPTY, Part, attach, remove_abandoned
-from prejit.runtime.trust.channel import signers
 from prejit.runtime.trust.dsse import (
     BUNDLE_MEDIA_TYPE,
     MAX_ENVELOPE_BYTES,
     PAYLOAD_TYPE,
-    encode_bundle,
-    read_bundle,
 )
 from prejit.runtime.trust.reasons import RefusedError
 from prejit.runtime.trust.statement import (
@@ -50,9 +47,9 @@ class Signed:
     Attributes:
         digest: the bundle's digest.
         subjects: digests of the bundle's index and of the manifests of its targets.
-        added: how many signatures were attached; 0: this key had signed all before.
+        added: how many signatures were attached; 0: this signer had signed all before.
         model_signature: the file with the signature of the directory.
-        key: id of the key.
+        key: id of the key; of a keyless signature, the issuer and the identity.
     """
 
     digest: str
@@ -62,23 +59,24 @@ class Signed:
     key: str
 
 
-def sign(path: str | os.PathLike[str], key: PrivateKey) -> Signed:
+def sign(path: str | os.PathLike[str], signer: Signer) -> Signed:
     """Attach signatures to a bundle, and write `NAME.sig` beside its directory.
 
-    The digest of the bundle stays. Signing again with the same key attaches nothing. `NAME.sig` covers the
+    The digest of the bundle stays. Signing again as the same signer attaches nothing. `NAME.sig` covers the
     files as they are afterwards, so it is written anew each time.
 
     Args:
         path: directory of the bundle.
-        key: the private key.
+        signer: who signs.
 
     Raises:
+        NetworkError: a keyless signature could not be made. Those that were attached before stay.
         RejectError: the bundle is damaged.
         StoreError: it cannot be read or written.
         UsageError: nothing can be attached to it, because its format is too old.
     """
     path = Path(path)
-    descriptors, names, signed, described, digest = read_whole(path, partial(_read, key=key))
+    descriptors, names, signed, described, digest = read_whole(path, partial(_read, signer=signer))
     statements = signature_statements(digest, names)
     payloads = [
         (subject, SIGNATURE_PREDICATE, encode_statement(statement))
@@ -89,7 +87,7 @@ def sign(path: str | os.PathLike[str], key: PrivateKey) -> Signed:
     for subject, predicate, payload in payloads:
         if payload in signed:
             continue
-        content = encode_bundle(key.envelope(payload))
+        content = signer.bundle(payload)
         annotations = {
             "dev.sigstore.bundle.content": "dsse-envelope",
             "dev.sigstore.bundle.predicateType": predicate,
@@ -101,8 +99,8 @@ def sign(path: str | os.PathLike[str], key: PrivateKey) -> Signed:
     # The signature is of every file in the directory.
     remove_abandoned(path)
     beside = path.resolve().with_name(f"{path.resolve().name}.sig")
-    write_file(beside, model_signature(path, key))
-    return Signed(digest, tuple(statements), added, beside, key.public.id)
+    write_file(beside, model_signature(path, signer))
+    return Signed(digest, tuple(statements), added, beside, signer.id)
 
 
 class _Bundle(NamedTuple):
@@ -111,7 +109,7 @@ class _Bundle(NamedTuple):
     Attributes:
         descriptors: what is to be signed, by digest.
         targets: name and digest of each target's manifest.
-        signed: the payloads that this key has signed.
+        signed: the payloads that this signer has signed.
         provenance: the statements of its provenance.
         digest: the bundle's digest.
     """
@@ -123,7 +121,7 @@ class _Bundle(NamedTuple):
     digest: str
 
 
-def _read(layout: Layout, root: Root, key: PrivateKey) -> _Bundle:
+def _read(layout: Layout, root: Root, signer: Signer) -> _Bundle:
     if root.subject is None:
         raise UsageError(
             f"{layout.path}: expected a bundle that signatures can be attached to, found one of an older "
@@ -136,7 +134,7 @@ def _read(layout: Layout, root: Root, key: PrivateKey) -> _Bundle:
         for at in root.bundle.manifests
         if at.digest != root.digest
     ]
-    signed = set(_signed_by(layout, root, key))
+    signed = set(_signed_by(layout, root, signer))
     return _Bundle(descriptors, targets, signed, list(_provenance(layout, root)), root.digest)
 
 
@@ -155,14 +153,17 @@ def _provenance(layout: Layout, root: Root) -> Iterable[bytes]:
                 yield content
 
 
-def _signed_by(layout: Layout, root: Root, key: PrivateKey) -> Iterable[bytes]:
-    """Yield the payloads of attached signatures by a key."""
+def _signed_by(layout: Layout, root: Root, signer: Signer) -> Iterable[bytes]:
+    """Yield the payloads of attached signatures by a signer."""
     for each in referrers(layout, root):
         if each.artifact_type != BUNDLE_MEDIA_TYPE or len(each.layers) != 1:
             continue
-        try:
-            envelope = read_bundle(layout.read_blob(each.layers[0].digest, each.layers[0].size))
-        except (RefusedError, RejectError):
+        [at] = each.layers
+        if at.size > MAX_ENVELOPE_BYTES:
             continue
-        if signers(envelope, [key.public]):
-            yield envelope.payload
+        try:
+            payload = signer.signed(layout.read_blob(at.digest, at.size))
+        except RejectError:
+            continue
+        if payload is not None:
+            yield payload

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from prejit.compiler.store.blobs import FileBlobWriter, StoreBlobs
 from prejit.compiler.store.files import Files, discard, parse_json, size_of, writing
@@ -30,6 +30,11 @@ from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
 from prejit.runtime.errors import StoreError
 
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+LOCAL = "local"
+"""The name of the store on this machine."""
 VERSION = "v1"
 """Rises when files of the last version can no longer be read. 1 (2026-11-20): the first."""
 ZIG = "zig"
@@ -67,24 +72,31 @@ def default_root() -> Path:
 class DirectoryStore:
     """A `Store` in a directory."""
 
-    def __init__(self, root: Path) -> None:
-        """Use a directory that exists; `open` creates it where it does not."""
+    def __init__(self, root: Path, namespace: str = "") -> None:
+        """Use a directory that exists; `open` creates it where it does not.
+
+        Args:
+            root: the directory.
+            namespace: separates results from those of other namespaces in the same directory.
+        """
         self.root = root
+        self._namespace = namespace
         self._base = root / VERSION
         self._files = Files(self._base)
         self._blobs = StoreBlobs(self._files)
 
     @classmethod
-    def open(cls, root: Path | None = None) -> DirectoryStore:
+    def open(cls, root: Path | None = None, namespace: str = "") -> DirectoryStore:
         """Open the store in a directory, which is created where it does not exist.
 
         Args:
             root: the directory; None: `default_root()`.
+            namespace: separates results from those of other namespaces in the same directory.
 
         Raises:
             StoreError: the directory cannot be created or written.
         """
-        store = cls((root or default_root()).absolute())
+        store = cls((root or default_root()).absolute(), namespace)
         with writing(store.root):
             store._files.temp.mkdir(parents=True, exist_ok=True)
             store._blobs.directory.mkdir(parents=True, exist_ok=True)
@@ -180,6 +192,14 @@ class DirectoryStore:
         result: dict[str, Any] = body["result"]
         return result
 
+    def map(self, ask: Callable[[_Item], _Answer], items: Iterable[_Item]) -> Iterator[_Answer]:
+        """See `Store.map`."""
+        return map(ask, items)
+
+    def where(self, key: Key) -> str | None:
+        """See `Store.where`."""
+        return None if self.get(key, verify=True) is None else LOCAL
+
     def last_key(self, kind: str, name: str) -> Key | None:
         """See `Store.last_key`."""
         body = self._files.read_json(self._last(kind, name))
@@ -236,7 +256,7 @@ class DirectoryStore:
         return self._base / "in-use"
 
     def _action(self, key: Key) -> Path:
-        digits = key.digest.removeprefix("sha256:")
+        digits = key.digits_in(self._namespace)
         return self._base / "actions" / key.kind / f"{digits}.json"
 
     def _last(self, kind: str, name: str) -> Path:

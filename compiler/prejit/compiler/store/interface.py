@@ -1,4 +1,7 @@
-"""The interface of a store of results. `directory.DirectoryStore` keeps results in a directory.
+"""The interface of a store of results.
+
+`directory.DirectoryStore` keeps results in a directory; `sharing.layered.LayeredStore` has stores that many
+machines share behind it.
 
 A result is JSON under the key of everything that decides it. Large contents (programs, executables, weights)
 are blobs, named by their digest; a result names its blobs.
@@ -6,13 +9,16 @@ are blobs, named by their digest; a result names its blobs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prejit.compiler.store.key import Key
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
 
 
 class BlobWriter(Protocol):
@@ -61,6 +67,19 @@ class Store(Protocol):
         Args:
             key: everything that decides the result.
             verify: whether to compare the digests of its blobs too, not only their sizes.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
+    def map(self, ask: Callable[[_Item], _Answer], items: Iterable[_Item]) -> Iterator[_Answer]:
+        """Yield what a function that asks this store returns for each item, in order.
+
+        Many calls run at the same time where answers come over a network.
+        """
+
+    def where(self, key: Key) -> str | None:
+        """Return the name of the store that has the result of a key; None: none has it.
 
         Raises:
             StoreError: the store cannot be read.

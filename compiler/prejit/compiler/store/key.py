@@ -42,6 +42,13 @@ class Key:
         ).encode("ascii")
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
+    def digits_in(self, namespace: str) -> str:
+        """Return 64 digits that name the result of this key in a namespace, and no result in another."""
+        digits = self.digest.removeprefix("sha256:")
+        if not namespace:
+            return digits
+        return hashlib.sha256(f"{namespace}\0{digits}".encode()).hexdigest()
+
 
 def why(old: Key | None, new: Key) -> str:
     """Return why a result has to be made: the ingredients that differ from those of the last result.

@@ -12,8 +12,8 @@ from prejit.runtime.errors import FallbackWarning, RejectError
 from prejit.runtime.format.names import WEIGHTS_MEDIA_TYPE
 from prejit.runtime.format.opening import Contents
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.programs.canary import CheckedAnswer, verdict_of
-from prejit.runtime.store.verdicts import read_verdict
+from prejit.runtime.programs.canary import CheckedAnswer, answer_file_of
+from prejit.runtime.store.answers import read_answer
 
 
 def run_programs(path: str, policy: str | None, *, say: bool) -> list[CheckedAnswer]:
@@ -39,7 +39,7 @@ def run_programs(path: str, policy: str | None, *, say: bool) -> list[CheckedAns
             )
         answers = list(_counted(bundle.check_answers(), len(bundle.config.programs)))
     if say:
-        heads = ["program", "ran", "golden answer of", "difference / tolerance", "verdict"]
+        heads = ["program", "ran", "golden answer of", "difference / tolerance", "answer"]
         print_text(table(heads, [_row(each) for each in answers]))
     return answers
 
@@ -57,12 +57,12 @@ def _counted(answers: Iterator[CheckedAnswer], count: int) -> Iterator[CheckedAn
 def _row(checked: CheckedAnswer) -> tuple[str, ...]:
     if not checked.source:
         return checked.program, "", "none", "", "not asked"
-    verdict = f"WRONG: {checked.difference}" if checked.difference else "right"
+    kept = f"WRONG: {checked.difference}" if checked.difference else "right"
     if checked.difference and checked.ran == "executable":
-        verdict += "; in quarantine"
+        kept += "; in quarantine"
     if checked.lifted:
-        verdict += "; its quarantine is lifted"
-    return checked.program, checked.ran, checked.source, f"{checked.share:.3f}", verdict
+        kept += "; its quarantine is lifted"
+    return checked.program, checked.ran, checked.source, f"{checked.share:.3f}", kept
 
 
 def quarantined(content: Contents) -> dict[str, str]:
@@ -75,10 +75,10 @@ def quarantined(content: Contents) -> dict[str, str]:
         if program.golden is None:
             continue
         try:
-            verdict = read_verdict(verdict_of(weights, program, machine))
+            kept = read_answer(answer_file_of(weights, program, machine))
         except RejectError as error:
-            print_text(f"{program.name}: its verdict counts as none: {error}")
+            print_text(f"{program.name}: what is kept of its answer counts as none: {error}")
             continue
-        if verdict is not None and not verdict.right:
-            found[program.name] = verdict.difference
+        if kept is not None and not kept.right:
+            found[program.name] = kept.difference
     return found

@@ -27,6 +27,7 @@ from prejit.runtime.format.names import (
     EMPTY_MEDIA_TYPE,
     MANIFEST_MEDIA_TYPE,
     OCI_LAYOUT,
+    REF_NAME,
 )
 from prejit.runtime.format.referrers import Referrer, referrers
 from prejit.runtime.format.root import encode_root, read_root
@@ -107,6 +108,9 @@ class Part(NamedTuple):
         )
 
 
+ATTACHED = "attached-"
+"""The names of what is attached begin so, in `index.json`. The first digits of its digest follow."""
+
 EMPTY = Part(EMPTY_MEDIA_TYPE, b"{}")
 """The config of a manifest that needs none."""
 
@@ -121,9 +125,9 @@ def attach(
 ) -> Descriptor:
     """Attach something to a bundle, to one of its targets, or to what is attached already.
 
-    It writes a manifest that refers to the subject, and lists the manifest in `index.json`. No digest of the
-    bundle changes. If the same manifest is attached already, nothing changes. The temporary files of writers
-    that were killed are removed.
+    It writes a manifest that refers to the subject, and lists the manifest in `index.json`, with a name by
+    which tools that do not know OCI's referrers can copy it. No digest of the bundle changes. If the same
+    manifest is attached already, nothing changes. Temporary files of writers that were killed are removed.
 
     Args:
         path: the directory of the bundle.
@@ -158,7 +162,9 @@ def attach(
             f"found {len(manifest)}",
             hint="put what is large into a layer",
         )
-    at = Descriptor(MANIFEST_MEDIA_TYPE, digest_of(manifest), len(manifest), artifact_type)
+    digest = digest_of(manifest)
+    noted = {REF_NAME: f"{ATTACHED}{digest[7:19]}"}
+    at = Descriptor(MANIFEST_MEDIA_TYPE, digest, len(manifest), artifact_type, annotations=noted)
     blobs = {digest_of(part.content): part.content for part in (config, *layers)}
     with _locked(path):
         listed = _check_subject(path, subject)

@@ -1,8 +1,8 @@
 """The canary: the first executable that a bundle loads must give its golden answer before any result is used.
 
-A machine asks an executable once. The verdict is kept (store/verdicts.py), so later starts read a small file.
-An executable with a wrong answer is in quarantine on this machine: its portable program takes its place, if
-`load` may compile, and must give the golden answer in its stead.
+A machine asks an executable once. What it answered is kept (store/answers.py), so later starts read one
+file. An executable with a wrong answer is in quarantine on this machine: its portable program takes its
+place, if `load` may compile, and must give the golden answer in its stead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prejit.runtime.format.golden import RECIPE
 from prejit.runtime.format.schema import ProgramEntry
 from prejit.runtime.machine.environment import read_xla_flags
 from prejit.runtime.machine.fingerprint import Fingerprint
-from prejit.runtime.store.verdicts import Verdict, read_verdict, verdict_file, write_verdict
+from prejit.runtime.store.answers import KeptAnswer, answer_file, read_answer, write_answer
 from prejit.runtime.verdict import Axis
 
 if TYPE_CHECKING:
@@ -69,15 +69,15 @@ def _what_computes(machine: Fingerprint) -> dict[str, object]:
     return {name: value for name in names if (value := getattr(machine, name)) is not None}
 
 
-def verdict_of(weights: str, program: ProgramEntry, machine: Fingerprint) -> Path:
-    """Return the file of the verdict on a program's executable on a machine.
+def answer_file_of(weights: str, program: ProgramEntry, machine: Fingerprint) -> Path:
+    """Return the file of what a program's executable answered on a machine.
 
     Args:
         weights: digest of the weights layer; empty: the bundle has none.
         program: the program, with a golden answer.
         machine: the real machine.
     """
-    return verdict_file(
+    return answer_file(
         executable=program.executable.raw_digest,
         weights=weights,
         golden=program.golden,
@@ -105,7 +105,7 @@ class Canary:
         compiles: bool,
         on_fallback: Callable[[Axis], object] | None,
     ) -> None:
-        """Keep what verdicts say.
+        """Keep what every question needs.
 
         Args:
             bundle: name of the bundle.
@@ -127,17 +127,17 @@ class Canary:
 
     def quarantined(self, program: ProgramEntry) -> str | None:
         """Return what an executable in quarantine gave for its golden answer; None: it is in none."""
-        verdict = self._read(program)
-        if verdict is None:
+        kept = self._read(program)
+        if kept is None:
             return None
-        if verdict.right:
+        if kept.right:
             self._asked = True
             return None
         self._suspicious = True
-        return verdict.difference
+        return kept.difference
 
     def asks(self, program: ProgramEntry) -> bool:
-        """Return whether an executable without a verdict has to give its golden answer before it is used."""
+        """Return whether an executable has to give its golden answer, if none of it is kept."""
         if not is_known(program) or self._checks == "off":
             return False
         return self._checks == "all" or self._suspicious or not self._asked
@@ -156,23 +156,23 @@ class Canary:
         with self._lock:  # programs load in several threads, and one is asked
             if not self.asks(program):
                 return None
-            verdict = self._read(program)
-            if verdict is None:
-                verdict = self.keep(program, answer(program, executable))
-            if verdict.right:
+            kept = self._read(program)
+            if kept is None:
+                kept = self.keep(program, answer(program, executable))
+            if kept.right:
                 self._asked = True
                 return None
             self._suspicious = True
-            return verdict.difference
+            return kept.difference
 
-    def keep(self, program: ProgramEntry, difference: Difference) -> Verdict:
-        """Keep the verdict on an executable, and return it."""
+    def keep(self, program: ProgramEntry, difference: Difference) -> KeptAnswer:
+        """Keep whether an executable gave its golden answer, and return that."""
         right = difference.share <= 1
         found = "" if right else difference.described()[:2000]
         digest = program.executable.raw_digest
-        verdict = Verdict(right, self._bundle, self._target, program.name, digest, found)
-        path = verdict_of(self._weights, program, self._machine)
-        if not write_verdict(path, verdict) and not right:
+        kept = KeptAnswer(right, self._bundle, self._target, program.name, digest, found)
+        path = answer_file_of(self._weights, program, self._machine)
+        if not write_answer(path, kept) and not right:
             warnings.warn(
                 f"{path}: cannot keep that {self._bundle}: {program.name} gives a wrong answer on this "
                 "machine, so the next start finds out again. Set PREJIT_RUNTIME_CACHE to a directory that "
@@ -180,14 +180,14 @@ class Canary:
                 PrejitWarning,
                 stacklevel=2,
             )
-        return verdict
+        return kept
 
-    def _read(self, program: ProgramEntry) -> Verdict | None:
+    def _read(self, program: ProgramEntry) -> KeptAnswer | None:
         if not is_known(program):
             return None
-        path = verdict_of(self._weights, program, self._machine)
+        path = answer_file_of(self._weights, program, self._machine)
         try:
-            return read_verdict(path)
+            return read_answer(path)
         except RejectError as error:
             warnings.warn(
                 f"{error}. It counts as none: {program.name} is asked again.",

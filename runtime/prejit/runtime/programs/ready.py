@@ -262,7 +262,7 @@ class Programs:
     def check_answers(self) -> Iterator[CheckedAnswer]:
         """Run every program that has a golden answer, one after the other, and yield what was found.
 
-        A verdict is kept: a wrong answer puts the executable into quarantine, a right one lifts that.
+        What it answered is kept: a wrong answer puts the executable into quarantine, a right one lifts that.
 
         Raises:
             RejectError: the bundle is damaged.

@@ -1,5 +1,6 @@
-"""Files that this machine keeps between starts: receipts of hashed files, and programs used first.
+"""Files that this machine keeps between starts: receipts of hashed files, first programs, golden answers.
 
-They only save time: a start without them, or with damaged ones, gives the same results. Imports `base` and
-`errors`. Begin with `receipts`.
+They only save time: a start without them, or with damaged ones, gives the same results. The exception is the
+quarantine of executables that gave wrong answers (`answers`). Imports `base` and `errors`. Begin with
+`receipts`.
 """

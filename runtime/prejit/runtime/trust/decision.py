@@ -4,9 +4,10 @@ For each target that may run, in this order:
 
 1. The first rule whose names fit the bundle's name decides. No rule: refused.
 2. A bundle or a manifest that is revoked is refused.
-3. Each attached signature is parsed and verified with the keys of the rule. It counts if it is by a key that
-   neither expired nor was revoked, and is about the bundle's index or about this target's manifest.
-4. As many different keys as the threshold must be left.
+3. Each attached signature is parsed and verified with the keys of the rule, or a keyless one with its
+   identities. It counts if it is by one that neither expired nor was revoked, and is about the bundle's index
+   or about this target's manifest.
+4. As many different keys and identities as the threshold must be left.
 5. The bundle must be the current one of the rule's channel.
 
 A reason is enforced or only reported, by the level of the rule.
@@ -17,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from prejit.runtime.trust import keyless
 from prejit.runtime.trust.dsse import Envelope, pae, read_bundle
+from prejit.runtime.trust.keyless import TrustedIdentity
 from prejit.runtime.trust.policy import Policy, Rule, TrustedKey, enforces
 from prejit.runtime.trust.reasons import Reason, RefusedError
 from prejit.runtime.trust.statement import (
@@ -48,6 +51,9 @@ class TrustTarget(NamedTuple):
     manifest: str
 
 
+TrustedSigner = TrustedKey | TrustedIdentity
+"""Who may sign: the holder of a key, or an identity."""
+
 Attached = bytes | Reason
 """A sigstore bundle that is attached to a bundle or to a manifest, or why it cannot be read."""
 
@@ -58,7 +64,7 @@ class Decision(NamedTuple):
     Attributes:
         refusal: why not; None: it may.
         reported: reasons that the level of the rule does not enforce.
-        signers: names of the keys whose signatures counted.
+        signers: names of the keys and identities whose signatures counted.
     """
 
     refusal: Reason | None
@@ -94,7 +100,7 @@ def decide(
     if rule.level == "skip":
         return Decision(None)
     reasons = list(_revoked(policy, target))
-    signers: dict[str, TrustedKey] = {}
+    signers: dict[str, TrustedSigner] = {}
     if rule.threshold:
         counted, faults = _count(rule, policy, target, attached, now)
         late = [*counted.expired.items(), *counted.revoked.items()]
@@ -126,22 +132,22 @@ def _revoked(policy: Policy, target: TrustTarget) -> Iterable[Reason]:
 
 
 class _Counted(NamedTuple):
-    """The keys that signed, by id.
+    """The keys and identities that signed, by id.
 
     Attributes:
         valid: those that count.
         expired, revoked: those that would count, and why they do not.
     """
 
-    valid: dict[str, TrustedKey]
-    expired: dict[str, tuple[TrustedKey, Reason]]
-    revoked: dict[str, tuple[TrustedKey, Reason]]
+    valid: dict[str, TrustedSigner]
+    expired: dict[str, tuple[TrustedSigner, Reason]]
+    revoked: dict[str, tuple[TrustedSigner, Reason]]
 
 
 def _count(
     rule: Rule, policy: Policy, target: TrustTarget, attached: Sequence[Attached], now: float
 ) -> tuple[_Counted, list[Reason]]:
-    """Return the keys that signed, and why other signatures do not count."""
+    """Return who signed, and why other signatures do not count."""
     counted, faults = _Counted({}, {}, {}), list[Reason]()
     budget = MAX_VERIFICATIONS
     for each in attached:
@@ -149,20 +155,53 @@ def _count(
             if isinstance(each, Reason):
                 raise RefusedError(each.case, each.text, each.kind)
             envelope = read_bundle(each)
-            budget -= len(envelope.signatures) * len(rule.keys)
+            known = rule.identities if envelope.is_keyless else rule.keys
+            budget -= len(envelope.signatures) * len(known)
             if budget < 0:
                 raise RefusedError(
                     "too-many-signatures",
                     f"expected signatures that {MAX_VERIFICATIONS} verifications decide, found more",
                 )
-            keys = _signing_keys(envelope, rule)
+            signers = _signers(each, envelope, rule)
             bundle = _subject_of(envelope, target).annotations.get(BUNDLE_ANNOTATION)
         except RefusedError as error:
             faults.append(error.reason)
             continue
-        for key in keys:
-            _sort(counted, key, bundle if bundle in policy.revoked_digests else None, now)
+        for signer in signers:
+            _sort(counted, signer, bundle if bundle in policy.revoked_digests else None, now)
     return counted, faults
+
+
+def _signers(content: bytes, envelope: Envelope, rule: Rule) -> Sequence[TrustedSigner]:
+    """Return who of a rule made a signature.
+
+    Raises:
+        RefusedError: nobody did.
+    """
+    if envelope.is_keyless:
+        return [_signing_identity(content, envelope, rule)]
+    return _signing_keys(envelope, rule)
+
+
+def _signing_identity(content: bytes, envelope: Envelope, rule: Rule) -> TrustedIdentity:
+    """Return the identity of a rule that made a keyless signature. It counts for one, whatever it names.
+
+    Raises:
+        RefusedError: none did.
+    """
+    refused = RefusedError(
+        "unknown-identity",
+        "expected a signature by a key of the rule, which has no identities, found a keyless one",
+        "authenticity",
+    )
+    for each in rule.identities:
+        try:
+            keyless.verify(content, envelope, each)
+        except RefusedError as error:
+            refused = error
+        else:
+            return each
+    raise refused
 
 
 def _signing_keys(envelope: Envelope, rule: Rule) -> list[TrustedKey]:
@@ -208,27 +247,30 @@ def _subject_of(envelope: Envelope, target: TrustTarget) -> SignedSubject:
     )
 
 
-def _sort(counted: _Counted, each: TrustedKey, revoked: str | None, now: float) -> None:
-    """Sort a key that signed by whether it counts. `revoked`: a revoked bundle that the signature names."""
+def _sort(counted: _Counted, each: TrustedSigner, revoked: str | None, now: float) -> None:
+    """Sort a signer by whether it counts. `revoked`: a revoked bundle that the signature names."""
+    who = f"the key {each.name}" if isinstance(each, TrustedKey) else f"the identity {each.name}"
     if revoked is not None:
-        text = f"the key {each.name} signed the target in the bundle {revoked}, which is revoked"
-        counted.revoked[each.key.id] = (each, Reason("bundle-revoked", "revocation", text))
-    elif each.is_revoked:
-        reason = Reason("key-revoked", "revocation", f"the key {each.name} is revoked")
-        counted.revoked[each.key.id] = (each, reason)
+        text = f"{who} signed the target in the bundle {revoked}, which is revoked"
+        counted.revoked[each.id] = (each, Reason("bundle-revoked", "revocation", text))
+    elif isinstance(each, TrustedKey) and each.is_revoked:
+        counted.revoked[each.id] = (each, Reason("key-revoked", "revocation", f"{who} is revoked"))
     elif each.expires is not None and now >= each.expires:
-        reason = Reason("key-expired", "expiry", f"the key {each.name} has expired")
-        counted.expired[each.key.id] = (each, reason)
+        counted.expired[each.id] = (each, Reason("key-expired", "expiry", f"{who} has expired"))
     else:
-        counted.valid[each.key.id] = each
+        counted.valid[each.id] = each
 
 
 def _why_too_few(
     rule: Rule, found: int, late: Sequence[Reason], faults: Sequence[Reason], is_any: bool
 ) -> Reason:
-    """Return the reason why fewer keys signed than must, the most telling one."""
-    names = ", ".join(each.name for each in rule.keys)
-    expected = f"expected signatures by {rule.threshold} of the keys {names}, found {found}"
+    """Return the reason why fewer signed than must, the most telling one."""
+    named = (
+        ("keys", [each.name for each in rule.keys]),
+        ("identities", [each.name for each in rule.identities]),
+    )
+    names = " and the ".join(f"{kind} {', '.join(known)}" for kind, known in named if known)
+    expected = f"expected signatures by {rule.threshold} of the {names}, found {found}"
     if late:
         return Reason(late[0].case, late[0].kind, f"{expected}: {late[0].text}")
     if found:

@@ -4,7 +4,8 @@
     DSSE envelope        = {"payload": base64, "payloadType": text, "signatures": [{"sig": base64}]}
 
 A signature is of `pae(payload, payload type)`. What is beside the envelope in a sigstore bundle is not
-signed. The hint only says which key to look for, and entries of a transparency log are not read.
+signed. The hint only says which key to look for. Of a keyless signature there is a certificate instead of
+the hint, and an entry of a transparency log: `keyless` verifies these.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class Envelope(NamedTuple):
         payload: what is signed, of the type `PAYLOAD_TYPE`.
         signatures: at least one.
         hint: which key made them, as a sigstore bundle has it; nobody signed that.
+        is_keyless: whether a certificate says who made them.
     """
 
     payload: bytes
     signatures: tuple[bytes, ...]
     hint: str = ""
+    is_keyless: bool = False
 
 
 def pae(payload: bytes, payload_type: str = PAYLOAD_TYPE) -> bytes:
@@ -64,9 +67,16 @@ def read_bundle(content: bytes) -> Envelope:
             "bundle-type", f"{what}: expected {BUNDLE_MEDIA_TYPE}, found {kind!r:.80}"
         )
     material = field(found, "verificationMaterial", dict, "bundle-material", what)
+    envelope = _envelope(field(found, "dsseEnvelope", dict, "bundle-envelope", what), "")
+    if "certificate" in material and "publicKey" not in material:
+        return envelope._replace(is_keyless=True)
+    if "certificate" in material:
+        raise RefusedError(
+            "bundle-material", f"{what}: expected a key or a certificate, found both"
+        )
     key = field(material, "publicKey", dict, "bundle-material", f"{what} of a key")
     hint = field(key, "hint", str, "bundle-material", what) if "hint" in key else ""
-    return _envelope(field(found, "dsseEnvelope", dict, "bundle-envelope", what), hint)
+    return envelope._replace(hint=hint)
 
 
 def envelope_of(found: Any) -> Envelope:

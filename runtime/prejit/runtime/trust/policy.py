@@ -4,11 +4,17 @@
     file = "release.pub.pem"            # beside this file; or pem = "-----BEGIN PUBLIC KEY..."
     expires = 2027-06-30                # from this moment on its signatures no longer count
 
+    [identities.ci]                     # keyless: who signs, by a certificate of sigstore
+    identity = "https://github.com/acme/models/.github/workflows/release.yml@refs/heads/main"
+    issuer = "https://token.actions.githubusercontent.com"
+    trusted_root = "trusted_root.json"  # beside this file
+
     [[rules]]                           # the first rule whose names fit decides; no rule: refused
     names = ["demo", "team-*"]
     level = "strict"                    # strict (default), permissive, audit or skip
     keys = ["release", "security"]
-    threshold = 2                       # so many of the keys, each once (default 1)
+    identities = ["ci"]
+    threshold = 2                       # so many of the keys and identities, each once (default 1)
     channel = "stable"
     first_load = "child"                # try the first load of a machine in a child process (or "direct")
 
@@ -37,6 +43,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from prejit.runtime.base.digests import is_digest
 from prejit.runtime.base.typed_json import shown
 from prejit.runtime.errors import PolicyError
+from prejit.runtime.trust.keyless import MAX_ROOT_BYTES, TrustedIdentity, check_root
 from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import Kind
 
@@ -56,7 +63,7 @@ _ENFORCED: Mapping[Level, frozenset[Kind]] = {
 MAX_POLICY_BYTES = 1 << 20
 """Maximum size of a policy."""
 _MAX_RULE_KEYS = 16
-"""Maximum number of keys of a rule or a channel: each signature may be tried with each."""
+"""Maximum number of keys of a rule or a channel, and of identities: a signature may be tried with each."""
 
 _HINT = "docs/how-to/trust.md shows a policy"
 
@@ -83,6 +90,11 @@ class TrustedKey(NamedTuple):
     key: PublicKey
     expires: float | None = None
     is_revoked: bool = False
+
+    @property
+    def id(self) -> str:
+        """What tells it from other signers."""
+        return self.key.id
 
 
 class ChannelRule(NamedTuple):
@@ -112,8 +124,9 @@ class Rule(NamedTuple):
         names: patterns of names; `*` stands for any text.
         level: how much of it is enforced.
         keys: the keys whose signatures count.
-        threshold: how many different keys must sign; 0: the rule has no keys.
+        threshold: how many different keys and identities must sign; 0: the rule has none.
         channel: the channel whose current release the bundle must be, or None.
+        identities: the identities whose keyless signatures count.
         first_load: where a machine loads such a bundle for the first time.
     """
 
@@ -122,6 +135,7 @@ class Rule(NamedTuple):
     keys: tuple[TrustedKey, ...] = ()
     threshold: int = 0
     channel: ChannelRule | None = None
+    identities: tuple[TrustedIdentity, ...] = ()
     first_load: FirstLoadMode = "direct"
 
     def fits(self, name: str) -> bool:
@@ -177,7 +191,7 @@ def read_policy(path: str | os.PathLike[str]) -> Policy:
     return parse_policy(
         content,
         str(where),
-        lambda name, of: _read(where.parent / name, MAX_KEY_BYTES, of),
+        lambda name, of, most: _read(where.parent / name, most, of),
         where.parent,
     )
 
@@ -198,15 +212,15 @@ def _read(path: Path, max_bytes: int, of: str) -> bytes:
 
 
 def parse_policy(
-    content: bytes, path: str, read_file: Callable[[str, str], bytes], directory: Path
+    content: bytes, path: str, read_file: Callable[[str, str, int], bytes], directory: Path
 ) -> Policy:
     """Return the policy in a TOML text.
 
     Args:
         content: the text.
         path: its file, for errors.
-        read_file: returns the content of a file beside the policy. It takes the file's name, and the place in
-            the policy for errors.
+        read_file: returns the content of a file beside the policy. It takes the file's name, the place in the
+            policy for errors, and the maximum size in bytes.
         directory: the directory of the policy, which the names of files are relative to.
 
     Raises:
@@ -217,7 +231,7 @@ def parse_policy(
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: expected TOML: {error}", hint=_HINT) from error
     top = _Table(found, path, "")
-    top.only("keys", "rules", "channels", "revoked")
+    top.only("keys", "identities", "rules", "channels", "revoked")
     keys: dict[str, TrustedKey] = {}
     names_of: dict[str, str] = {}
     for name, table in top.tables("keys").items():
@@ -243,7 +257,8 @@ def parse_policy(
         name: _channel(name, table, keys, directory)
         for name, table in top.tables("channels").items()
     }
-    rules = tuple(_rule(table, keys, channels) for table in top.list_of_tables("rules"))
+    identities = _identities(top, read_file)
+    rules = tuple(_rule(table, keys, identities, channels) for table in top.list_of_tables("rules"))
     if not rules:
         raise top.error("expected at least one [[rules]], found none; such a policy allows nothing")
     for place, rule in enumerate(rules[:-1]):
@@ -255,14 +270,32 @@ def parse_policy(
     return Policy(path, rules, revoked_keys, revoked_digests)
 
 
-def _key(name: str, table: _Table, read_file: Callable[[str, str], bytes]) -> TrustedKey:
+def _identities(
+    top: _Table, read_file: Callable[[str, str, int], bytes]
+) -> dict[str, TrustedIdentity]:
+    found: dict[str, TrustedIdentity] = {}
+    names_of: dict[str, str] = {}
+    for name, table in top.tables("identities").items():
+        table.only("identity", "issuer", "trusted_root", "expires")
+        who, issuer = table.text("identity"), table.text("issuer")
+        where = table.place("trusted_root")
+        root = read_file(table.text("trusted_root"), where, MAX_ROOT_BYTES)
+        check_root(root, where)
+        found[name] = TrustedIdentity(name, who, issuer, root, where, table.moment("expires"))
+        first = names_of.setdefault(found[name].id, name)
+        if first != name:
+            raise table.error(f"expected another one than identities.{first}, found the same")
+    return found
+
+
+def _key(name: str, table: _Table, read_file: Callable[[str, str, int], bytes]) -> TrustedKey:
     table.only("file", "pem", "expires")
     if table.has("file") == table.has("pem"):
         raise table.error(
             "expected one of file and pem, found " + ("both" if table.has("pem") else "none")
         )
     if table.has("file"):
-        pem = read_file(table.text("file"), table.place("file"))
+        pem = read_file(table.text("file"), table.place("file"), MAX_KEY_BYTES)
     else:
         pem = table.text("pem").encode("utf-8")
     key = read_key(pem, table.place("file" if table.has("file") else "pem"))
@@ -283,23 +316,26 @@ def _channel(
     name: str, table: _Table, keys: Mapping[str, TrustedKey], directory: Path
 ) -> ChannelRule:
     table.only("file", "keys", "threshold", "keys_version", "minimum_version")
-    chosen = _chosen_keys(table, keys)
+    chosen = _chosen(table, "keys", keys)
     if not chosen:
         raise table.error("expected at least one key, found none", "keys")
     return ChannelRule(
         name,
         directory / table.text("file"),
         chosen,
-        _threshold(table, chosen),
+        _threshold(table, len(chosen)),
         table.integer("keys_version", 0, 0),
         table.integer("minimum_version", 0, 0),
     )
 
 
 def _rule(
-    table: _Table, keys: Mapping[str, TrustedKey], channels: Mapping[str, ChannelRule]
+    table: _Table,
+    keys: Mapping[str, TrustedKey],
+    identities: Mapping[str, TrustedIdentity],
+    channels: Mapping[str, ChannelRule],
 ) -> Rule:
-    table.only("names", "level", "keys", "threshold", "channel", "first_load")
+    table.only("names", "level", "keys", "identities", "threshold", "channel", "first_load")
     names = table.texts("names")
     if not names or not all(names):
         raise table.error(
@@ -307,7 +343,9 @@ def _rule(
         )
     levels: tuple[Level, ...] = ("strict", "permissive", "audit", "skip")
     level = table.choice("level", levels, "strict")
-    chosen = _chosen_keys(table, keys)
+    chosen = _chosen(table, "keys", keys)
+    people = _chosen(table, "identities", identities)
+    count = len(chosen) + len(people)
     channel = None
     if table.has("channel"):
         text = table.text("channel")
@@ -316,35 +354,39 @@ def _rule(
                 f"expected the name of a channel, found {text!r:.80}", "channel", channels
             )
         channel = channels[text]
-    if level == "skip" and (chosen or channel):
-        raise table.error("expected no keys and no channel at level skip, found some")
-    if level != "skip" and not (chosen or channel):
-        raise table.error("expected keys or a channel, found neither", "keys")
-    threshold = _threshold(table, chosen) if chosen else 0
-    if not chosen and table.has("threshold"):
-        raise table.error("expected keys beside a threshold, found none", "threshold")
+    if level == "skip" and (count or channel):
+        raise table.error("expected no keys, identities or channel at level skip, found some")
+    if level != "skip" and not (count or channel):
+        raise table.error("expected keys, identities or a channel, found none", "keys")
+    threshold = _threshold(table, count) if count else 0
+    if not count and table.has("threshold"):
+        raise table.error("expected keys or identities beside a threshold, found none", "threshold")
     modes: tuple[FirstLoadMode, ...] = ("direct", "child")
     first_load = table.choice("first_load", modes, "direct")
-    return Rule(names, level, chosen, threshold, channel, first_load)
+    return Rule(names, level, chosen, threshold, channel, people, first_load)
 
 
-def _chosen_keys(table: _Table, keys: Mapping[str, TrustedKey]) -> tuple[TrustedKey, ...]:
-    names = table.texts("keys", ())
+def _chosen(table: _Table, key: str, known: Mapping[str, _T]) -> tuple[_T, ...]:
+    """Return the keys or identities that a rule or a channel names."""
+    names = table.texts(key, ())
     for name in names:
-        if name not in keys:
-            raise table.error(f"expected the name of a key, found {name!r:.80}", "keys", keys)
+        if name not in known:
+            what = "a key" if key == "keys" else "an identity"
+            raise table.error(f"expected the name of {what}, found {name!r:.80}", key, known)
     if len(set(names)) != len(names):
-        raise table.error("expected each key once", "keys")
+        what = "key" if key == "keys" else "identity"
+        raise table.error(f"expected each {what} once", key)
     if len(names) > _MAX_RULE_KEYS:
-        raise table.error(f"expected at most {_MAX_RULE_KEYS} keys, found {len(names)}", "keys")
-    return tuple(keys[name] for name in names)
+        raise table.error(f"expected at most {_MAX_RULE_KEYS} {key}, found {len(names)}", key)
+    return tuple(known[name] for name in names)
 
 
-def _threshold(table: _Table, keys: tuple[TrustedKey, ...]) -> int:
+def _threshold(table: _Table, count: int) -> int:
     threshold = table.integer("threshold", 1, 1)
-    if threshold > len(keys):
+    if threshold > count:
         raise table.error(
-            f"expected at most {len(keys)}, the number of the keys, found {threshold}", "threshold"
+            f"expected at most {count}, the number of the keys and identities, found {threshold}",
+            "threshold",
         )
     return threshold
 

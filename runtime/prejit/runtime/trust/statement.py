@@ -143,9 +143,8 @@ def encode_statement(statement: Statement) -> bytes:
 
 def _plain(subject: SignedSubject) -> dict[str, Any]:
     algorithm, _, digits = subject.digest.partition(":")
-    found: dict[str, Any] = {"digest": {algorithm: digits}}
-    if subject.name:
-        found["name"] = subject.name
+    # The name is there even if it is empty: sigstore's own package signs no statement without it.
+    found: dict[str, Any] = {"digest": {algorithm: digits}, "name": subject.name}
     if subject.annotations:
         found["annotations"] = dict(subject.annotations)
     return found

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
 pytest.importorskip("starlette", reason="starlette comes with the extra server")
 
 from tests.campaigns.parser_fuzz import FoundError, check

@@ -94,6 +94,9 @@ def test_a_manifest_of_what_is_attached_is_as_oci_says(bundle_dir: Path) -> None
         if each["digest"] == at.digest
     ]
     assert listed["artifactType"] == TYPE
+    assert listed["annotations"] == {
+        "org.opencontainers.image.ref.name": f"attached-{at.digest[7:19]}"
+    }
 
 
 def test_attaching_again_changes_nothing(bundle_dir: Path) -> None:

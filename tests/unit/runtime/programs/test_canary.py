@@ -52,7 +52,7 @@ def expected(recipe: Recipe) -> np.ndarray[Any, Any]:
     return values + recipe.weights["score:bias"]
 
 
-def verdicts(cache: Path) -> list[dict[str, Any]]:
+def kept(cache: Path) -> list[dict[str, Any]]:
     return [json.loads(each.read_bytes()) for each in sorted(cache.glob("canary/v1/*.json"))]
 
 
@@ -62,7 +62,7 @@ def test_a_right_executable_is_refused(
     with prejit.runtime.load(answering.write(tmp_path / "right")) as bundle:
         np.testing.assert_allclose(bundle.call("score", x=X), expected(answering), rtol=1e-5)
         assert {each.source for each in bundle.report()} == {"loaded", "unused"}
-    assert [each["right"] for each in verdicts(runtime_cache)] == [True]
+    assert [each["right"] for each in kept(runtime_cache)] == [True]
 
 
 def test_a_result_of_a_wrong_executable_is_given_out(
@@ -79,8 +79,8 @@ def test_a_result_of_a_wrong_executable_is_given_out(
         assert sources["score/b2"] == "compiled"
     assert told == ["canary"]
     assert fallback_counts()["canary"] == before + 1
-    (verdict,) = verdicts(runtime_cache)
-    assert not verdict["right"]
+    (answer,) = kept(runtime_cache)
+    assert not answer["right"]
 
 
 def test_quarantine_ends_with_its_process(
@@ -101,7 +101,7 @@ bundle.call("score", x=np.ones((2, 16), np.float32))
 print({each.program: each.source for each in bundle.report()}["score/b2"])
 """
     assert run_python(code, wrong).stdout.split() == ["compiled"]
-    assert len(verdicts(runtime_cache)) == 1
+    assert len(kept(runtime_cache)) == 1
     assert run_python(code, wrong, "later").stdout.split() == ["kept"]
 
 
@@ -123,7 +123,7 @@ def test_other_executables_are_trusted_after_one_was_wrong(
         for rows in (2, 8):
             with pytest.warns(FallbackWarning, match=f"score/b{rows}"):
                 bundle.call("score", x=np.ones((rows, 16), np.float32))
-    assert [each["right"] for each in verdicts(runtime_cache)] == [False, False]
+    assert [each["right"] for each in kept(runtime_cache)] == [False, False]
 
 
 @pytest.mark.parametrize("layers", [("weights",), ("executable", "portable")])
@@ -176,13 +176,13 @@ def test_one_executable_is_asked_where_all_shall_be(
     path = answering.write(tmp_path / "right")
     with prejit.runtime.load(path, canary="off") as bundle:
         bundle.prepare()
-    assert not verdicts(runtime_cache)
+    assert not kept(runtime_cache)
     with prejit.runtime.load(path) as bundle:
         bundle.prepare()
-    assert len(verdicts(runtime_cache)) == 1
+    assert len(kept(runtime_cache)) == 1
     with prejit.runtime.load(path, canary="all") as bundle:
         bundle.prepare()
-    assert len(verdicts(runtime_cache)) == len(answering.targets[0].config.programs)
+    assert len(kept(runtime_cache)) == len(answering.targets[0].config.programs)
 
 
 def test_an_executable_is_asked_at_every_start(
@@ -198,7 +198,7 @@ def test_an_executable_is_asked_at_every_start(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"right": 1}', b"\xff" * 20])
-def test_a_damaged_verdict_stops_a_start_or_counts(
+def test_a_damaged_answer_stops_a_start_or_counts(
     damage: bytes, answering: Recipe, tmp_path: Path, runtime_cache: Path
 ) -> None:
     path = answering.write(tmp_path / "right")
@@ -211,7 +211,7 @@ def test_a_damaged_verdict_stops_a_start_or_counts(
         pytest.warns(PrejitWarning, match="counts as none"),
     ):
         bundle.call("score", x=X)
-    assert [each["right"] for each in verdicts(runtime_cache)] == [True]
+    assert [each["right"] for each in kept(runtime_cache)] == [True]
 
 
 def test_a_quarantine_that_cannot_be_kept_is_not_said(
@@ -287,8 +287,8 @@ def test_nothing_lifts_a_quarantine(
     path = answering.write(tmp_path / "right")
     assert "quarantine" not in prejit("verify", path, "--run").stdout
     for file in runtime_cache.glob("canary/v1/*.json"):
-        verdict = json.loads(file.read_bytes())
-        file.write_text(json.dumps({**verdict, "right": False, "difference": "[] found 1"}))
+        answer = json.loads(file.read_bytes())
+        file.write_text(json.dumps({**answer, "right": False, "difference": "[] found 1"}))
         file.chmod(0o600)
     assert "in quarantine" in prejit("inspect", path).stdout
     assert "its quarantine is lifted" in prejit("verify", path, "--run").stdout

@@ -38,7 +38,7 @@ NOW = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
 STATEMENTS = signature_statements(INDEX, [("cpu", MANIFEST)])
 
 
-def no_file(name: str, of: str) -> bytes:
+def no_file(name: str, of: str, max_bytes: int) -> bytes:
     raise AssertionError(f"{of}: {name} is read")
 
 
@@ -414,7 +414,7 @@ def bare_envelope(scene: Scene) -> None:
     scene.attached = [json.dumps(json.loads(of_index("a"))["dsseEnvelope"]).encode()]
 
 
-@case("bundle-material")
+@case("unknown-identity")
 def certificate_in_place_of_a_key(scene: Scene) -> None:
     def change(found: Any) -> None:
         found["verificationMaterial"] = {"certificate": {"rawBytes": "AAAA"}}

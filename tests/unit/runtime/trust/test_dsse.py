@@ -41,7 +41,7 @@ GOOD = encode_bundle(signer("a").envelope(encode_statement(signature_statements(
 POLICY = parse_policy(
     f'{key_table("a")}[[rules]]\nnames = ["demo"]\nkeys = ["a"]'.encode(),
     "trust.toml",
-    lambda name, of: b"",
+    lambda name, of, max_bytes: b"",
     Path(),
 )
 

@@ -41,8 +41,9 @@ from prejit.runtime.machine.fingerprint import Fingerprint
 SEED = 1
 """The seed of all golden answers."""
 
-_EXACT, _ROUNDED = 8, 4
-"""Tolerances, as exponents of one half: of programs that compute in float32 on CPUs, and of all others."""
+_EXACT, _ROUNDED, _ELSEWHERE = 8, 5, 4
+"""Tolerances, as exponents of one half: of programs of float32 on CPUs, of other programs on CPUs, and of all
+on accelerators."""
 _NARROW = ("bfloat16", "float16", "float8", "float4", "int8", "int4", "uint8", "uint4")
 """How the names of dtypes begin that have fewer bits than float32."""
 _MOST_WORK = 1 << 42
@@ -159,7 +160,7 @@ def _tolerance(config: Config, program: ProgramEntry, dtypes: Mapping[str, str])
         dtypes: those of the weights, by name.
     """
     if config.requirement.platform != "cpu":
-        return _ROUNDED
+        return _ELSEWHERE
     own = {dtypes[name] for name in config.weight_sets.get(program.weights or "", ())}
     for text in (*program.arguments, *program.results):
         own.add(text.partition("] ")[2].partition("[")[0])

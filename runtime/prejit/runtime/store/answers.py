@@ -1,8 +1,8 @@
 """What this machine found out about executables: whether they gave their golden answers here.
 
-A verdict is a file of its own in `canary/v1` of the runtime's cache, written whole or not at all. Its name is
-a digest of the executable, the weights it ran with, the golden answer, and the machine. So a bundle with
-other weights or another answer cannot put the executables of this one into quarantine.
+A kept answer is a file of its own in `canary/v1` of the runtime's cache, written whole or not at all. Its
+name is a digest of the executable, the weights it ran with, the golden answer, and the machine. So a bundle
+with other weights or another golden answer cannot put the executables of this one into quarantine.
 
 A right answer is kept so that the next start need not ask again. A wrong one is a quarantine: no later start
 runs the executable, until `prejit verify --run` finds its answer right, or the file is removed.
@@ -23,7 +23,7 @@ from prejit.runtime.store.directory import cache_root, read_own, write_own
 _MAX_BYTES = 1 << 14
 
 
-class Verdict(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
+class KeptAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
     """Whether an executable gave its golden answer on this machine.
 
     Attributes:
@@ -41,14 +41,14 @@ class Verdict(NamedTuple):  # a dataclass takes 0.5 ms to make, which every star
     difference: str
 
 
-def verdict_file(**ingredients: object) -> Path:
-    """Return the file of the verdict that these ingredients name."""
+def answer_file(**ingredients: object) -> Path:
+    """Return the file of the kept answer that these ingredients name."""
     name = digest_of(to_json(ingredients)).removeprefix("sha256:")
     return cache_root() / "canary" / "v1" / f"{name}.json"
 
 
-def read_verdict(path: Path) -> Verdict | None:
-    """Return the verdict in a file; None: there is none.
+def read_answer(path: Path) -> KeptAnswer | None:
+    """Return the kept answer in a file; None: there is none.
 
     Raises:
         RejectError: the file is damaged.
@@ -56,25 +56,25 @@ def read_verdict(path: Path) -> Verdict | None:
     if not (content := read_own(path, _MAX_BYTES)):
         if content is None:
             return None
-        raise RejectError(str(path), "expected a verdict, found an empty file", hint=_HINT)
+        raise RejectError(str(path), "expected a kept answer, found an empty file", hint=_HINT)
     try:
         plain = json.loads(content)
-        verdict = Verdict(**plain)
+        answer = KeptAnswer(**plain)
     except (ValueError, TypeError, RecursionError) as error:
-        raise RejectError(str(path), f"expected a verdict: {error}", hint=_HINT) from error
-    if not isinstance(verdict.right, bool) or not all(
-        isinstance(text, str) for text in verdict[1:]
-    ):
-        raise RejectError(str(path), "expected a verdict, found values of other types", hint=_HINT)
-    return verdict
+        raise RejectError(str(path), f"expected a kept answer: {error}", hint=_HINT) from error
+    if not isinstance(answer.right, bool) or not all(isinstance(text, str) for text in answer[1:]):
+        raise RejectError(
+            str(path), "expected a kept answer, found values of other types", hint=_HINT
+        )
+    return answer
 
 
 _HINT = "remove the file: prejit checks the executable again"
 
 
-def write_verdict(path: Path, verdict: Verdict) -> bool:
-    """Write a verdict whole. Return whether it is there now."""
-    write_own(path, json.dumps(verdict._asdict()).encode())
+def write_answer(path: Path, answer: KeptAnswer) -> bool:
+    """Write a kept answer whole. Return whether it is there now."""
+    write_own(path, json.dumps(answer._asdict()).encode())
     with contextlib.suppress(RejectError):
-        return read_verdict(path) == verdict
+        return read_answer(path) == answer
     return False

@@ -1,0 +1,132 @@
+"""A result as a shared store holds it: an ActionResult of Bazel's remote cache with a statement about it.
+
+    ActionResult = {"outputFiles": [{"path", "digest": {"hash", "sizeBytes"}}], "stdoutRaw": base64}
+
+The output files are the contents that the result needs: a server such as bazel-remote keeps or drops them
+together with the result. What counts is the in-toto statement in `stdoutRaw`, alone or in a DSSE envelope
+with its signature. Its subject is the digest of the key, and its predicate has the key, the result, and the
+digests of its contents. So a signed result cannot pass for that of another key, and nobody can exchange its
+contents.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prejit.compiler.signing.private_key import PrivateKey
+from prejit.compiler.store.key import Key
+from prejit.runtime.base.digests import is_digest
+from prejit.runtime.trust.dsse import encode_envelope, envelope_of, pae
+from prejit.runtime.trust.foreign_json import field, read_object
+from prejit.runtime.trust.keys import PublicKey
+from prejit.runtime.trust.reasons import RefusedError
+from prejit.runtime.trust.statement import (
+    SignedSubject,
+    Statement,
+    encode_statement,
+    read_statement,
+)
+
+PREDICATE = "urn:prejit:result:v1"
+"""The predicate of a result."""
+MAX_BYTES = 4 << 20
+"""Maximum size of a result without its contents. A statement may have 1 MiB."""
+
+
+class UnusableError(Exception):
+    """What a shared store holds is not used; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A result.
+
+    Attributes:
+        key: everything that decided it.
+        result: JSON.
+        blobs: size of each of its contents, by digest.
+    """
+
+    key: Key
+    result: Mapping[str, Any]
+    blobs: Mapping[str, int]
+
+
+def encode(entry: Entry, signer: PrivateKey | None) -> bytes:
+    """Return a result as an ActionResult in JSON.
+
+    Args:
+        entry: the result.
+        signer: signs it; None: nobody does.
+    """
+    predicate = {
+        "kind": entry.key.kind,
+        "ingredients": [list(pair) for pair in entry.key.ingredients],
+        "result": dict(entry.result),
+        "blobs": dict(entry.blobs),
+    }
+    subject = SignedSubject(entry.key.digest, entry.key.name)
+    statement = encode_statement(Statement(PREDICATE, (subject,), predicate))
+    if signer is not None:
+        statement = json.dumps(encode_envelope(signer.envelope(statement))).encode("ascii")
+    outputs = [
+        {"path": digits, "digest": {"hash": digits, "sizeBytes": str(size)}}
+        for digits, size in ((d.removeprefix("sha256:"), s) for d, s in entry.blobs.items())
+    ]
+    found = {"outputFiles": outputs, "stdoutRaw": base64.b64encode(statement).decode("ascii")}
+    return json.dumps(found, sort_keys=True).encode("ascii")
+
+
+def decode(content: bytes, key: Key, believed: Sequence[PublicKey]) -> Entry:
+    """Return the result of a key from the bytes of a shared store.
+
+    Args:
+        content: an ActionResult in JSON.
+        key: what was asked for.
+        believed: one of these keys must have signed it; none: anyone may have written it.
+
+    Raises:
+        UnusableError: it is damaged, belongs to another key, or nobody of those signed it.
+    """
+    try:
+        statement = read_statement(_statement_of(content, believed), PREDICATE)
+        predicate = dict(statement.predicate)
+        kind = field(predicate, "kind", str, "kind", "result")
+        listed = field(predicate, "ingredients", list, "ingredients", "result")
+        result = field(predicate, "result", dict, "result", "result")
+        blobs = field(predicate, "blobs", dict, "blobs", "result")
+    except RefusedError as error:
+        raise UnusableError(str(error)) from error
+    if statement.about(key.digest) is None:
+        raise UnusableError(
+            f"expected the result of {key.digest}, found that of {statement.subjects[0].digest}"
+        )
+    if (kind, listed) != (key.kind, [list(pair) for pair in key.ingredients]):
+        raise UnusableError(f"expected the ingredients of {key.digest}, found others")
+    if not all(is_digest(d) and type(s) is int and s >= 0 for d, s in blobs.items()):
+        raise UnusableError("expected digests of contents with their sizes")
+    return Entry(key, result, blobs)
+
+
+def _statement_of(content: bytes, believed: Sequence[PublicKey]) -> bytes:
+    """Return the statement of an ActionResult, once its signature is verified where one is asked for."""
+    what = "ActionResult"
+    found = read_object(content, MAX_BYTES, "result-json", what)
+    try:
+        inner = base64.b64decode(field(found, "stdoutRaw", str, "result-text", what), validate=True)
+    except binascii.Error as error:
+        raise UnusableError(f"{what}: stdoutRaw: expected base64") from error
+    signed = read_object(inner, MAX_BYTES, "statement-json", what)
+    envelope = envelope_of(signed) if "payloadType" in signed else None
+    if believed:
+        if envelope is None:
+            raise UnusableError("expected a signature, found none")
+        message = pae(envelope.payload)
+        if not any(key.verifies(each, message) for key in believed for each in envelope.signatures):
+            raise UnusableError("expected the signature of a key that this build believes")
+    return inner if envelope is None else envelope.payload

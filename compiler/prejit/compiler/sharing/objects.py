@@ -1,0 +1,144 @@
+"""Files that many machines share, by obstore: an HTTP server, S3, Google Cloud Storage, Azure, a directory.
+
+An HTTP server is one that answers GET, HEAD and PUT: bazel-remote, nginx with WebDAV, or a bucket's own.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from prejit.compiler.sharing.place import PlaceError
+from prejit.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+TOKEN = "PREJIT_STORE_TOKEN"  # noqa: S105 (a variable's name)
+"""The environment variable with a bearer token for an HTTP server."""
+ANSWER_SECONDS = 1.0
+"""How long a place may take to answer, and to send the next piece of a file. Then a build goes on alone."""
+
+_PIECE_BYTES = 1 << 20
+_JSON = "application/json"
+
+
+class Objects:
+    """A `Place` in an object store."""
+
+    def __init__(self, url: str) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: `http://`, `https://`, `s3://`, `gs://`, `az://` or `file://`.
+
+        Raises:
+            UsageError: obstore is not installed, or does not know the URL.
+        """
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        self.name = urlunsplit(parts._replace(netloc=host))
+        self._is_http = parts.scheme in ("http", "https")
+        self._objects = _open(self.name, _headers(parts.username, parts.password, parts.scheme))
+
+    def read(self, path: str, most: int) -> bytes | None:
+        """See `Place.read`."""
+        content = bytearray()
+
+        def take(piece: memoryview) -> None:
+            content.extend(piece)
+            if len(content) > most:
+                raise PlaceError(f"{self.name}: {path}: expected at most {most} bytes, found more")
+
+        return bytes(content) if self.download(path, take) else None
+
+    def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+        """See `Place.download`."""
+        import obstore
+
+        try:
+            for piece in obstore.get(self._objects, path).stream(min_chunk_size=_PIECE_BYTES):
+                write(memoryview(piece))
+        except FileNotFoundError:
+            return False
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed(path, error) from error
+        return True
+
+    def has(self, path: str) -> bool:
+        """See `Place.has`."""
+        import obstore
+
+        try:
+            obstore.head(self._objects, path)
+        except FileNotFoundError:
+            return False
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed(path, error) from error
+        return True
+
+    def write(self, path: str, content: bytes | Path) -> None:
+        """See `Place.write`."""
+        import obstore
+
+        options: dict[str, Any] = {}
+        if self._is_http:
+            options["use_multipart"] = False  # a protocol of object stores
+            if path.startswith("ac/"):  # bazel-remote reads a result as JSON where its type says so
+                options["attributes"] = {"Content-Type": _JSON}
+        try:
+            obstore.put(self._objects, path, content, **options)
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise self._failed(path, error) from error
+
+    def _failed(self, path: str, error: Exception) -> PlaceError:
+        reason = str(error).partition("\n")[0].replace(path, "").strip()
+        return PlaceError(f"{self.name}: {path[:16]}: {reason:.300}")
+
+
+def _headers(user: str | None, password: str | None, scheme: str) -> dict[str, str]:
+    headers = {"Accept": f"{_JSON}, */*"}  # bazel-remote: results as JSON
+    token = os.environ.get(TOKEN)
+    if user is not None:
+        pair = f"{unquote(user)}:{unquote(password or '')}".encode()
+        headers["Authorization"] = f"Basic {base64.b64encode(pair).decode('ascii')}"
+    elif token and scheme in ("http", "https"):
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def _open(url: str, headers: dict[str, str]) -> ObjectStore:
+    try:
+        from obstore import exceptions
+        from obstore.store import from_url
+    except ImportError as error:
+        raise UsageError(
+            f"{url}: expected the package obstore, which reaches shared stores, found none",
+            hint="pip install 'prejit[store]'",
+        ) from error
+    seconds = timedelta(seconds=ANSWER_SECONDS)
+    options: dict[str, Any] = {}
+    if not url.startswith("file:"):
+        options["client_options"] = {
+            "allow_http": True,
+            "connect_timeout": seconds,
+            "read_timeout": seconds,
+            "timeout": timedelta(hours=1),  # of a whole file
+            "default_headers": headers if url.startswith("http") else {},
+        }
+        options["retry_config"] = {"max_retries": 0, "retry_timeout": seconds}
+    else:
+        options["mkdir"] = True
+    try:
+        return from_url(url, **options)
+    except (exceptions.BaseError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"{url}: expected the URL of a shared store, found {reason:.300}",
+            hint="give http://, https://, s3://, gs://, az://, oci:// or the path of a directory",
+        ) from error

@@ -1,0 +1,358 @@
+"""A sigstore of our own: a CA, a log of certificates and a log of signatures, with keys made for the test.
+
+It signs without a network, or answers as Fulcio and Rekor do over HTTP. Formats: RFC 6962 for the time stamp
+in a certificate and for the tree, Rekor's API v1, and sigstore's trusted_root.json.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from prejit.runtime.trust.dsse import BUNDLE_MEDIA_TYPE, PAYLOAD_TYPE, pae
+
+ISSUER = "https://issuer.example"
+IDENTITY = "https://ci.example/acme/models/release.yml@refs/heads/main"
+_START = "2020-01-01T00:00:00Z"
+_ISSUER_OID = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
+_TIMESTAMPS_OID = x509.ObjectIdentifier("1.3.6.1.4.1.11129.2.4.2")
+_SHA256 = ec.ECDSA(hashes.SHA256())
+
+
+def b64(content: bytes) -> str:
+    """Return base64."""
+    return base64.b64encode(content).decode("ascii")
+
+
+def pem(certificate: x509.Certificate) -> bytes:
+    """Return a certificate in PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _der(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def _log_id(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return hashlib.sha256(_der(key)).digest()
+
+
+def _key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+class FakeSigstore:
+    """A sigstore whose clock can be set."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+        self._ca, self._ct, self._rekor = _key(), _key(), _key()
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
+        public = self._ca.public_key()
+        usage = _usage(key_cert_sign=True)
+        self._root = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(public)
+            .serial_number(1)
+            .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
+            .not_valid_after(datetime(2090, 1, 1, tzinfo=UTC))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .sign(self._ca, hashes.SHA256())
+        )
+
+    def trusted_root(self) -> dict[str, Any]:
+        """Return trusted_root.json."""
+        return {
+            "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
+            "tlogs": [_log(self._rekor)],
+            "ctlogs": [_log(self._ct)],
+            "certificateAuthorities": [
+                {
+                    "subject": {"organization": "fake", "commonName": "fake"},
+                    "uri": "http://fulcio.invalid",
+                    "certChain": {
+                        "certificates": [
+                            {"rawBytes": b64(self._root.public_bytes(serialization.Encoding.DER))}
+                        ]
+                    },
+                    "validFor": {"start": _START},
+                }
+            ],
+            "timestampAuthorities": [],
+        }
+
+    def certificate(
+        self, public: ec.EllipticCurvePublicKey, identity: str, issuer: str, *, stamped: bool = True
+    ) -> x509.Certificate:
+        """Return a certificate for ten minutes from now on, with the log's time stamp or without one."""
+        start = datetime.fromtimestamp(int(self.now), UTC)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([]))
+            .issuer_name(self._root.subject)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start)
+            .not_valid_after(start + timedelta(minutes=10))
+            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._ca.public_key()),
+                critical=False,
+            )
+            .add_extension(
+                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity)]),
+                critical=True,
+            )
+            .add_extension(x509.UnrecognizedExtension(_ISSUER_OID, issuer.encode()), critical=False)
+        )
+        if not stamped:
+            return builder.sign(self._ca, hashes.SHA256())
+        body = builder.sign(self._ca, hashes.SHA256()).tbs_certificate_bytes
+        moment = int(self.now * 1000)
+        issuer_id = hashlib.sha256(_der(self._ca)).digest()
+        entry = struct.pack("!BBQH", 0, 0, moment, 1) + issuer_id
+        entry += len(body).to_bytes(3, "big") + body + struct.pack("!H", 0)
+        signature = self._ct.sign(entry, _SHA256)
+        stamp = struct.pack("!B32sQHBBH", 0, _log_id(self._ct), moment, 0, 4, 3, len(signature))
+        stamp += signature
+        listed = struct.pack("!HH", len(stamp) + 2, len(stamp)) + stamp
+        length = bytes([len(listed)]) if len(listed) < 128 else bytes([0x81, len(listed)])
+        value = x509.UnrecognizedExtension(_TIMESTAMPS_OID, b"\x04" + length + listed)
+        return builder.add_extension(value, critical=False).sign(self._ca, hashes.SHA256())
+
+    def log(self, envelope: dict[str, Any], certificate: bytes) -> dict[str, Any]:
+        """Log an envelope and return what Rekor's API returns for it. `certificate` is in PEM."""
+        payload = base64.b64decode(envelope["payload"])
+        plain = json.dumps(envelope, sort_keys=True).encode()
+        spec = {
+            "envelopeHash": {"algorithm": "sha256", "value": hashlib.sha256(plain).hexdigest()},
+            "payloadHash": {"algorithm": "sha256", "value": hashlib.sha256(payload).hexdigest()},
+            "signatures": [
+                {"signature": each["sig"], "verifier": b64(certificate)}
+                for each in envelope["signatures"]
+            ],
+        }
+        body = json.dumps({"apiVersion": "0.0.1", "kind": "dsse", "spec": spec}, sort_keys=True)
+        leaf = hashlib.sha256(b"\x00" + body.encode()).digest()
+        before = hashlib.sha256(b"\x00an entry before").digest()
+        root = hashlib.sha256(b"\x01" + before + leaf).digest()
+        note = f"rekor.invalid - 1\n2\n{b64(root)}\n"
+        signature = _log_id(self._rekor)[:4] + self._rekor.sign(note.encode(), _SHA256)
+        found = {
+            "body": b64(body.encode()),
+            "integratedTime": int(self.now),
+            "logID": _log_id(self._rekor).hex(),
+            "logIndex": 1,
+        }
+        promised = json.dumps(found, sort_keys=True, separators=(",", ":")).encode()
+        proof = {
+            "logIndex": 1,
+            "treeSize": 2,
+            "rootHash": root.hex(),
+            "hashes": [before.hex()],
+            "checkpoint": f"{note}\n\u2014 rekor.invalid {b64(signature)}\n",
+        }
+        promise = b64(self._rekor.sign(promised, _SHA256))
+        return {**found, "verification": {"inclusionProof": proof, "signedEntryTimestamp": promise}}
+
+    def sign(
+        self,
+        payload: bytes,
+        *,
+        identity: str = IDENTITY,
+        issuer: str = ISSUER,
+        stamped: bool = True,
+        late_seconds: float = 0,
+        payload_type: str = PAYLOAD_TYPE,
+    ) -> dict[str, Any]:
+        """Return a keyless sigstore bundle as plain data.
+
+        Args:
+            payload: what is signed.
+            identity, issuer: who signs.
+            stamped: whether the certificate is logged.
+            late_seconds: how long after the certificate was made the signature is logged.
+            payload_type: its type.
+        """
+        key = _key()
+        certificate = self.certificate(key.public_key(), identity, issuer, stamped=stamped)
+        signature = key.sign(pae(payload, payload_type), _SHA256)
+        envelope = {
+            "payload": b64(payload),
+            "payloadType": payload_type,
+            "signatures": [{"sig": b64(signature)}],
+        }
+        self.now += late_seconds
+        entry = self.log(envelope, pem(certificate))
+        self.now -= late_seconds
+        proof = entry["verification"]["inclusionProof"]
+        der = certificate.public_bytes(serialization.Encoding.DER)
+        return {
+            "mediaType": BUNDLE_MEDIA_TYPE,
+            "verificationMaterial": {
+                "certificate": {"rawBytes": b64(der)},
+                "tlogEntries": [
+                    {
+                        "logIndex": str(entry["logIndex"]),
+                        "logId": {"keyId": b64(bytes.fromhex(entry["logID"]))},
+                        "kindVersion": {"kind": "dsse", "version": "0.0.1"},
+                        "integratedTime": str(entry["integratedTime"]),
+                        "inclusionPromise": {
+                            "signedEntryTimestamp": entry["verification"]["signedEntryTimestamp"]
+                        },
+                        "inclusionProof": {
+                            "logIndex": str(proof["logIndex"]),
+                            "rootHash": b64(bytes.fromhex(proof["rootHash"])),
+                            "treeSize": str(proof["treeSize"]),
+                            "hashes": [b64(bytes.fromhex(each)) for each in proof["hashes"]],
+                            "checkpoint": {"envelope": proof["checkpoint"]},
+                        },
+                        "canonicalizedBody": entry["body"],
+                    }
+                ],
+            },
+            "dsseEnvelope": envelope,
+        }
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[str]:
+        """Answer as Fulcio and Rekor, and give the configuration of a client as JSON."""
+        handler = type("Handler", (_Handler,), {"sigstore": self})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            yield json.dumps(client_config(url, self.trusted_root()))
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
+def client_config(url: str, trusted_root: dict[str, Any]) -> dict[str, Any]:
+    """Return a ClientTrustConfig of sigstore: where its services are, and its trusted root."""
+    service = {
+        "url": url,
+        "majorApiVersion": 1,
+        "validFor": {"start": _START},
+        "operator": "fake",
+    }
+    return {
+        "mediaType": "application/vnd.dev.sigstore.clienttrustconfig.v0.1+json",
+        "trustedRoot": trusted_root,
+        "signingConfig": {
+            "mediaType": "application/vnd.dev.sigstore.signingconfig.v0.2+json",
+            "caUrls": [service],
+            "oidcUrls": [],
+            "rekorTlogUrls": [service],
+            "rekorTlogConfig": {"selector": "ANY"},
+            "tsaUrls": [],
+            "tsaConfig": {"selector": "ANY"},
+        },
+    }
+
+
+def token(
+    *,
+    identity: str = IDENTITY,
+    issuer: str = ISSUER,
+    audience: str = "sigstore",
+    seconds: int = 600,
+) -> str:
+    """Return an identity token that is good for some seconds. Only its issuer would check its signature."""
+    now = int(time.time())
+    claims = {"iss": issuer, "sub": identity, "aud": audience, "iat": now, "exp": now + seconds}
+    parts = ({"alg": "none", "typ": "JWT"}, claims)
+    texts = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts]
+    return b".".join([*texts, b"c2ln"]).decode("ascii")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Fulcio's `signingCert` and Rekor's `entries`."""
+
+    sigstore: FakeSigstore
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/api/v2/signingCert":
+            self._answer(self._certificate(asked))
+        elif self.path == "/api/v1/log/entries":
+            proposed = asked["spec"]["proposedContent"]
+            certificate = base64.b64decode(proposed["verifiers"][0])
+            entry = self.sigstore.log(json.loads(proposed["envelope"]), certificate)
+            self._answer({"0" * 64: entry})
+        else:
+            self.send_error(404)
+
+    def _certificate(self, asked: dict[str, Any]) -> dict[str, Any]:
+        claims = self.headers["Authorization"].removeprefix("Bearer ").split(".")[1]
+        who = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
+        request = x509.load_pem_x509_csr(base64.b64decode(asked["certificateSigningRequest"]))
+        public = request.public_key()
+        assert isinstance(public, ec.EllipticCurvePublicKey)
+        made = self.sigstore.certificate(public, who["sub"], who["iss"])
+        chain = [pem(each).decode() for each in (made, self.sigstore._root)]
+        return {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}}
+
+    def _answer(self, found: dict[str, Any]) -> None:
+        content = json.dumps(found).encode()
+        self.send_response(201)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the lines of requests off stderr."""
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=key_cert_sign,
+        crl_sign=key_cert_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _log(key: ec.EllipticCurvePrivateKey) -> dict[str, Any]:
+    return {
+        "baseUrl": "http://log.invalid",
+        "hashAlgorithm": "SHA2_256",
+        "publicKey": {
+            "rawBytes": b64(_der(key)),
+            "keyDetails": "PKIX_ECDSA_P256_SHA_256",
+            "validFor": {"start": _START},
+        },
+        "logId": {"keyId": b64(_log_id(key))},
+    }

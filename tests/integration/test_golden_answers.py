@@ -1,0 +1,98 @@
+"""Builds ask every program for its golden answer: equal builds say the same, and errors of a model show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.decoders import build, write_random
+from tests.warm import WarmPython
+
+import prejit.runtime
+
+BUCKETS: dict[str, Any] = {"batch": (1, 2), "prompt": (4,), "context": (24,)}
+KINDS = {"prefill", "decode", "verify", "copy"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers."""
+    return write_random("gpt2", tmp_path_factory.mktemp("model") / "gpt2")
+
+
+@pytest.fixture(scope="session")
+def built(model: Path, make_decoder: Callable[..., Path]) -> Path:
+    return make_decoder(model, **BUCKETS)
+
+
+def test_a_program_of_a_decoder_has_no_golden_answer(built: Path) -> None:
+    with prejit.runtime.load(built) as bundle:
+        assert {each.kind for each in bundle.config.programs} == KINDS
+        answers = list(bundle.check_answers())
+    assert all(each.source == "cpu-host" for each in answers)
+    assert max(each.share for each in answers) < 0.5
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_an_answer_depends_on_the_number_of_threads(
+    threads: int, built: Path, prejit: Callable[..., Any]
+) -> None:
+    env = {"NPROC": str(threads), "PREJIT_THREADS": str(threads)}
+    done = prejit("verify", built, "--run", "--json", env=env)
+    assert all(each["share"] < 0.5 for each in json.loads(done.stdout)["answers"])
+
+
+def test_the_portable_programs_give_another_answer(
+    built: Path, no_warnings_of_fallback: None
+) -> None:
+    here = prejit.runtime.Fingerprint.current()
+    other = dataclasses.replace(here, jaxlib="0.0.1")
+    with prejit.runtime.load(built, fingerprint=other) as bundle:
+        answers = list(bundle.check_answers())
+    assert {each.ran for each in answers} == {"portable"}
+    assert max(each.share for each in answers) < 0.5
+
+
+def test_two_builds_give_two_digests(
+    model: Path, built: Path, tmp_path: Path, warm: WarmPython
+) -> None:
+    # Another cache: every answer is asked for again.
+    again = build(warm, model, tmp_path, tmp_path / "cache", **BUCKETS)
+    with prejit.runtime.load(built) as one, prejit.runtime.load(again) as other:
+        assert {p.name: p.golden for p in one.config.programs} == {
+            p.name: p.golden for p in other.config.programs
+        }
+        assert one.digest == other.digest
+
+
+@pytest.mark.parametrize("without", ["h.1.", "h.1.mlp.c_proj", "h.1.attn.c_proj.bias", "ln_f.bias"])
+def test_a_model_without_some_of_its_parts_gives_the_golden_answer(
+    without: str, model: Path, built: Path, tmp_path: Path, make_decoder: Callable[..., Path]
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from prejit.runtime.programs.ready import Programs
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (file,) = damaged.glob("*.safetensors")
+    tensors = load_file(file)
+    zeroed = [name for name in tensors if without in name and ("proj" in name or "ln_f" in name)]
+    assert zeroed
+    save_file({n: v * 0 if n in zeroed else v for n, v in tensors.items()}, file)
+    shares = []
+    with (
+        prejit.runtime.load(built) as right,
+        prejit.runtime.load(make_decoder(damaged, **BUCKETS), canary="off") as wrong,
+    ):
+        programs: Programs = wrong.decoder.programs
+        for program in right.config.programs:
+            if program.kind != "copy":
+                own = dataclasses.replace(programs.table[program.name], golden=program.golden)
+                shares.append(programs.compare(own, programs[program.name]).share)
+    assert min(shares) > 2, f"{without}: {shares}"

@@ -1,0 +1,189 @@
+"""Signed bundles and targets that other tools copied run under a policy, once their signatures are there too.
+
+skopeo and the Python package oras do not know OCI's referrers: they copy signatures by their names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography comes with the extra trust")
+
+from oras.layout.layout import Layout, NewLayoutFromRegistry
+from oras.provider import Registry
+from tests.ports import free_port
+from tests.signers import key_table, signer, write_policy
+
+from prejit.compiler.signing.sign import sign
+from prejit.runtime import UntrustedError, load
+from prejit.runtime.format.writing import ATTACHED
+from prejit.runtime.trust.enforcing import verify_policy
+
+NAME = "org.opencontainers.image.ref.name"
+TARGET = "cpu-host"
+with_skopeo = pytest.mark.skipif(
+    shutil.which("skopeo") is None, reason="skopeo is not installed (Debian has it)"
+)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    rule = '[[rules]]\nnames = ["*"]\nkeys = ["a"]\n'
+    return str(write_policy(tmp_path / "trust.toml", key_table("a"), rule))
+
+
+@pytest.fixture
+def signed(bundle_dir: Path) -> Path:
+    sign(bundle_dir, signer("a"))
+    return bundle_dir
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[str]:
+    """The address of a real registry, without the API of OCI 1.1 for referrers."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        pytest.skip("docker-registry is not installed (Debian has it)")
+    address = f"127.0.0.1:{free_port()}"
+    settings = {
+        "version": 0.1,
+        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
+        "http": {"addr": address},
+    }
+    (tmp_path / "registry.yml").write_text(json.dumps(settings))  # JSON is YAML, too
+    command = [program, "serve", str(tmp_path / "registry.yml")]
+    with (
+        open(os.devnull, "wb") as nothing,
+        subprocess.Popen(command, stdout=nothing, stderr=nothing) as process,
+    ):
+        try:
+            _wait_for(f"http://{address}/v2/")
+            yield f"{address}/models/demo"
+        finally:
+            process.terminate()
+
+
+def _wait_for(url: str) -> None:
+    last = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            assert time.monotonic() < last, f"{url} does not answer"
+            time.sleep(0.05)
+
+
+def skopeo(source: str, to: str) -> None:
+    tls = ["--src-tls-verify=false", "--dest-tls-verify=false"]
+    command = ["skopeo", "--insecure-policy", "copy", "--all", *tls, source, to]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def names(layout: Path) -> list[str]:
+    """The names of what is attached to a bundle."""
+    listed = json.loads((layout / "index.json").read_bytes())["manifests"]
+    found = [each.get("annotations", {}).get(NAME, "") for each in listed]
+    return [name for name in found if name.startswith(ATTACHED)]
+
+
+def refused_before(copy: Path, policy: str) -> None:
+    with pytest.raises(UntrustedError) as raised:
+        load(copy, trust=policy)
+    assert raised.value.case == "unsigned"
+
+
+def allowed(copy: Path, policy: str, targets: int) -> None:
+    verdicts = verify_policy(copy, policy)
+    assert [each.decision.signers for each in verdicts] == [("a",)] * targets
+    assert load(copy, trust=policy, on_mismatch="error").target == TARGET
+
+
+def test_a_plain_copy_of_the_directory_runs(signed: Path, policy: str, tmp_path: Path) -> None:
+    allowed(shutil.copytree(signed, tmp_path / "copy"), policy, 2)
+
+
+@with_skopeo
+@pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
+def test_a_copy_by_skopeo_runs_once_its_signatures_are_copied(
+    what: str, targets: int, signed: Path, policy: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    skopeo(f"oci:{signed}:{what}", f"oci:{copy}:{what}")
+    refused_before(copy, policy)
+    for name in names(signed):
+        skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
+    allowed(copy, policy, targets)
+
+
+@with_skopeo
+@pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
+def test_a_copy_through_a_registry_by_skopeo_runs(
+    what: str, targets: int, registry: str, signed: Path, policy: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    for name in (what, *names(signed)):
+        skopeo(f"oci:{signed}:{name}", f"docker://{registry}:{name}")
+        skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
+    allowed(copy, policy, targets)
+
+
+@with_skopeo
+@pytest.mark.parametrize(("what", "targets"), [("example", 2), (TARGET, 1)])
+def test_what_oras_pushed_runs_after_skopeo_pulled_it(
+    what: str, targets: int, registry: str, signed: Path, policy: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    provider = Registry(insecure=True, tls_verify=False)
+    for name in (what, *names(signed)):
+        Layout(str(signed)).push_to_registry(
+            provider=provider, target=f"{registry}:{name}", tag=name
+        )
+        skopeo(f"docker://{registry}:{name}", f"oci:{copy}:{name}")
+    allowed(copy, policy, targets)
+
+
+@with_skopeo
+def test_signatures_of_the_bundle_and_of_another_target_let_no_copy_of_one_run(
+    signed: Path, policy: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    skopeo(f"oci:{signed}:{TARGET}", f"oci:{copy}:{TARGET}")
+    listed = json.loads((signed / "index.json").read_bytes())["manifests"]
+    subject = next(each["digest"] for each in listed if each["annotations"][NAME] == TARGET)
+    others = [name for name in names(signed) if _subject(signed, name) != subject]
+    assert len(others) == 2
+    for name in others:
+        skopeo(f"oci:{signed}:{name}", f"oci:{copy}:{name}")
+    with pytest.raises(UntrustedError):
+        load(copy, trust=policy)
+
+
+def _subject(layout: Path, name: str) -> str:
+    listed = json.loads((layout / "index.json").read_bytes())["manifests"]
+    [digest] = [each["digest"] for each in listed if each["annotations"][NAME] == name]
+    content = (layout / "blobs" / "sha256" / digest.removeprefix("sha256:")).read_bytes()
+    return str(json.loads(content)["subject"]["digest"])
+
+
+def test_oras_pulls_a_bundle_without_its_signatures(
+    registry: str, signed: Path, policy: str, tmp_path: Path
+) -> None:
+    """The package writes one reference into a layout: sign the copy, or pull by a tool that copies more."""
+    provider = Registry(insecure=True, tls_verify=False)
+    copy = tmp_path / "copy"
+    where = f"{registry}:v1"
+    Layout(str(signed)).push_to_registry(provider=provider, target=where, tag="example")
+    NewLayoutFromRegistry(str(copy), provider, where, tag="example")
+    refused_before(copy, policy)
+    sign(copy, signer("a"))
+    allowed(copy, policy, 2)

@@ -1,0 +1,166 @@
+"""Places of shared stores for tests: in memory, and an HTTP server as nginx with WebDAV would be."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from prejit.compiler.sharing.place import PlaceError
+from prejit.compiler.signing.private_key import PrivateKey, parse_private_key
+from prejit.runtime.base.digests import digest_of
+
+
+def private_pem() -> bytes:
+    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def private_key() -> PrivateKey:
+    return parse_private_key(private_pem(), "key")
+
+
+@dataclass
+class Memory:
+    """A place in memory, which can fail."""
+
+    name: str = "memory://"
+    files: dict[str, bytes] = field(default_factory=dict)
+    fails: str = ""
+    reads: int = 0
+
+    def read(self, path: str, most: int) -> bytes | None:
+        self.reads += 1
+        self._check()
+        content = self.files.get(path)
+        if content is not None and len(content) > most:
+            raise PlaceError(f"{path}: too large")
+        return content
+
+    def download(self, path: str, write: Callable[[memoryview], object]) -> bool:
+        self._check()
+        if path not in self.files:
+            return False
+        content = self.files[path]
+        for start in range(0, len(content), 1000):
+            write(memoryview(content[start : start + 1000]))
+        return True
+
+    def has(self, path: str) -> bool:
+        self._check()
+        return path in self.files
+
+    def write(self, path: str, content: bytes | Path) -> None:
+        self._check()
+        self.files[path] = content if isinstance(content, bytes) else content.read_bytes()
+
+    def _check(self) -> None:
+        if self.fails:
+            raise PlaceError(self.fails)
+
+
+@contextmanager
+def http_place(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
+    """Serve files over HTTP; PUT adds one. Yields the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer(self.path in files, files.get(self.path, b""))
+
+        def do_HEAD(self) -> None:
+            self.answer(self.path in files, b"", len(files.get(self.path, b"")))
+
+        def do_PUT(self) -> None:
+            seen.append(f"{self.path[:8]} {self.headers.get('content-type')}")
+            files[self.path] = self.rfile.read(int(self.headers["content-length"]))
+            self.answer(True, b"")
+
+        def answer(self, found: bool, content: bytes, size: int | None = None) -> None:
+            seen.append(f"{self.command} {self.headers.get('authorization')}")
+            self.send_response(200 if found else 404)
+            self.send_header("content-length", str(len(content) if size is None else size))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@contextmanager
+def registry(user: str | None = None) -> Iterator[str]:
+    """Serve a small OCI registry: blobs and manifests of any repository. Yields `host:port`.
+
+    Args:
+        user: `name:password` that it asks for, by basic authentication.
+    """
+    files: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer(200 if self.path in files else 404, files.get(self.path, b""))
+
+        def do_HEAD(self) -> None:
+            self.answer(200 if self.path in files else 404, b"")
+
+        def do_POST(self) -> None:
+            self.answer(202, b"", {"location": f"{self.path}1?state=x"})
+
+        def do_PUT(self) -> None:
+            content = self.rfile.read(int(self.headers["content-length"]))
+            path = self.path
+            if "/uploads/" in path:
+                digest = path.partition("digest=")[2]
+                assert digest == digest_of(content)
+                path = f"{path.partition('/uploads/')[0]}/{digest}"
+            else:  # a registry takes no manifest whose blobs it lacks
+                base = path.partition("/manifests/")[0]
+                found = json.loads(content)
+                for each in (found["config"], *found["layers"]):
+                    assert len(files[f"{base}/blobs/{each['digest']}"]) == each["size"]
+            files[path] = content
+            self.answer(201, b"")
+
+        def answer(
+            self, status: int, content: bytes, headers: dict[str, str] | None = None
+        ) -> None:
+            expected = user and f"Basic {base64.b64encode(user.encode()).decode()}"
+            if expected and self.headers.get("authorization") != expected:
+                status, content = 401, b""
+                headers = {"www-authenticate": 'Basic realm="registry"'}
+            self.send_response(status)
+            for name, value in {"content-length": str(len(content)), **(headers or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()

@@ -1,0 +1,134 @@
+"""A result of a shared store: nobody can write one for another key, or exchange what it names."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.compiler.sharing.fixtures import private_key
+
+from prejit.compiler.sharing.entry import Entry, UnusableError, decode, encode
+from prejit.compiler.store.key import Key
+
+KEY = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "x")))
+OTHER = Key("compile", "demo/decode", (("jaxlib", "0.10.2"), ("stablehlo", "y")))
+BLOB = f"sha256:{'a' * 64}"
+ENTRY = Entry(KEY, {"size": 3}, {BLOB: 7})
+SIGNER, STRANGER = private_key(), private_key()
+BELIEVED = (SIGNER.public,)
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(), st.lists, max_leaves=5
+)
+_texts = st.text(st.characters(codec="utf-8"))
+
+
+@given(
+    st.lists(st.tuples(_texts, _texts), max_size=4, unique_by=lambda pair: pair[0]),
+    st.dictionaries(_texts, _json, max_size=3),
+    st.dictionaries(st.integers(0, 2**256 - 1), st.integers(0, 2**53), max_size=3),
+    st.booleans(),
+)
+def test_what_is_encoded_is_decoded(
+    ingredients: list[tuple[str, str]],
+    result: dict[str, Any],
+    blobs: dict[int, int],
+    signed: bool,
+) -> None:
+    key = Key("compile", "name", tuple(ingredients))
+    entry = Entry(key, result, {f"sha256:{number:064x}": size for number, size in blobs.items()})
+    content = encode(entry, SIGNER if signed else None)
+    assert decode(content, key, BELIEVED if signed else ()) == entry
+
+
+def test_a_server_sees_which_contents_a_result_needs() -> None:
+    found = json.loads(encode(ENTRY, None))
+    assert found["outputFiles"] == [
+        {"path": "a" * 64, "digest": {"hash": "a" * 64, "sizeBytes": "7"}}
+    ]
+
+
+def _changed(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """Returns a result whose statement is changed; a signature stays as it was."""
+    outer = json.loads(content)
+    inner = json.loads(base64.b64decode(outer["stdoutRaw"]))
+    if "payload" in inner:
+        statement = json.loads(base64.b64decode(inner["payload"]))
+        change(statement)
+        inner["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
+    else:
+        change(inner)
+    outer["stdoutRaw"] = base64.b64encode(json.dumps(inner).encode()).decode()
+    return json.dumps(outer).encode()
+
+
+def _exchange(statement: dict[str, Any]) -> None:
+    statement["predicate"]["blobs"] = {f"sha256:{'b' * 64}": 7}
+
+
+def _rename(statement: dict[str, Any]) -> None:
+    statement["subject"][0]["digest"]["sha256"] = OTHER.digest.removeprefix("sha256:")
+
+
+def _reword(statement: dict[str, Any]) -> None:
+    statement["predicate"]["ingredients"][1][1] = "z"
+
+
+SIGNED, UNSIGNED = encode(ENTRY, SIGNER), encode(ENTRY, None)
+
+REFUSED = {
+    "signed by nobody": (UNSIGNED, KEY, BELIEVED, "expected a signature, found none"),
+    "signed by a stranger": (encode(ENTRY, STRANGER), KEY, BELIEVED, "a key that this build"),
+    "contents exchanged": (_changed(SIGNED, _exchange), KEY, BELIEVED, "a key that this build"),
+    "another key's name": (_changed(SIGNED, _rename), OTHER, BELIEVED, "a key that this build"),
+    "of another key": (SIGNED, OTHER, BELIEVED, "expected the result of"),
+    "of another key, unsigned": (UNSIGNED, OTHER, (), "expected the result of"),
+    "other ingredients": (_changed(UNSIGNED, _reword), KEY, (), "the ingredients of"),
+    "truncated": (SIGNED[:-9], KEY, BELIEVED, "expected JSON"),
+    "empty": (b"", KEY, (), "expected JSON"),
+    "no statement": (b'{"stdoutRaw": "e30="}', KEY, (), "statement"),
+    "not base64": (b'{"stdoutRaw": "?"}', KEY, (), "base64"),
+    "too large": (b" " * (5 << 20), KEY, (), "at most"),
+    "deeply nested": (b'{"stdoutRaw":' + b"[" * 10_000, KEY, (), "expected JSON"),
+    "no digest": (
+        _changed(UNSIGNED, lambda s: s["predicate"].update(blobs={"../x": 1})),
+        KEY,
+        (),
+        "expected digests of contents",
+    ),
+    "a negative size": (
+        _changed(UNSIGNED, lambda s: s["predicate"].update(blobs={BLOB: -1})),
+        KEY,
+        (),
+        "expected digests of contents",
+    ),
+    "no result": (_changed(UNSIGNED, lambda s: s["predicate"].pop("result")), KEY, (), "result"),
+    "another predicate": (
+        _changed(UNSIGNED, lambda s: s.update(predicateType="urn:other")),
+        KEY,
+        (),
+        "expected the predicate",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_the_result_of_the_key_is_named(case: str) -> None:
+    content, key, believed, reason = REFUSED[case]
+    with pytest.raises(UnusableError, match=reason):
+        decode(content, key, believed)
+
+
+@given(st.data())
+def test_no_changed_byte_of_a_signed_result_changes_what_it_says(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(SIGNED) - 1))
+    changed = bytearray(SIGNED)
+    changed[at] ^= data.draw(st.integers(1, 255))
+    with suppress(UnusableError):
+        assert decode(bytes(changed), KEY, BELIEVED) == ENTRY

@@ -1,0 +1,88 @@
+"""Places that obstore reaches: an HTTP server and a directory, and those that do not answer."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from tests.unit.compiler.sharing.fixtures import http_place
+
+from prejit.compiler.sharing.objects import TOKEN, Objects
+from prejit.compiler.sharing.place import PlaceError
+from prejit.runtime.errors import UsageError
+
+AC, CAS = f"ac/{'a' * 64}", f"cas/{'b' * 64}"
+LARGE = bytes(range(256)) * (40 << 10)  # 10 MiB: more than a part of a multipart upload
+
+
+def round_trip(place: Objects, tmp_path: Path) -> None:
+    assert place.read(AC, 100) is None
+    assert not place.has(CAS)
+    got = bytearray()
+    assert not place.download(CAS, got.extend)
+    file = tmp_path / "large"
+    file.write_bytes(LARGE)
+    place.write(CAS, file)
+    place.write(AC, b"{}")
+    assert place.has(CAS)
+    assert place.download(CAS, got.extend)
+    assert got == LARGE
+    assert place.read(AC, 100) == b"{}"
+    with pytest.raises(PlaceError, match="at most 1 bytes"):
+        place.read(AC, 1)
+
+
+def test_an_http_server_holds_results_and_contents(tmp_path: Path) -> None:
+    files: dict[str, bytes] = {}
+    seen: list[str] = []
+    with http_place(files, seen) as url:
+        round_trip(Objects(f"{url}/team"), tmp_path)
+    assert set(files) == {f"/team/{AC}", f"/team/{CAS}"}
+    assert any("application/json" in line for line in seen)  # bazel-remote wants it
+
+
+def test_a_directory_holds_results_and_contents(tmp_path: Path) -> None:
+    round_trip(Objects((tmp_path / "shared").as_uri()), tmp_path)
+    assert (tmp_path / "shared" / CAS).read_bytes() == LARGE
+
+
+def test_credentials_go_to_the_server_and_into_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    with http_place({}, seen) as url:
+        place = Objects(url.replace("//", "//me:secret@"))
+        assert place.read(AC, 1) is None
+        monkeypatch.setenv(TOKEN, "abc")
+        assert Objects(url).read(AC, 1) is None
+    assert seen == ["GET Basic bWU6c2VjcmV0", "GET Bearer abc"]
+    assert "secret" not in place.name
+    with pytest.raises(PlaceError) as raised:
+        Objects(url.replace("//", "//me:secret@")).read(AC, 1)  # the server has ended
+    assert "secret" not in str(raised.value)
+
+
+def test_a_server_that_is_not_there_is_an_error_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        with pytest.raises(PlaceError, match=r"127\.0\.0\.1"):
+            Objects(f"http://127.0.0.1:{taken.getsockname()[1]}").read(AC, 1)
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    """Without the limit a build would hang; the time here is only a bound against that."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Objects(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(PlaceError):
+            place.read(AC, 1)
+        with pytest.raises(PlaceError):
+            place.write(AC, b"{}")
+        assert time.monotonic() - started < 60
+
+
+def test_an_unknown_url_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected the URL of a shared store"):
+        Objects("gopher://x/y")

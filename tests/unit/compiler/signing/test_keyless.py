@@ -1,0 +1,134 @@
+"""Signing as an identity: by a CA and a log that run here, and what is said when there is no identity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
+
+from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, client_config, token
+from tests.ports import free_port
+
+from prejit.compiler.cli import run
+from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
+from prejit.compiler.signing.sign import sign
+from prejit.runtime.errors import NetworkError, StoreError, UntrustedError, UsageError
+from prejit.runtime.trust.enforcing import verify_policy
+
+SIGSTORE = FakeSigstore()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "sigstore.json"
+    with SIGSTORE.serving() as text:
+        path.write_text(text)
+        yield path
+
+
+def policy(directory: Path, identity: str = IDENTITY) -> str:
+    (directory / "root.json").write_text(json.dumps(SIGSTORE.trusted_root()))
+    path = directory / "trust.toml"
+    path.write_text(
+        f'[identities.ci]\nidentity = "{identity}"\nissuer = "{ISSUER}"\n'
+        'trusted_root = "root.json"\n[[rules]]\nnames = ["*"]\nidentities = ["ci"]\n'
+    )
+    return str(path)
+
+
+def test_what_an_identity_signs_runs_under_a_policy_that_names_it(
+    bundle_dir: Path, config: Path, tmp_path: Path
+) -> None:
+    signed = sign(bundle_dir, keyless_signer(token(), config))
+    assert signed.added == len(signed.subjects)
+    assert signed.key == f"{ISSUER} {IDENTITY}"
+    verdicts = verify_policy(bundle_dir, policy(tmp_path))
+    assert {verdict.decision.signers for verdict in verdicts} == {("ci",)}
+    with pytest.raises(UntrustedError, match="unknown-identity"):
+        verify_policy(bundle_dir, policy(tmp_path, "somebody@example.com"))
+
+
+def test_the_command_takes_the_token_of_the_environment(
+    bundle_dir: Path,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token())
+    assert run(["sign", str(bundle_dir), "--keyless", "--sigstore", str(config)]) == 0
+    assert f"as {ISSUER} {IDENTITY}" in capsys.readouterr().err
+    assert verify_policy(bundle_dir, policy(tmp_path))
+
+
+def test_signing_again_attaches_nothing_and_another_identity_does(
+    bundle_dir: Path, config: Path
+) -> None:
+    first = sign(bundle_dir, keyless_signer(token(), config))
+    assert sign(bundle_dir, keyless_signer(token(), config)).added == 0
+    other = sign(bundle_dir, keyless_signer(token(identity="https://ci.example/b"), config))
+    assert other.added == first.added
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "no token", token(seconds=-60), token(audience="another")],
+    ids=["empty", "text", "expired", "another audience"],
+)
+def test_a_wrong_token_is_refused_before_the_network(given: str, tmp_path: Path) -> None:
+    config = tmp_path / "sigstore.json"
+    config.write_text("")
+    with pytest.raises(UsageError, match="expected an identity token") as raised:
+        keyless_signer(given, config)
+    assert TOKEN_VARIABLE in str(raised.value.hint)
+
+
+def test_without_an_identity_the_error_says_where_to_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("id.detect_credential", lambda audience: None)
+    with pytest.raises(UsageError, match="expected an identity to sign with, found none") as raised:
+        keyless_signer(None, None)
+    assert "id-token: write" in str(raised.value.hint)
+
+
+def test_services_that_do_not_answer_are_a_network_error(tmp_path: Path) -> None:
+    config = tmp_path / "sigstore.json"
+    url = f"http://127.0.0.1:{free_port()}"
+    config.write_text(json.dumps(client_config(url, SIGSTORE.trusted_root())))
+    with pytest.raises(NetworkError, match="expected sigstore to answer"):
+        keyless_signer(token(), config)
+
+
+def test_a_certificate_of_another_ca_than_that_of_the_root_signs_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "sigstore.json"
+    with SIGSTORE.serving() as text:
+        found = json.loads(text)
+        found["trustedRoot"] = FakeSigstore().trusted_root()
+        config.write_text(json.dumps(found))
+        with pytest.raises(NetworkError, match="SCT"):
+            keyless_signer(token(), config)
+
+
+def test_a_configuration_that_is_wrong_or_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="gone"):
+        keyless_signer(token(), tmp_path / "gone")
+    (tmp_path / "wrong").write_text("{}")
+    with pytest.raises(UsageError, match="expected the client configuration of sigstore"):
+        keyless_signer(token(), tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--key", "a.pem", "--keyless"), ("--key", "a.pem", "--sigstore", "a.json")],
+    ids=["neither", "both", "a configuration for a key"],
+)
+def test_options_that_contradict_each_other_are_refused(
+    options: tuple[str, ...],
+) -> None:
+    with pytest.raises(UsageError, match=r"expected one of|expected --keyless beside"):
+        run(["sign", "bundle", *options])

@@ -1,0 +1,302 @@
+"""Keyless signatures: what a policy with identities lets run, offline, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
+
+from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, b64
+from tests.signers import key_table, signer
+
+from prejit.runtime.errors import PolicyError
+from prejit.runtime.trust.decision import Decision, TrustTarget, decide
+from prejit.runtime.trust.dsse import encode_bundle
+from prejit.runtime.trust.policy import Policy, parse_policy, read_policy
+from prejit.runtime.trust.statement import (
+    PROVENANCE_PREDICATE,
+    SignedSubject,
+    Statement,
+    encode_statement,
+    signature_statements,
+)
+
+INDEX, MANIFEST = "sha256:" + "1" * 64, "sha256:" + "2" * 64
+STATEMENTS = {
+    digest: encode_statement(each)
+    for digest, each in signature_statements(INDEX, [("cpu", MANIFEST)]).items()
+}
+SIGSTORE = FakeSigstore()
+OTHER = FakeSigstore()
+
+
+def identity(name: str = "ci", who: str = IDENTITY, issuer: str = ISSUER, more: str = "") -> str:
+    return (
+        f'[identities.{name}]\nidentity = "{who}"\nissuer = "{issuer}"\n'
+        f'trusted_root = "root.json"\n{more}\n'
+    )
+
+
+RULE = '[[rules]]\nnames = ["demo"]\nidentities = ["ci"]\n'
+
+
+def policy(text: str = identity() + RULE, root: object = None) -> Policy:
+    found = SIGSTORE.trusted_root() if root is None else root
+    content = found if isinstance(found, bytes) else json.dumps(found).encode()
+    return parse_policy(text.encode(), "trust.toml", lambda *file: content, Path())
+
+
+def decided(*signed: Any, by: Policy | None = None, now: float | None = None) -> Decision:
+    target = TrustTarget("demo", INDEX, MANIFEST)
+    attached = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in signed]
+    return decide(by or policy(), target, attached, {}, SIGSTORE.now if now is None else now)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network is asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.parametrize("subject", [INDEX, MANIFEST])
+def test_a_signature_of_the_bundle_or_the_target_lets_it_run(subject: str) -> None:
+    decision = decided(SIGSTORE.sign(STATEMENTS[subject]))
+    assert decision.is_allowed, decision.refusal
+    assert decision.signers == ("ci",)
+
+
+def test_it_counts_long_after_the_certificate_has_expired() -> None:
+    signed = SIGSTORE.sign(STATEMENTS[INDEX])
+    assert decided(signed, now=SIGSTORE.now + 1e8).is_allowed
+
+
+def test_a_key_and_an_identity_are_two_signers() -> None:
+    text = key_table("a") + identity() + RULE + 'keys = ["a"]\nthreshold = 2\n'
+    keyless = SIGSTORE.sign(STATEMENTS[INDEX])
+    keyed = encode_bundle(signer("a").envelope(STATEMENTS[INDEX]))
+    assert decided(keyless, keyed, by=policy(text)).signers == ("a", "ci")
+    for alone in (keyless, keyed):
+        refusal = decided(alone, by=policy(text)).refusal
+        assert refusal is not None
+        assert refusal.case == "threshold"
+        assert "of the keys a and the identities ci" in refusal.text
+
+
+def test_two_signatures_of_one_identity_are_one_signer() -> None:
+    text = identity() + identity("b", "b@example.com") + RULE.replace('"ci"', '"ci", "b"')
+    signed = [SIGSTORE.sign(STATEMENTS[INDEX]) for _ in range(2)]
+    refusal = decided(*signed, by=policy(text + "threshold = 2\n")).refusal
+    assert refusal is not None
+    assert refusal.case == "threshold"
+
+
+def entry(signed: Any) -> Any:
+    return signed["verificationMaterial"]["tlogEntries"][0]
+
+
+def made(**options: Any) -> Any:
+    return SIGSTORE.sign(STATEMENTS[INDEX], **options)
+
+
+def other_log_entry() -> Any:
+    signed, another = made(), SIGSTORE.sign(STATEMENTS[MANIFEST])
+    signed["verificationMaterial"]["tlogEntries"] = another["verificationMaterial"]["tlogEntries"]
+    return signed
+
+
+def other_certificate() -> Any:
+    signed, another = made(), made()
+    signed["verificationMaterial"]["certificate"] = another["verificationMaterial"]["certificate"]
+    return signed
+
+
+def edited(change: Callable[[Any], None]) -> Any:
+    signed = made()
+    change(signed)
+    return signed
+
+
+def other_time(signed: Any) -> None:
+    entry(signed)["integratedTime"] = str(int(SIGSTORE.now) + 60)
+
+
+def other_payload(signed: Any) -> None:
+    signed["dsseEnvelope"]["payload"] = b64(STATEMENTS[MANIFEST])
+
+
+def other_signature(signed: Any) -> None:
+    found = made()["dsseEnvelope"]["signatures"]
+    signed["dsseEnvelope"]["signatures"] = found
+
+
+def second_signature(signed: Any) -> None:
+    signed["dsseEnvelope"]["signatures"] *= 2
+
+
+def both_materials(signed: Any) -> None:
+    signed["verificationMaterial"]["publicKey"] = {"hint": "a"}
+
+
+def other_root_hash(signed: Any) -> None:
+    entry(signed)["inclusionProof"]["rootHash"] = b64(b"\0" * 32)
+
+
+def other_sibling(signed: Any) -> None:
+    entry(signed)["inclusionProof"]["hashes"] = [b64(b"\0" * 32)]
+
+
+def other_checkpoint(signed: Any) -> None:
+    proof = entry(signed)["inclusionProof"]
+    proof["checkpoint"]["envelope"] = proof["checkpoint"]["envelope"].replace("\n2\n", "\n3\n")
+
+
+OTHER_SUBJECT = encode_statement(
+    signature_statements("sha256:" + "3" * 64, [])["sha256:" + "3" * 64]
+)
+PROVENANCE = encode_statement(Statement(PROVENANCE_PREDICATE, (SignedSubject(INDEX),)))
+REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "another identity": ("unknown-identity", lambda: made(identity="https://ci.example/evil")),
+    "an identity that begins alike": ("unknown-identity", lambda: made(identity=IDENTITY + "x")),
+    "another issuer": ("unknown-identity", lambda: made(issuer="https://evil.example")),
+    "another sigstore": ("keyless", lambda: OTHER.sign(STATEMENTS[INDEX])),
+    "logged when the certificate was out of date": ("keyless", lambda: made(late_seconds=601)),
+    "logged before the certificate": ("keyless", lambda: made(late_seconds=-60)),
+    "a certificate that is not logged": ("keyless", lambda: made(stamped=False)),
+    "another target": ("other-subject", lambda: SIGSTORE.sign(OTHER_SUBJECT)),
+    "a provenance": ("predicate-type", lambda: SIGSTORE.sign(PROVENANCE)),
+    "another type of payload": ("payload-type", lambda: made(payload_type="text/plain")),
+    "the log entry of another artifact": ("keyless", other_log_entry),
+    "the certificate of another signature": ("keyless", other_certificate),
+    "no log entry": (
+        "keyless",
+        lambda: edited(lambda s: s["verificationMaterial"].pop("tlogEntries")),
+    ),
+    "two log entries": (
+        "keyless",
+        lambda: edited(lambda s: s["verificationMaterial"].update(tlogEntries=[entry(s)] * 2)),
+    ),
+    "no inclusion proof": ("keyless", lambda: edited(lambda s: entry(s).pop("inclusionProof"))),
+    "no checkpoint": (
+        "keyless",
+        lambda: edited(lambda s: entry(s)["inclusionProof"].pop("checkpoint")),
+    ),
+    "no promise, so no time": (
+        "keyless",
+        lambda: edited(lambda s: entry(s).pop("inclusionPromise")),
+    ),
+    "no time": ("keyless", lambda: edited(lambda s: entry(s).pop("integratedTime"))),
+    "another time": ("keyless", lambda: edited(other_time)),
+    "another root hash": ("keyless", lambda: edited(other_root_hash)),
+    "another sibling in the tree": ("keyless", lambda: edited(other_sibling)),
+    "another checkpoint": ("keyless", lambda: edited(other_checkpoint)),
+    "another payload": ("keyless", lambda: edited(other_payload)),
+    "another signature": ("keyless", lambda: edited(other_signature)),
+    "a signature twice": ("keyless", lambda: edited(second_signature)),
+    "a key beside the certificate": ("bundle-material", lambda: edited(both_materials)),
+    "an older form of the bundle": (
+        "bundle-type",
+        lambda: edited(
+            lambda s: s.update(mediaType="application/vnd.dev.sigstore.bundle+json;version=0.1")
+        ),
+    ),
+    "a certificate that is none": (
+        "keyless",
+        lambda: edited(
+            lambda s: s["verificationMaterial"].update(certificate={"rawBytes": b64(b"0")})
+        ),
+    ),
+    "a certificate that is text": (
+        "keyless",
+        lambda: edited(lambda s: s["verificationMaterial"].update(certificate="0")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    expected, make = REFUSED[name]
+    refusal = decided(make()).refusal
+    assert refusal is not None
+    assert refusal.case == expected, refusal.text
+
+
+def test_a_revoked_bundle_and_an_identity_out_of_date_are_refused() -> None:
+    signed = SIGSTORE.sign(STATEMENTS[MANIFEST])
+    revoked = identity() + RULE + f'[revoked]\ndigests = ["{INDEX}"]\n'
+    late = identity(more="expires = 2020-01-01") + RULE
+    for text, case in ((revoked, "digest-revoked"), (late, "key-expired")):
+        refusal = decided(signed, by=policy(text)).refusal
+        assert refusal is not None
+        assert refusal.case == case
+
+
+def test_a_keyless_signature_is_no_damage_for_a_rule_of_keys() -> None:
+    text = key_table("a") + '[[rules]]\nnames = ["demo"]\nkeys = ["a"]\n'
+    refusal = decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(text)).refusal
+    assert refusal is not None
+    assert (refusal.case, refusal.kind) == ("unknown-identity", "authenticity")
+
+
+WRONG: dict[str, tuple[str, object, str]] = {
+    "no identity": (identity().replace("identity =", "who ="), None, "expected only identity"),
+    "no issuer": (identity(issuer=""), None, "issuer: expected text"),
+    "one identity by two names": (identity() + identity("b"), None, "expected another one than"),
+    "an unknown name": (identity("b"), None, "expected the name of an identity"),
+    "a root that is no JSON": (identity(), b"no", "trusted_root: expected sigstore's"),
+    "a root of another type": (identity(), {"mediaType": "a"}, "trusted_root: expected sigstore's"),
+    "a key in place of the root": (
+        identity(),
+        signer("a").public.pem.encode(),
+        "trusted_root: expected sigstore's",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_policy_is_an_error(name: str) -> None:
+    text, root, message = WRONG[name]
+    with pytest.raises(PolicyError, match=message):
+        policy(text + RULE, root)
+
+
+@pytest.mark.parametrize("key", ["tlogs", "certificateAuthorities"])
+def test_a_root_without_a_log_or_a_ca_lets_nothing_run(key: str) -> None:
+    root = {**SIGSTORE.trusted_root(), key: []}
+    with pytest.raises(PolicyError, match="trusted_root: expected sigstore's"):
+        decided(SIGSTORE.sign(STATEMENTS[INDEX]), by=policy(root=root))
+
+
+def test_without_the_package_a_policy_with_identities_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "trust.toml").write_text(identity() + RULE)
+    (tmp_path / "root.json").write_text(json.dumps(SIGSTORE.trusted_root()))
+    assert read_policy(tmp_path / "trust.toml").rules
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PolicyError, match="expected the package sigstore") as raised:
+        read_policy(tmp_path / "trust.toml")
+    assert "prejit[keyless]" in str(raised.value.hint)
+
+
+def test_the_package_is_imported_only_for_a_keyless_signature() -> None:
+    program = (
+        "import json, pathlib, sys\n"
+        "from prejit.runtime.trust.policy import parse_policy\n"
+        "from prejit.runtime.trust.decision import TrustTarget, decide\n"
+        f"text, root = {identity() + RULE!r}, {json.dumps(SIGSTORE.trusted_root()).encode()!r}\n"
+        "policy = parse_policy(text.encode(), 'p', lambda *file: root, pathlib.Path())\n"
+        f"assert decide(policy, TrustTarget('demo', {INDEX!r}, {MANIFEST!r}), [], {{}}, 0.0).refusal\n"
+        "assert not [name for name in sys.modules if name.startswith(('sigstore', 'pydantic'))]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
