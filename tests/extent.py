@@ -23,9 +23,15 @@ def cases(sample: Sequence[Any], others: Sequence[Any]) -> list[Any]:
 
 
 def sampled(values: Iterable[Any], is_sampled: Callable[[Any], bool]) -> list[Any]:
-    """Return all values as cases of a test; those that are not sampled run in `make test-all` alone."""
+    """Return all values as cases of a test; those that are not sampled run in `make test-all` alone.
+
+    A tuple has the values of several parameters.
+    """
     return [
-        pytest.param(value, marks=() if is_sampled(value) else pytest.mark.thorough)
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if is_sampled(value) else pytest.mark.thorough,
+        )
         for value in values
     ]
 
