@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.decoders import write_random
 from tests.extent import sampled
-from tests.unit.compiler.sharing.fixtures import http_place, private_key, private_pem
+from tests.unit.compiler.sharing.fixtures import http_store, private_key, private_pem
 from tests.warm import WarmPython
 
 MANIFEST = """
@@ -98,7 +98,7 @@ def test_a_second_machine_compiles_nothing_and_builds_the_same(
 
 def test_over_http_too(build: Build, store: Path, tmp_path: Path) -> None:
     files: dict[str, bytes] = {}
-    with http_place(files, []) as url:
+    with http_store(files, []) as url:
         assert counts(build(tmp_path / "a", url))[0] > 0
         assert counts(build(tmp_path / "b", url))[0] == 0
     assert {path.split("/")[1] for path in files} == {"ac", "cas"}

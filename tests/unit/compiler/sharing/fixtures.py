@@ -1,4 +1,4 @@
-"""Places of shared stores for tests: in memory, and an HTTP server as nginx with WebDAV would be."""
+"""Shared stores for tests: in memory, an HTTP server as nginx with WebDAV is one, and an OCI registry."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def private_key() -> PrivateKey:
 
 @dataclass
 class Memory:
-    """A place in memory, which can fail."""
+    """A remote store in memory, which can fail."""
 
     name: str = "memory://"
     files: dict[str, bytes] = field(default_factory=dict)
@@ -70,13 +70,29 @@ class Memory:
             raise RemoteError(self.fails)
 
 
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
 @contextmanager
-def http_place(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
+def _serving(handler: type[_Handler]) -> Iterator[str]:
+    """Serve requests on a free port. Yields `host:port`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@contextmanager
+def http_store(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
     """Serve files over HTTP; PUT adds one. Yields the URL."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(_Handler):
         def do_GET(self) -> None:
             self.answer(self.path in files, files.get(self.path, b""))
 
@@ -95,15 +111,8 @@ def http_place(files: dict[str, bytes], seen: list[str]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
+    with _serving(Handler) as host:
+        yield f"http://{host}"
 
 
 @contextmanager
@@ -115,9 +124,7 @@ def registry(user: str | None = None) -> Iterator[str]:
     """
     files: dict[str, bytes] = {}
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(_Handler):
         def do_GET(self) -> None:
             self.answer(200 if self.path in files else 404, files.get(self.path, b""))
 
@@ -155,12 +162,5 @@ def registry(user: str | None = None) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
+    with _serving(Handler) as host:
+        yield host

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.compiler.sharing.fixtures import http_place
+from tests.unit.compiler.sharing.fixtures import http_store
 
 from prejit.compiler.sharing.objects import TOKEN, Objects
 from prejit.compiler.sharing.remote import RemoteError
@@ -37,7 +37,7 @@ def round_trip(place: Objects, tmp_path: Path) -> None:
 def test_an_http_server_holds_results_and_contents(tmp_path: Path) -> None:
     files: dict[str, bytes] = {}
     seen: list[str] = []
-    with http_place(files, seen) as url:
+    with http_store(files, seen) as url:
         round_trip(Objects(f"{url}/team"), tmp_path)
     assert set(files) == {f"/team/{AC}", f"/team/{CAS}"}
     assert any("application/json" in line for line in seen)  # bazel-remote wants it
@@ -52,7 +52,7 @@ def test_credentials_go_to_the_server_and_into_no_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    with http_place({}, seen) as url:
+    with http_store({}, seen) as url:
         place = Objects(url.replace("//", "//me:secret@"))
         assert place.read(AC, 1) is None
         monkeypatch.setenv(TOKEN, "abc")
