@@ -58,10 +58,10 @@ def _key() -> ec.EllipticCurvePrivateKey:
 
 
 class FakeSigstore:
-    """A sigstore whose clock can be set."""
+    """A sigstore whose clock can be ahead."""
 
     def __init__(self) -> None:
-        self.now = time.time()
+        self._late_seconds = 0.0
         self._ca, self._ct, self._rekor = _key(), _key(), _key()
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fake sigstore")])
         public = self._ca.public_key()
@@ -100,6 +100,11 @@ class FakeSigstore:
             ],
             "timestampAuthorities": [],
         }
+
+    @property
+    def now(self) -> float:
+        """What its clock shows, in seconds since the epoch."""
+        return time.time() + self._late_seconds
 
     def certificate(
         self, public: ec.EllipticCurvePublicKey, identity: str, issuer: str, *, stamped: bool = True
@@ -206,9 +211,9 @@ class FakeSigstore:
             "payloadType": payload_type,
             "signatures": [{"sig": b64(signature)}],
         }
-        self.now += late_seconds
+        self._late_seconds = late_seconds
         entry = self.log(envelope, pem(certificate))
-        self.now -= late_seconds
+        self._late_seconds = 0.0
         proof = entry["verification"]["inclusionProof"]
         der = certificate.public_bytes(serialization.Encoding.DER)
         return {

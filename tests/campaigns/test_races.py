@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -40,6 +41,13 @@ def importable() -> Iterator[None]:
     """Lets processes import this package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Gives later tests their own variables back: what looks for leftovers sets those of a race."""
+    with mock.patch.dict(os.environ):
         yield
 
 

@@ -43,6 +43,7 @@ CALLS: dict[str, Callable[[Bundle], Any]] = {
     "call_by_path": lambda bundle: bundle.call_by_path("f", {(0,): np.ones(4, "f")}),
     "bind": lambda bundle: bundle.bind("f", np.ones(4, "f")),
     "prepare": lambda bundle: bundle.prepare(),
+    "check_answers": lambda bundle: list(bundle.check_answers()),
     "report": lambda bundle: bundle.report(),
     "start_report": lambda bundle: bundle.start_report(),
     "device_memory_bytes": lambda bundle: bundle.device_memory_bytes(),

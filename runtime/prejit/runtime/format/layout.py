@@ -44,7 +44,7 @@ class Layout:
         self._directories: list[int] = []
         for left in reversed(range(ATTEMPTS)):
             try:
-                self._open()
+                self._open(os.fspath(path))
                 return
             except RejectError:
                 replaced = self.is_replaced()
@@ -52,9 +52,9 @@ class Layout:
                 if not replaced or not left:
                     raise
 
-    def _open(self) -> None:
+    def _open(self, path: str) -> None:
         try:
-            self._root = self._open_directory(os.fspath(self.path), None)
+            self._root = self._open_directory(path, None)  # an empty one is not "."
         except OSError as error:
             raise StoreError(
                 f"{self.path}: cannot open a bundle: {os.strerror(error.errno or 0)}",

@@ -473,7 +473,7 @@ def is_alive(process: int) -> bool:
     """Whether a process runs; a zombie that nobody has waited for does not."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or read
         return False
     return state != "Z"
 
