@@ -96,6 +96,7 @@ def test_a_second_machine_compiles_nothing_and_builds_the_same(
     assert states(build(tmp_path / "second", store, plan=True)) == {("cached", "local")}
 
 
+@pytest.mark.thorough
 def test_over_http_too(build: Build, store: Path, tmp_path: Path) -> None:
     files: dict[str, bytes] = {}
     with http_store(files, []) as url:
@@ -104,6 +105,7 @@ def test_over_http_too(build: Build, store: Path, tmp_path: Path) -> None:
     assert {path.split("/")[1] for path in files} == {"ac", "cas"}
 
 
+@pytest.mark.thorough
 def test_a_store_that_is_down_is_named_and_stops_nothing(build: Build, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
@@ -125,7 +127,7 @@ DAMAGES = [(kind, damage) for kind in ("ac", "cas") for damage in (truncate, swa
 
 
 @pytest.mark.parametrize(
-    ("kind", "damage"), sampled(DAMAGES, lambda case: case in (("ac", swap), ("cas", truncate)))
+    ("kind", "damage"), sampled(DAMAGES, lambda case: case == ("cas", truncate))
 )
 def test_damage_is_compiled_again_and_changes_no_byte(
     build: Build,
@@ -143,6 +145,7 @@ def test_damage_is_compiled_again_and_changes_no_byte(
         assert "is not used" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_release_takes_nothing_that_others_wrote(
     build: Build, store: Path, tmp_path: Path
 ) -> None:
