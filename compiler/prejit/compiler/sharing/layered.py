@@ -7,6 +7,7 @@ on without it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -138,7 +139,8 @@ class LayeredStore:
         if (found := self._local.where(key)) is not None:
             return found
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
-            if self._look(tier, traffic, key) is not None:
+            entry = self._look(tier, traffic, key)
+            if entry is not None and self._has_contents(tier, traffic, entry):
                 return tier.label
         return None
 
@@ -202,7 +204,8 @@ class LayeredStore:
         for tier, traffic in zip(self._tiers, self.traffic, strict=True):
             entry = self._look(tier, traffic, key)
             if entry is not None and self._bring(tier, traffic, entry):
-                traffic.found += 1
+                with self._lock:
+                    traffic.found += 1
                 return True
         self._absent.add(key.digest)
         return False
@@ -219,6 +222,15 @@ class LayeredStore:
         except UnusableError as error:
             self._refuse(tier, traffic, key, str(error))
         return None
+
+    def _has_contents(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
+        """Return whether all contents of a result are on this machine or in the shared store."""
+        missing = (digest for digest in entry.blobs if self._local.blob_path(digest) is None)
+        try:
+            return all(tier.remote.has(_content_path(digest)) for digest in missing)
+        except RemoteError as error:
+            self._lose(traffic, error)
+            return False
 
     def _bring(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
         """Fetch the contents of a result that this machine lacks, and keep it here."""
@@ -266,18 +278,16 @@ class LayeredStore:
         if traffic.down:
             return
         sizes: dict[str, int] = {}
-        for digest in blobs:
-            path = self._local.blob_path(digest)
-            if path is None:  # another program deletes files here; the build will say so
-                return
-            sizes[digest] = path.stat().st_size
         try:
-            for digest, size in sizes.items():
-                path = self._local.blob_path(digest)
-                if path is not None and not tier.remote.has(_content_path(digest)):
-                    tier.remote.write(_content_path(digest), path)
-                    with self._lock:
-                        traffic.written_bytes += size
+            for digest in blobs:
+                if (file := self._local.open_blob(digest)) is None:
+                    return  # another program deletes files here; the build will say so
+                with file:
+                    sizes[digest] = os.fstat(file.fileno()).st_size
+                    if not tier.remote.has(_content_path(digest)):
+                        tier.remote.write(_content_path(digest), file)
+                        with self._lock:
+                            traffic.written_bytes += sizes[digest]
             tier.remote.write(
                 tier.path_of(key), encode(SharedResult(key, result, sizes), tier.signer)
             )

@@ -9,8 +9,7 @@ import base64
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from prejit.compiler.sharing.remote import RemoteError
@@ -82,7 +81,7 @@ class Objects:
             raise self._failed(path, error) from error
         return True
 
-    def write(self, path: str, content: bytes | Path) -> None:
+    def write(self, path: str, content: bytes | BinaryIO) -> None:
         """See `Remote.write`."""
         import obstore
 

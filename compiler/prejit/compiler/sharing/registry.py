@@ -11,8 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from prejit.compiler.sharing.objects import ANSWER_SECONDS
@@ -101,7 +100,7 @@ class Repository:
         """See `Remote.has`."""
         return self._ask("HEAD", _at(path), headers={"Accept": _MANIFEST}) is not None
 
-    def write(self, path: str, content: bytes | Path) -> None:
+    def write(self, path: str, content: bytes | BinaryIO) -> None:
         """See `Remote.write`."""
         if path.startswith("cas/"):
             self._upload(f"sha256:{path.removeprefix('cas/')}", content)
@@ -129,7 +128,7 @@ class Repository:
         data = json.dumps(manifest, sort_keys=True).encode("ascii")
         self._ask("PUT", _at(path), headers={"Content-Type": _MANIFEST}, data=data)
 
-    def _upload(self, digest: str, content: bytes | Path) -> None:
+    def _upload(self, digest: str, content: bytes | BinaryIO) -> None:
         begun = self._ask("POST", "blobs/uploads/", headers={"Content-Length": "0"})
         location = None if begun is None else begun.headers.get("location")
         if not location:
@@ -138,11 +137,7 @@ class Repository:
         url = location if "://" in location else f"{host}{location}"
         url += f"{'&' if '?' in url else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream"}
-        if isinstance(content, bytes):
-            self._ask("PUT", url, headers=headers, data=content)
-            return
-        with content.open("rb") as file:
-            self._ask("PUT", url, headers=headers, data=file)
+        self._ask("PUT", url, headers=headers, data=content)
 
     def _ask(self, method: str, path: str, **options: Any) -> Response | None:
         """Return the answer of the registry; None: 404."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 
 class RemoteError(Exception):
@@ -46,7 +45,7 @@ class Remote(Protocol):
             RemoteError: it does not answer.
         """
 
-    def write(self, path: str, content: bytes | Path) -> None:
+    def write(self, path: str, content: bytes | BinaryIO) -> None:
         """Write a file. It appears whole.
 
         Raises:

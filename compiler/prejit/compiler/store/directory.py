@@ -21,10 +21,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, BinaryIO, TypeVar, final
 
 from prejit.compiler.store.blobs import FileBlobWriter, StoreBlobs
-from prejit.compiler.store.files import Files, discard, parse_json, size_of, writing
+from prejit.compiler.store.files import Files, discard, parse_json, reading, size_of, writing
 from prejit.compiler.store.key import Key
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.base.locks import lock_file, remove_and_unlock
@@ -165,6 +165,19 @@ class DirectoryStore:
     def read_blob(self, digest: str) -> bytes | None:
         """See `Store.read_blob`."""
         return self._blobs.read(digest)
+
+    def open_blob(self, digest: str) -> BinaryIO | None:
+        """Open a blob to read, unchecked; None: there is none. A file that is deleted meanwhile stays whole.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        path = self._blobs.path(digest)
+        with reading(path):
+            try:
+                return path.open("rb")
+            except FileNotFoundError:
+                return None
 
     def put(self, key: Key, result: Mapping[str, Any], *, blobs: Iterable[str] = ()) -> None:
         """See `Store.put`."""

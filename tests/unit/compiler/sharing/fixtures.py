@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from typing import BinaryIO
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -61,9 +61,9 @@ class Memory:
         self._check()
         return path in self.files
 
-    def write(self, path: str, content: bytes | Path) -> None:
+    def write(self, path: str, content: bytes | BinaryIO) -> None:
         self._check()
-        self.files[path] = content if isinstance(content, bytes) else content.read_bytes()
+        self.files[path] = content if isinstance(content, bytes) else content.read()
 
     def _check(self) -> None:
         if self.fails:

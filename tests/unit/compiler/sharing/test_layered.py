@@ -56,6 +56,30 @@ def test_where_a_result_is_can_be_asked_without_fetching_it(tmp_path: Path, plac
     assert second.local.get(KEY) is None
 
 
+def test_a_result_without_its_contents_is_not_planned_with(tmp_path: Path, place: Memory) -> None:
+    digest = Machine(tmp_path / "a", Tier(place)).make()
+    del place.files[f"cas/{digest.removeprefix('sha256:')}"]
+    assert Machine(tmp_path / "b", Tier(place)).store.where(KEY) is None
+
+
+def test_contents_that_disappear_here_stop_nothing(tmp_path: Path, place: Memory) -> None:
+    machine = Machine(tmp_path / "a", Tier(place))
+    digests = [machine.store.put_blob(CONTENT), machine.store.put_blob(b"other")]
+    has = place.has
+
+    def gone(path: str) -> bool:
+        for digest in digests:  # the first while it is sent, the second before
+            if (found := machine.local.blob_path(digest)) is not None:
+                found.unlink()
+        return has(path)
+
+    place.has = gone  # type: ignore[method-assign]
+    machine.store.put(KEY, {"executable": digests[0]}, blobs=digests)
+    machine.store.finish()
+    assert [path.partition("/")[0] for path in place.files] == ["cas"]  # and no result
+    assert not machine.notes
+
+
 def test_a_result_is_written_after_its_contents(tmp_path: Path, place: Memory) -> None:
     """A machine that finds the result must find what it names."""
     Machine(tmp_path / "a", Tier(place)).make()

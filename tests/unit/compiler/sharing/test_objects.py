@@ -24,7 +24,8 @@ def round_trip(place: Objects, tmp_path: Path) -> None:
     assert not place.download(CAS, got.extend)
     file = tmp_path / "large"
     file.write_bytes(LARGE)
-    place.write(CAS, file)
+    with file.open("rb") as content:
+        place.write(CAS, content)
     place.write(AC, b"{}")
     assert place.has(CAS)
     assert place.download(CAS, got.extend)

@@ -34,14 +34,15 @@ def round_trip(place: Repository, tmp_path: Path) -> None:
     assert not place.download(CAS, got.extend)
     file = tmp_path / "content"
     file.write_bytes(CONTENT)
-    place.write(CAS, file)
+    with file.open("rb") as content:
+        place.write(CAS, content)
     place.write(AC, encode(RESULT_OF_KEY, None))
     assert place.has(CAS)
     assert place.download(CAS, got.extend)
     assert got == CONTENT
-    content = place.read(AC, 10_000)
-    assert content is not None
-    assert decode(content, KEY, ()) == RESULT_OF_KEY
+    result = place.read(AC, 10_000)
+    assert result is not None
+    assert decode(result, KEY, ()) == RESULT_OF_KEY
 
 
 def test_a_registry_holds_results_and_contents(tmp_path: Path) -> None:
