@@ -194,14 +194,22 @@ def thread_count() -> int:
 
 def seconds_since_exec() -> float:
     """Return the seconds since this process was started; the kernel counts in steps of 10 ms."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    started = _started()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def exec_time() -> float:
     """Return when this process was started, by `time.perf_counter`, or up to 10 ms before that."""
-    return time.perf_counter() - seconds_since_exec()
+    started = _started()
+    # One clock right after the other: on a busy machine, to read a file between them can take 20 ms.
+    return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+def _started() -> float:
+    """Return when this process was started, in seconds since the boot."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory_bytes() -> int:
