@@ -46,7 +46,7 @@ class Tier:
     Attributes:
         remote: where its files are.
         namespace: separates the results of those who may write it from others in the same remote store.
-        believed: keys of which one must have signed a result; none: anyone may have written it.
+        believed: keys; one of them must have signed a result. None: anyone may have written it.
         writes: whether results that are made here go there.
         signer: signs them; None: nobody does.
     """
@@ -69,7 +69,7 @@ class Tier:
 
 @dataclass
 class Traffic:
-    """What a build exchanged with a shared store.
+    """The results and bytes that a build exchanged with a shared store.
 
     Attributes:
         found: number of results that came from there.

@@ -39,7 +39,7 @@ MAX_BYTES = 4 << 20
 
 
 class UnusableError(Exception):
-    """What a shared store holds is not used; the text says why."""
+    """A result of a shared store cannot be used. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)

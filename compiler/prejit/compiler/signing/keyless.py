@@ -43,7 +43,7 @@ class KeylessSigner:
 
     @property
     def id(self) -> str:
-        """What tells it from other signers."""
+        """A text that no other signer has."""
         return self.known.id
 
     def bundle(self, payload: bytes) -> bytes:

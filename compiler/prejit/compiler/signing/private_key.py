@@ -46,7 +46,7 @@ class PrivateKey:
 
     @property
     def id(self) -> str:
-        """What tells it from other signers: the id of the public key."""
+        """The id of the public key, which no other signer has."""
         return self.public.id
 
     def bundle(self, payload: bytes) -> bytes:

@@ -10,7 +10,7 @@ class Signer(Protocol):
 
     @property
     def id(self) -> str:
-        """What tells it from other signers."""
+        """A text that no other signer has."""
 
     def bundle(self, payload: bytes) -> bytes:
         """Return the sigstore bundle with its signature of a payload, an in-toto statement."""

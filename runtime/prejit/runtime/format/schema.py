@@ -138,7 +138,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """What a program returned on the build host, for arguments that a seed makes.
+    """The results of a program on the build host, for arguments that a seed makes.
 
     Attributes:
         recipe: version of the recipe of the arguments; readers ignore recipes that they do not have.

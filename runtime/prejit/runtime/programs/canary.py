@@ -38,7 +38,7 @@ Answer = Callable[[ProgramEntry, "Executable"], "Deviation"]
 
 
 class CheckedAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
-    """What `prejit verify --run` found out about a program.
+    """The outcome of asking a program for its golden answer.
 
     Attributes:
         program: its name.

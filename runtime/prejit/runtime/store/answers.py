@@ -1,4 +1,4 @@
-"""What this machine found out about executables: whether they gave their golden answers here.
+"""The answers of executables on this machine: whether they gave their golden answers.
 
 A kept answer is a file of its own in `canary/v1` of the runtime's cache, written whole or not at all. Its
 name is a digest of the executable, the weights it ran with, the golden answer, and the machine. So a bundle

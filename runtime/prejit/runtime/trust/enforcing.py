@@ -48,7 +48,7 @@ class PolicyVerdict(NamedTuple):
 
 
 class Enforced(NamedTuple):
-    """What policies say about targets that they let run.
+    """The decisions of policies about targets that may run.
 
     Attributes:
         reported: what they only report, as text.

@@ -36,7 +36,7 @@ _HINT_OF_FAILURE = 'mend what the message names, or take first_load = "child" ou
 
 
 class FirstLoad(NamedTuple):
-    """What a child process loads.
+    """The bundle that a child process loads, and how.
 
     Attributes:
         path: the directory of the bundle.
@@ -69,7 +69,7 @@ class FirstLoad(NamedTuple):
 
 
 class _Process:
-    """What this process is.
+    """The role of this process.
 
     Attributes:
         is_child: whether it is the child process of a first load, so that its own loads begin at once.

@@ -50,7 +50,7 @@ class TrustedIdentity(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What tells it from other signers."""
+        """A text that no other signer has."""
         return f"{self.issuer} {self.identity}"
 
 

@@ -93,7 +93,7 @@ class TrustedKey(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What tells it from other signers."""
+        """A text that no other signer has."""
         return self.key.id
 
 

@@ -33,7 +33,7 @@ then says more about rounding than about the program, and is not compared."""
 
 @dataclass(frozen=True)
 class GoldenRequest:
-    """What the process shall do.
+    """The request to this process.
 
     Attributes:
         config: the program table of the target that answers.
