@@ -541,7 +541,7 @@ def read_as_loads_do(path: Path) -> None:
 
 @dataclass
 class Tried:
-    """What became of an example.
+    """An example and its outcome.
 
     Attributes:
         number: the example.
@@ -560,6 +560,25 @@ class Tried:
     more_bytes: int
 
 
+class BundleFiles:
+    """Writes one bundle after the other into the same directories: what differs from the one before."""
+
+    def __init__(self) -> None:
+        self._written: dict[Path, dict[str, bytes]] = {}
+
+    def write(self, path: Path, files: dict[str, bytes]) -> Path:
+        """Make a directory hold these files, and return its path."""
+        written = self._written.setdefault(path, {})
+        (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+        for file in written.keys() - files.keys():
+            (path / file).unlink()
+        for file, content in files.items():
+            if written.get(file) != content:
+                (path / file).write_bytes(content)
+        self._written[path] = dict(files)
+        return path
+
+
 class Fuzzer:
     """Tries examples in a directory in memory. Use it in a `with` statement."""
 
@@ -569,7 +588,7 @@ class Fuzzer:
         self._at = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir=root)))
         runtime_cache = {"PREJIT_RUNTIME_CACHE": str(self._at / "cache")}
         self._stack.enter_context(mock.patch.dict(os.environ, runtime_cache))
-        self._written: dict[str, dict[str, bytes]] = {}
+        self._bundles = BundleFiles()
         self._usual: dict[str, tuple[float, int]] = {}
 
     def __enter__(self) -> Fuzzer:
@@ -585,7 +604,7 @@ class Fuzzer:
         make = damaged if generator.random() < 0.4 else attacked
         kind, files = make(name, generator)
         usual_seconds, usual_bytes = self._usual_of(name)
-        path = self._write(name, files)
+        path = self._bundles.write(self._at / name, files)
         error, seconds, more = self._verified(path)
         more_content = sum(map(len, files.values())) - sum(map(len, sound(name).values()))
         allowed = MOST_SECONDS + SECONDS_PER_BYTE * max(0, more_content)
@@ -611,23 +630,11 @@ class Fuzzer:
 
     def _usual_of(self, name: str) -> tuple[float, int]:
         if name not in self._usual:
-            path = self._write(name, sound(name))
+            path = self._bundles.write(self._at / name, sound(name))
             tries = [self._verified(path) for _ in range(4)]
             assert all(error is None for error, _, _ in tries), (name, tries)
             self._usual[name] = max(t[1] for t in tries[1:]), max(t[2] for t in tries[1:])
         return self._usual[name]
-
-    def _write(self, name: str, files: dict[str, bytes]) -> Path:
-        path = self._at / name
-        written = self._written.setdefault(name, {})
-        (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
-        for file in written.keys() - files.keys():
-            (path / file).unlink()
-        for file, content in files.items():
-            if written.get(file) != content:
-                (path / file).write_bytes(content)
-        self._written[name] = dict(files)
-        return path
 
     def _verified(self, path: Path) -> tuple[Exception | None, float, int]:
         from prejit.runtime.format.audit import audit

@@ -60,7 +60,7 @@ MOST_BYTES = 64 << 20
 CPU_SECONDS = 20
 WALL_SECONDS = 120
 MEMORY_BYTES = 6 << 30
-"""What a child process may take: beyond it the kernel or the campaign ends it."""
+"""Limits of a child process. The kernel or the campaign ends one that needs more."""
 CODE = ("executable bytes", "portable bytes", "kernel bytes", "programs exchanged")
 """Kinds of attacks on the code itself."""
 BY_CODE = "by bytes of code that a policy refuses"
@@ -333,7 +333,7 @@ def _read_all(reader: int, child: int) -> tuple[bytes, bool]:
 
 @dataclass
 class Tried:
-    """What became of an example.
+    """An example and its outcome.
 
     Attributes:
         number: the example.
@@ -365,7 +365,7 @@ class Loads:
         self._at = Path(self._stack.enter_context(tempfile.TemporaryDirectory(dir=root)))
         self._cache = self._at / "cache"
         os.environ["PREJIT_RUNTIME_CACHE"] = str(self._cache)
-        self._written: dict[str, dict[str, bytes]] = {}
+        self._bundles = fuzz.BundleFiles()
         _import_all()
         found = [_sound(bundle, policy) for bundle in bundles]
         self._sound = [replace(each, answer=self._measure(each, False)[2]) for each in found]
@@ -383,7 +383,7 @@ class Loads:
 
     def _measure(self, sound: Sound, falls_back: bool) -> tuple[float, int, str]:
         """Return CPU time and memory of a sound bundle, and its answer."""
-        path = self._write(sound.name, fuzz.sound(sound.name))
+        path = self._bundles.write(self._at / Path(sound.name).name, fuzz.sound(sound.name))
         tries = [self._use(path, sound, falls_back) for _ in range(3)]
         for said in tries:
             assert said.get("outcome") in ("right", "another answer"), (sound.name, said)
@@ -403,7 +403,7 @@ class Loads:
         sound = generator.choice(self._sound)
         kind, files = changed(sound.name, generator)
         falls_back = kind == "portable bytes" and not sound.has_decoder
-        path = self._write(sound.name, files)
+        path = self._bundles.write(self._at / Path(sound.name).name, files)
         if keep is not None:
             shutil.copytree(path, keep)
         said = self._use(path, sound, falls_back, keep is not None)
@@ -430,18 +430,6 @@ class Loads:
         name, policy = Path(sound.name).name, said.get("policy", "no answer")
         outcome = said.get("ended") or said["outcome"]
         return Tried(number, name, kind, policy, outcome, by_code, problem, seconds, more_bytes)
-
-    def _write(self, name: str, files: dict[str, bytes]) -> Path:
-        path = self._at / Path(name).name
-        written = self._written.setdefault(name, {})
-        (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
-        for file in written.keys() - files.keys():
-            (path / file).unlink()
-        for file, content in files.items():
-            if written.get(file) != content:
-                (path / file).write_bytes(content)
-        self._written[name] = dict(files)
-        return path
 
 
 def judged(

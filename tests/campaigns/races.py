@@ -498,7 +498,7 @@ class Loads:
     Attributes:
         paths: the directories; each load takes the next.
         count: how many loads.
-        right: the values of which each load has to give one.
+        right: the values; each load has to give one of them.
         cache: the runtime's cache.
         into: the file of the figures.
     """
@@ -530,7 +530,7 @@ class Replacing:
     """Where a process replaces bundles until it is killed.
 
     Attributes:
-        sources: whole bundles, of which each is put in place in turn.
+        sources: whole bundles, which are put in place in turn.
         direct: the directory that is written into, and exchanged for others.
         link: a symbolic link that is turned to others.
         counts: the file of how often each was done.

@@ -208,7 +208,7 @@ class PlannedExecutable:
 
     @property
     def cached(self) -> bool:
-        """Whether the executable is in a store."""
+        """True if a store has the executable."""
         return self.state == CACHED
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -75,7 +75,6 @@ class Traffic:
         found: number of results that came from there.
         read_bytes, written_bytes: of contents.
         sent: number of results that went there.
-        refused: results that were there and are not used, each with the reason.
         down: why the build goes on without it; empty: it works.
     """
 
@@ -83,7 +82,6 @@ class Traffic:
     read_bytes: int = 0
     sent: int = 0
     written_bytes: int = 0
-    refused: list[str] = field(default_factory=list)
     down: str = ""
 
     def __str__(self) -> str:
@@ -220,7 +218,7 @@ class LayeredStore:
         except RemoteError as error:
             self._lose(traffic, error)
         except UnusableError as error:
-            self._refuse(tier, traffic, key, str(error))
+            self._refuse(tier, key, str(error))
         return None
 
     def _has_contents(self, tier: Tier, traffic: Traffic, entry: SharedResult) -> bool:
@@ -243,7 +241,7 @@ class LayeredStore:
                 self._lose(traffic, error)
                 return False
             except UnusableError as error:
-                self._refuse(tier, traffic, entry.key, str(error))
+                self._refuse(tier, entry.key, str(error))
                 return False
             with self._lock:
                 traffic.read_bytes += size
@@ -305,8 +303,5 @@ class LayeredStore:
             traffic.down = str(error)
         self._note(f"{error}; this build goes on without it")
 
-    def _refuse(self, tier: Tier, traffic: Traffic, key: Key, reason: str) -> None:
-        line = f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}"
-        with self._lock:
-            traffic.refused.append(line)
-        self._note(line)
+    def _refuse(self, tier: Tier, key: Key, reason: str) -> None:
+        self._note(f"{tier.label}: the result of {key.kind} {key.name} is not used: {reason}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prejit.runtime.programs.golden import Deviation
 
 AXIS = "canary"
-"""What `fallback_counts` calls an executable that gives a wrong answer."""
+"""The name in `fallback_counts` of an executable that gives a wrong answer."""
 
 Checks = Literal["off", "one", "all"]
 """Which executables must give their golden answers when they are loaded for the first time on a machine."""

@@ -33,7 +33,7 @@ _SAMPLED_FROM = 1 << 16
 """The number by which words that choose samples are told from those of arguments."""
 
 _STEPS = ("tokens", "logprobs", "top_tokens", "top_logprobs")
-"""Results of decode programs with a row for each step, of which the recipe takes one."""
+"""Results of decode programs that have a row for each step. The recipe takes one step."""
 
 
 @dataclass(frozen=True, slots=True)

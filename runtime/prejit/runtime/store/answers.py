@@ -24,7 +24,7 @@ _MAX_BYTES = 1 << 14
 
 
 class KeptAnswer(NamedTuple):  # a dataclass takes 0.5 ms to make, which every start would pay
-    """Whether an executable gave its golden answer on this machine.
+    """The answer of an executable on this machine, and whether it was right.
 
     Attributes:
         right: whether it did.

@@ -48,7 +48,7 @@ from prejit.runtime.trust.keys import MAX_KEY_BYTES, PublicKey, read_key
 from prejit.runtime.trust.reasons import Kind
 
 FirstLoadMode = Literal["direct", "child"]
-"""Where a machine loads a bundle that it has not loaded before: here at once, or in a child process first."""
+"""The process in which a machine loads a new bundle first: its own, or a child."""
 
 Level = Literal["strict", "permissive", "audit", "skip"]
 """How much of a rule is enforced, as notation has it."""

@@ -67,7 +67,7 @@ class _Answering:
 
     @property
     def source(self) -> str:
-        """Where its answers come from."""
+        """The name of the target whose executables answer, or `portable`."""
         return self.target.config.target if self.matched else _PORTABLE
 
 
