@@ -38,8 +38,8 @@ def plan(
 ) -> tuple[PlannedExecutable, ...]:
     """Return what a build would do about each program and target, as `prejit plan` shows it.
 
-    A plan traces and compiles nothing. Only a build shows whether the executable of a user's function is
-    cached, because it traces the function.
+    A plan traces and compiles nothing. A function that changed is traced at build, which shows whether its
+    executable is cached.
 
     Args:
         manifest: a manifest, or the path of a TOML file.
@@ -123,6 +123,7 @@ def build(
     workers: int | None = None,
     timeout_seconds: float = JOB_SECONDS,
     quiet: bool = False,
+    retrace: bool = False,
 ) -> Built:
     """Compile the programs of a manifest and write the bundle `output/NAME`, as `prejit build` does.
 
@@ -139,6 +140,8 @@ def build(
         workers: number of compile processes; None: by cores and free memory.
         timeout_seconds: time limit of one compile, and of measuring one product.
         quiet: whether nothing is printed; else the progress goes to stderr.
+        retrace: whether functions and decoders of the user are traced again, though nothing changed that they
+            read.
 
     Raises:
         ManifestError: the manifest has mistakes.
@@ -167,6 +170,7 @@ def build(
             forms=forms,
             measure=measure,
             timeout_seconds=timeout_seconds,
+            retrace=retrace,
         )
 
 

@@ -60,6 +60,11 @@ if TYPE_CHECKING:
     help="Measure how products are computed fastest: all of them, or none (default: large ones that no "
     "table has).",
 )
+@click.option(
+    "--retrace",
+    is_flag=True,
+    help="Trace functions and decoders of your own again, though nothing changed that they read.",
+)
 @CACHE
 @SHARED
 @JSON
@@ -72,6 +77,7 @@ def build(
     skip_unbuildable: bool,
     forms: Path | None,
     measure: bool | None,
+    retrace: bool,
     cache: Path | None,
     shared: str | None,
     as_json: bool,
@@ -95,6 +101,7 @@ def build(
             measure=measure,
             workers=jobs,
             timeout_seconds=timeout,
+            retrace=retrace,
         )
         seconds = time.perf_counter() - started
         built.append({**asdict(result), "path": str(result.path), "seconds": round(seconds, 3)})

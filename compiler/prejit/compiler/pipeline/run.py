@@ -41,17 +41,15 @@ from prejit.compiler.pipeline.executables import (
     submit,
     submit_known,
 )
+from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.keys import versions
+from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.lowering import (
-    UserCode,
-    bind_libraries,
-    find_code,
     lower,
     lower_own,
     own_shape,
     products_of,
     source_of,
-    weights_of,
 )
 from prejit.compiler.pipeline.measure.accuracy import measure_accuracy
 from prejit.compiler.pipeline.measure.costs import measure_costs
@@ -80,6 +78,7 @@ from prejit.compiler.pipeline.plan import (
     kernels_of,
     plan_build,
 )
+from prejit.compiler.pipeline.tracing import parameters_of, remember
 from prejit.compiler.progress import Progress
 from prejit.compiler.store.interface import Store
 from prejit.compiler.targets.environments import spec_for
@@ -132,6 +131,7 @@ def build(
     forms: Path | None = None,
     measure: bool | None = None,
     timeout_seconds: float = JOB_SECONDS,
+    retrace: bool = False,
 ) -> Built:
     """Build the bundle of a manifest into `output/NAME`.
 
@@ -147,6 +147,7 @@ def build(
             none; None: large ones that no table has.
         timeout_seconds: time limit of measuring one product, of measuring an encoder's programs for a target,
             and of asking all programs for their golden answers.
+        retrace: whether the user's code is traced again, whatever the store has.
 
     Raises:
         BuildError: a program does not compile, or its worker died or took too long. What was finished stays
@@ -155,12 +156,14 @@ def build(
             wrong, or cannot be read.
     """
     directory = _fetch(manifest)
-    plan = plan_build(manifest, store, only=only, forms=forms, directory=directory)
+    plan = plan_build(manifest, store, only=only, forms=forms, directory=directory, retrace=retrace)
     model: ReadModel = cache(partial(_read_model, plan))
-    code = find_code(manifest, out_in=stores_out_in(manifest, plan.targets))
-    layers = read_layers(plan, partial(_vocab_size, model, code), store, progress)
+    out_in = stores_out_in(manifest, plan.targets)
+    code: ReadCode = cache(partial(find_code, manifest, out_in=out_in))
+    layers = read_layers(plan, partial(_vocab_size, plan, model, code), store, progress)
     published = find_published(plan)
     _check(plan, model, published, code)
+    before_tracing = plan
     plan = lower_own(plan, code, store, progress)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
     libraries = _build_kernels(plan, toolchains, store, progress)
@@ -188,7 +191,10 @@ def build(
             found = []
             for each in tools:
                 source = source_of(plan, program, lowered, each.kernels, model, code, store)
-                source = bind_libraries(plan, program.spec, source, each.toolchain.target, store)
+                target = each.toolchain.target
+                source = bind_libraries(
+                    plan.libraries, manifest.where, program.spec, source, target, store
+                )
                 found.append(submit(manifest, program.spec, lowered, source, each, executor))
             return found
 
@@ -200,14 +206,14 @@ def build(
             for program, found in zip(plan.programs, answers, strict=True)
             for each in (submit_new(program) if found is None else found)
         ]
-        user = weights_of(code)
-        weights = pack_weights(plan, published, user, code.model, model, store, progress)
+        user = parameters_of(plan, code)
+        lowered = {each.spec.name: each.lowered for each in submitted}
+        remember(before_tracing, lowered, user, plan.own, code, store, progress)
+        weights = pack_weights(plan, published, user, code, model, store, progress)
         targets = compiled_targets(submitted, tools)
         compiled = executor.compiled - before
     programs = [each.lowered.portable.raw_digest for each in targets[0].executables]
-    accuracy = measure_accuracy(
-        plan, published, weights, code.model, programs, model, store, progress
-    )
+    accuracy = measure_accuracy(plan, published, weights, code, programs, model, store, progress)
     costs = measure_costs(manifest, targets, weights, store, progress, timeout_seconds)
     products = products_of(plan, model, code, store) if any(each.kernels for each in tools) else ()
     layers = layers if weights is None else (*layers, weights)
@@ -232,15 +238,25 @@ def _read_model(plan: Plan) -> ModelSource:
     return read_model(plan.manifest, plan.model)
 
 
-def _vocab_size(model: ReadModel, code: UserCode) -> int:
-    size: int = model().shape.vocab_size if code.model is None else code.model.vocab_size
+def _vocab_size(plan: Plan, model: ReadModel, code: ReadCode) -> int:
+    if plan.own is not None:
+        return plan.own.vocab_size
+    own = code().model if plan.manifest.has_own_model else None
+    size: int = model().shape.vocab_size if own is None else own.vocab_size
     return size
 
 
-def _check(plan: Plan, model: ReadModel, published: Published | None, code: UserCode) -> None:
-    """Check the model against the programs that have to be lowered; others were checked before."""
-    if code.model is not None:
-        check_own_model(plan.manifest, code.model, own_shape(plan.manifest, code.model), plan.specs)
+def _check(plan: Plan, model: ReadModel, published: Published | None, code: ReadCode) -> None:
+    """Check the model and the user's code against the programs that have to be lowered.
+
+    Others were checked before. All code is imported if any is, so that it finds the same modules each time.
+    """
+    traced = any(
+        each.lowered is None and (each.spec.kind == "call" or plan.manifest.has_own_model)
+        for each in plan.programs
+    )
+    if (traced or (plan.manifest.has_own_model and plan.own is None)) and (own := code().model):
+        check_own_model(plan.manifest, own, own_shape(plan.manifest, own), plan.specs)
     new = [each.spec for each in plan.programs if each.key is not None and each.lowered is None]
     if new and published is not None:
         check_model(plan.manifest, model(), published.checkpoint, new)
@@ -275,7 +291,7 @@ def _measure_forms(
     toolchains: list[Toolchain],
     libraries: dict[str, KernelLibrary],
     model: ReadModel,
-    code: UserCode,
+    code: ReadCode,
     store: Store,
     executor: Executor,
     progress: Progress,
