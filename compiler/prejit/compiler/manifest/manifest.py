@@ -171,8 +171,8 @@ class Program:
         shardings: for arrays that a mesh splits, the mesh axis of each dimension (`data`, `tensor`, or ""),
             by the dotted path of an argument, of `params` or of `result`, or of a part of them. All arrays
             below that path are split so. All others are whole on every device.
-        reads: files that the function reads by other means than Python's own `open`, relative to the manifest:
-            paths, glob patterns, directories. It is traced again when one of them changes.
+        reads: files that the function reads by other means than Python's own `open`, relative to the
+            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
     """
 
     name: str

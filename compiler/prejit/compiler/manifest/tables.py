@@ -63,8 +63,8 @@ class ProgramTable:
         carry: names or positions of the arguments that a repeated function returns anew.
         shardings: for arrays that the mesh splits, the mesh axis of each dimension ("data", "tensor" or ""),
             by the dotted path of an argument, of params, or of result, or of a part of them.
-        reads: files that the function reads by other means than Python's own `open`, relative to the manifest:
-            paths, glob patterns, directories. It is traced again when one of them changes.
+        reads: files that the function reads by other means than Python's own `open`, relative to the
+            manifest: paths, glob patterns, directories. It is traced again when one of them changes.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -1,4 +1,4 @@
-"""The user's code: the functions and the decoder that a manifest names. This step imports JAX and their modules."""
+"""The user's code: the functions and the decoder that a manifest names. This step imports JAX and modules."""
 
 from __future__ import annotations
 

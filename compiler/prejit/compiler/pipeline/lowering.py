@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zstandard
 
 from prejit.compiler.compile.jobs import Source
-from prejit.compiler.manifest.manifest import Manifest, Program
-from prejit.compiler.manifest.specs import ProgramSpec
+from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.calls import called
 from prejit.compiler.native.products import Product
 from prejit.compiler.pipeline.code import ReadCode, UserCode

@@ -32,6 +32,7 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest
 from prejit.compiler.native.form_choice import KnownForms
 from prejit.compiler.native.library import KernelLibrary, NoKernels, build_kernels
+from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.describe.attaching import attach_descriptions
 from prejit.compiler.pipeline.describe.provenance import build_provenance
 from prejit.compiler.pipeline.executables import (
@@ -41,7 +42,6 @@ from prejit.compiler.pipeline.executables import (
     submit,
     submit_known,
 )
-from prejit.compiler.pipeline.code import ReadCode, find_code
 from prejit.compiler.pipeline.keys import versions
 from prejit.compiler.pipeline.libraries import bind_libraries
 from prejit.compiler.pipeline.lowering import (

@@ -155,6 +155,7 @@ def decoder_section(
         *_files(model, present),
         ("our code", code_digest(*USER_DECODERS)),
         *_environment(),
+        *versions("flax").items(),
     )
 
 
@@ -171,7 +172,7 @@ def _environment() -> Ingredients:
     return (
         ("jax configuration", jax_configuration(os.environ)),
         ("python", platform.python_version()),
-        *versions("jax", "jaxlib", "flax").items(),
+        *versions("jax", "jaxlib").items(),
     )
 
 

@@ -118,8 +118,8 @@ class Present:
 
         Args:
             directory: the manifest's directory.
-            front, back: portable paths of the directories that the user's code puts before and behind
-                `sys.path`; the manifest's own directory is before all others where `front` is empty.
+            front: portable paths of the directories that come before `sys.path`; empty: the manifest's own.
+            back: portable paths of the directories that the user's code puts behind `sys.path`.
         """
         self._directory = str(directory.absolute())
         self._path = [
@@ -145,7 +145,7 @@ class Present:
         """Return the files that patterns name by their portable paths, each with its digest, sorted.
 
         Args:
-            patterns: paths and glob patterns, relative to the manifest; a directory stands for all files below.
+            patterns: paths and glob patterns, relative to the manifest; a directory stands for all below.
         """
         found = set[str]()
         for pattern in patterns:

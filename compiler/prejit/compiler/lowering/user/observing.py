@@ -1,9 +1,9 @@
 """Observe what a user's code reads while it is imported and traced.
 
-Modules: `builtins.__import__`, `importlib.import_module` and the loader of source files are replaced while code
-of the user runs, so that computed names count too. Files, directories, processes and connections: Python's
-audit events. Environment variables: `os.environ`. What a library does while it is imported is its own affair:
-its version stands for it.
+Modules: `builtins.__import__`, `importlib.import_module` and the loader of source files are replaced while
+code of the user runs, so that computed names count too. Files, directories, processes and connections: audit
+events of Python. Environment variables: `os.environ`. What a library does while it is imported does not
+count: its version stands for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prejit.compiler.lowering.user.inputs import (
     portable_path,
 )
 
-_BOOTSTRAP: Any = importlib._bootstrap  # type: ignore[attr-defined]
+_BOOTSTRAP: Any = importlib._bootstrap
 _BOOTSTRAP_FILE = "<frozen importlib._bootstrap>"
 _VARYING = re.compile(
     r"(JAX|XLA|PYTHON|XDG|SSH|LC|PREJIT|CI|GITHUB|RUNNER)_\w*|_|PATH|HOME|PWD|OLDPWD|USER|LOGNAME|SHELL|SHLVL"
@@ -276,8 +276,8 @@ def observing(observer: Observer) -> Iterator[None]:
 
     def import_module(
         name: str,
-        globals: Mapping[str, Any] | None = None,  # noqa: A002
-        locals: Mapping[str, Any] | None = None,  # noqa: A002
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
@@ -311,7 +311,7 @@ def observing(observer: Observer) -> Iterator[None]:
         # Not from __pycache__, which holds only for whole seconds: the digest is of what runs.
         content = self.get_data(path)
         observer.note_source(fullname, path, content, is_package=self.is_package(fullname))
-        code: CodeType = self.source_to_code(content, path)  # type: ignore[assignment]
+        code: CodeType = self.source_to_code(content, path)
         return code
 
     def read_variable(self: Any, key: Any) -> Any:
@@ -330,7 +330,7 @@ def observing(observer: Observer) -> Iterator[None]:
     builtins.__import__ = import_module
     _BOOTSTRAP._gcd_import = find_module
     os._Environ.__getitem__ = read_variable  # type: ignore[method-assign]
-    SourceFileLoader.get_code = read_code  # type: ignore[method-assign]
+    SourceFileLoader.get_code = read_code  # type: ignore[method-assign, assignment]
     os.stat = read_status
     try:
         yield

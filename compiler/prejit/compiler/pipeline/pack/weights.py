@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prejit.compiler.checkpoint.checkpoint import Checkpoint
+from prejit.compiler.pipeline.code import ReadCode, values_of
 from prejit.compiler.pipeline.keys import (
     Contents,
     content_of,
     weights_key,
 )
-from prejit.compiler.pipeline.code import ReadCode, values_of
 from prejit.compiler.pipeline.model import (
     ModelSource,
     ReadModel,
@@ -124,8 +124,8 @@ def _user_tensors(
         for name, value in values_of(code(), section).items():
             if content_of(value) != contents.get(name):
                 raise BuildError(
-                    f"{plan.manifest.where}: program {section!r}: expected the same value of {name} each time "
-                    "that its module is imported, found another one",
+                    f"{plan.manifest.where}: program {section!r}: expected the same value of {name} each "
+                    "time that its module is imported, found another one",
                     hint="give random parameters a seed, or save them to a file and name it in `params`",
                 )
             yield PackedTensor(
