@@ -122,7 +122,7 @@ class _Read:
 
 
 def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _Read | None:
-    """Return what a program read; None: some of it changed while this build ran.
+    """Return what a program read; None: some of it changed meanwhile, or was read before this build.
 
     Args:
         plan: the plan of the build.
@@ -137,6 +137,8 @@ def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _
         assert plan.manifest.model is not None
         objects = (plan.manifest.model.module, None)
     seen = modules.observer.seen(section, [name for name in objects if isinstance(name, str)])
+    if not seen.complete:
+        return None
     inputs: dict[Input, str] = {}
     for each in seen.inputs:
         digest = present.digest(each)

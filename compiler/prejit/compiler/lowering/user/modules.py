@@ -149,6 +149,8 @@ class UserModules:
     def _alone(self) -> Iterator[None]:
         path, modules = list(sys.path), dict(sys.modules)
         before = _Settings.now()
+        if not self._path:
+            self.observer.note_loaded(modules)
         self._path_before = path
         sys.path[:] = self._path or [self._directory, *path]
         sys.modules.update(self._own)

@@ -60,12 +60,15 @@ class Seen:
         digests: the digests of those that were read at a known moment.
         files: the portable paths of modules' sources.
         trouble: why nothing may stand for tracing it; empty: the inputs decide the trace.
+        complete: whether all of its modules were observed. One that this process had imported before may be
+            older than its file.
     """
 
     inputs: frozenset[Input]
     digests: Mapping[Input, str]
     files: Mapping[Input, str]
     trouble: str
+    complete: bool
 
 
 @final
@@ -79,6 +82,7 @@ class Observer:
             directory: the manifest's directory, absolute.
         """
         self._directory = directory
+        self._before = frozenset[str]()
         self._owners: dict[str, Owner] = {}
         self._imports: defaultdict[str, set[str]] = defaultdict(set)
         self._reads: defaultdict[str, set[Input]] = defaultdict(set)
@@ -86,6 +90,10 @@ class Observer:
         self._digests: dict[Input, str] = {}
         self._modules: dict[str, str] = {}  # by source file
         self._executed: defaultdict[str, set[str]] = defaultdict(set)
+
+    def note_loaded(self, modules: Iterable[str]) -> None:
+        """Note the modules that the process has before it runs any code of the user."""
+        self._before = frozenset(modules)
 
     def note_executed(self, program: str, files: Iterable[str]) -> None:
         """Note the source files whose code a program's operations come from."""
@@ -98,7 +106,7 @@ class Observer:
             program: name of its section.
             functions: the objects that the section names, each as `package.module:attribute`.
         """
-        found, inputs, troubles = set[str](), set[Input](), list[str]()
+        found, inputs, troubles, complete = set[str](), set[Input](), list[str](), True
         left = [name.partition(":")[0] for name in functions] + sorted(self._executed[program])
         packages = set[str]()
         while left:
@@ -112,6 +120,7 @@ class Observer:
             elif owner == "installed":
                 packages.add(name.partition(".")[0])
             else:
+                complete = complete and name not in self._before
                 inputs.add(Input("module", name))
                 inputs |= self._reads[name]
                 left += [*self._imports[name], *filter(None, [name.rpartition(".")[0]])]
@@ -123,7 +132,7 @@ class Observer:
             for file, module in self._modules.items()
         }
         digests = {each: self._digests[each] for each in inputs & self._digests.keys()}
-        return Seen(frozenset(inputs), digests, files, min(troubles, default=""))
+        return Seen(frozenset(inputs), digests, files, min(troubles, default=""), complete)
 
     # What the hooks below call.
 
@@ -229,13 +238,16 @@ def _caches() -> tuple[str, ...]:
 
 
 @cache
-def _owners_of_packages() -> Mapping[str, Sequence[str]]:
+def _owners_of_packages(path: tuple[str, ...]) -> Mapping[str, Sequence[str]]:
+    """Return the distributions that provide each package on `sys.path`."""
+    del path
     return metadata.packages_distributions()
 
 
 def _distributions(packages: Iterable[str]) -> set[str]:
     """Return the distributions that provide packages, and those that these require."""
-    left = [each for package in packages for each in _owners_of_packages().get(package, ())]
+    owners = _owners_of_packages(tuple(sys.path)) if packages else {}
+    left = [each for package in packages for each in owners.get(package, ())]
     found = set[str]()
     while left:
         name = re.sub(r"[-_.]+", "-", left.pop()).lower()
@@ -245,7 +257,6 @@ def _distributions(packages: Iterable[str]) -> set[str]:
     return found
 
 
-@cache
 def _required(distribution: str) -> tuple[str, ...] | None:
     """Return the names of the distributions that one requires; None: it is not installed."""
     try:
