@@ -30,8 +30,8 @@ _PRELOADED = (
 _UNEXPECTED = 70
 """Exit status after an exception that reached the top; `sysexits.h` calls it EX_SOFTWARE."""
 _one_reader = threading.Lock()
-"""The exit status of a process can be read once. `start` reads those of all others, in any thread, and whoever
-then comes second gets 255."""
+"""The exit status of a process can be read once. `start` reads those of all others, in any thread, and
+whoever comes second gets 255."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,14 @@ def until_the_end(function: Callable[[Any], int], argument: Any, directory: Path
     """Run a function in a fork for as long as a block lasts, then kill it. Arguments as of `run`."""
     context = fork_server()
     process = context.Process(target=_child, args=(function, argument, str(directory)))
-    process.start()
+    with _one_reader:
+        process.start()
     try:
         yield
     finally:
-        process.kill()
-        process.join()
+        with _one_reader:
+            process.kill()
+            process.join()
 
 
 def _child(function: Callable[[Any], int], argument: Any, directory: str) -> None:

@@ -36,7 +36,7 @@ EXAMPLES = int(os.environ.get("PREJIT_CHAOS_EXAMPLES", "2"))
 WHOLE_EXAMPLES = 500
 """From this number on, the figures are written."""
 AT_CALLS, AT_TIMES = "at every call", "at random times"
-AT_ONCE = 2 if EXAMPLES >= 10 else 1
+AT_ONCE = 3 if EXAMPLES >= 10 else 1
 LIMIT_SECONDS = 120
 YEARS = (-20, 20) if EXAMPLES >= 10 else (20,)
 """By how much a command's clock is wrong."""
