@@ -123,7 +123,7 @@ def _install_by_uv(
     run: Callable[..., str],
     progress: Progress,
 ) -> bool:
-    """Install the packages by uv, and return whether it did; whatever keeps it from that is for pip to say."""
+    """Install the packages by uv, and return whether it did. Why it did not is for pip to say."""
     if (uv := find_uv()) is None:
         return False
     settings = translated(run([str(python), "-I", "-m", "pip", "config", "list"], environ), environ)
