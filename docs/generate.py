@@ -21,7 +21,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from prejit.compiler import cli
+from prejit.compiler.cli.run import commands
 from prejit.runtime import errors
 from prejit.runtime.cli.parser import parser
 from prejit.runtime.server.collector import EngineCollector
@@ -126,7 +126,7 @@ def rooms() -> str:
 
 def manifest_schema() -> Schema:
     """Return the JSON Schema of a manifest, as `prejit schema` prints it."""
-    result = CliRunner().invoke(cli.commands, ["schema"], catch_exceptions=False)
+    result = CliRunner().invoke(commands, ["schema"], catch_exceptions=False)
     schema: Schema = json.loads(result.stdout)
     return schema
 
@@ -221,7 +221,7 @@ def command_line_page() -> str:
     """Return the reference of all commands, from the parsers of both sides."""
     parts = [_COMMAND_LINE]
     parts.append("## Commands that build\n")
-    for name, command in cli.commands.commands.items():
+    for name, command in commands.commands.items():
         parts.append(_click_command(name, command))
         if isinstance(command, click.Group):
             for inner, each in command.commands.items():

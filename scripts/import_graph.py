@@ -472,7 +472,7 @@ import json, sys, threading
 from pathlib import Path
 
 import click
-from prejit.compiler.cli import commands
+from prejit.compiler.cli.run import commands
 
 homes, arguments = json.loads(sys.argv[1]), sys.argv[2:]
 modules = {}  # by file name; None when it is of no root

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _PRELOADED = (
-    *("prejit.compiler.cli", "prejit.compiler.pipeline.run", "prejit.compiler.lowering.export"),
+    *("prejit.compiler.cli.run", "prejit.compiler.pipeline.run", "prejit.compiler.lowering.export"),
     *("prejit.compiler.models", "prejit.runtime.cli.inspect", "transformers", "tokenizers"),
 )
 _UNEXPECTED = 70

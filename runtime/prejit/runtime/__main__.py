@@ -1,7 +1,7 @@
 """The command line: `prejit`, or `python -m prejit.runtime` where only the server side is installed.
 
 The commands that read or run a bundle are functions in `prejit.runtime.cli`. Those that build one are in
-`prejit.compiler.cli`, which need not be installed.
+`prejit.compiler.cli.run`, which need not be installed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _give_up_stdout() -> None:
 def _build_side(arguments: Sequence[str]) -> int:
     """Run a command of the build side, imported by name: the server must not depend on it."""
     try:
-        return int(importlib.import_module("prejit.compiler.cli").run(arguments))
+        return int(importlib.import_module("prejit.compiler.cli.run").run(arguments))
     except ModuleNotFoundError as error:  # at the import, or later in a command
         if (error.name or "").partition(".")[0] not in _BUILD_PACKAGES:
             raise

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import prejit.compiler.cli
+import prejit.compiler
 import prejit.runtime
 
 RUNTIME = Path(prejit.runtime.__file__).parent
-COMPILER = Path(prejit.compiler.cli.__file__).parent
+COMPILER = Path(prejit.compiler.__file__).parent
 MODULES = sorted(RUNTIME.rglob("*.py"))
 BUILD_MODULES = sorted(COMPILER.rglob("*.py"))
 BUILD_SIDE = {"prejit.compiler", "click", "flax", "transformers", "pydantic", "rich"}

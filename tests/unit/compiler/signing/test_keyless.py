@@ -13,7 +13,7 @@ pytest.importorskip("sigstore", reason="sigstore comes with the extra keyless")
 from tests.fake_sigstore import IDENTITY, ISSUER, FakeSigstore, client_config, token
 from tests.ports import free_port
 
-from prejit.compiler.cli import run
+from prejit.compiler.cli.run import run
 from prejit.compiler.signing.keyless import TOKEN_VARIABLE, keyless_signer
 from prejit.compiler.signing.sign import sign
 from prejit.runtime.errors import NetworkError, StoreError, UntrustedError, UsageError

@@ -76,7 +76,8 @@ def test_a_mended_module_makes_again_what_it_decides(
 
 @pytest.mark.parametrize("result", [COMPILING, LOWERING, WEIGHTS])
 @pytest.mark.parametrize(
-    "module", ["prejit.compiler.cli", "prejit.compiler.progress", "prejit.runtime.generation.batch"]
+    "module",
+    ["prejit.compiler.cli.run", "prejit.compiler.progress", "prejit.runtime.generation.batch"],
 )
 def test_a_module_that_decides_nothing_is_in_no_key(
     result: tuple[str, ...], module: str, edit: Edit

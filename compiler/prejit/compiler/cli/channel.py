@@ -1,0 +1,121 @@
+"""`prejit channel`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from prejit.compiler.cli.options import PATH
+from prejit.compiler.cli.sign import private_key
+
+_channel_name = click.option("--name", required=True, metavar="NAME", help="Name of the channel.")
+_signing_keys = click.option(
+    "--key",
+    "keys",
+    type=PATH,
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Private key in PEM; may be repeated.",
+)
+
+
+@click.group()
+def channel() -> None:
+    """Say which bundle is the current one, so that no machine goes back to an older one."""
+
+
+@channel.command(
+    epilog="Examples:\n\n\b\n"
+    "  prejit channel release stable.json artifacts/demo --name stable --key release.pem --days 30"
+)
+@click.argument("file", type=PATH)
+@click.argument("bundle", type=PATH)
+@_channel_name
+@_signing_keys
+@click.option(
+    "--days",
+    type=click.IntRange(min=1),
+    default=90,
+    show_default=True,
+    metavar="N",
+    help="How long this is known to be the current bundle. Release again before.",
+)
+def release(file: Path, bundle: Path, name: str, keys: tuple[Path, ...], days: int) -> int:
+    """Make BUNDLE the current one of the channel in FILE, with the next version.
+
+    To go back to an older bundle, release that one.
+    """
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.channel_file import release_bundle
+
+    version = release_bundle(file, bundle, name, [private_key(key) for key in keys], days)
+    tell(f"released {bundle} as version {version} of channel {name}: wrote {file}")
+    return 0
+
+
+@channel.command(
+    epilog="Examples:\n\n\b\n  prejit channel rotate stable.json --name stable --public new.pub.pem "
+    "--key old.pem --key new.pem"
+)
+@click.argument("file", type=PATH)
+@_channel_name
+@click.option(
+    "--public",
+    "publics",
+    type=PATH,
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Public key of the next version, in PEM; repeat it for each key.",
+)
+@_signing_keys
+@click.option(
+    "--threshold",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many of the public keys must sign.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(min=1),
+    default=365,
+    show_default=True,
+    metavar="N",
+    help="How long the keys count. Rotate again before.",
+)
+def rotate(
+    file: Path,
+    name: str,
+    publics: tuple[Path, ...],
+    keys: tuple[Path, ...],
+    threshold: int,
+    days: int,
+) -> int:
+    """Give the channel in FILE other keys, signed by the old ones and by the new ones."""
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.channel_file import rotate_keys
+
+    private = [private_key(key) for key in keys]
+    version = rotate_keys(file, name, publics, threshold, private, days)
+    tell(f"channel {name} has version {version} of its keys: wrote {file}")
+    return 0
+
+
+@channel.command(
+    "add-signature",
+    epilog="Examples:\n\n\b\n  prejit channel add-signature stable.json --key second.pem",
+)
+@click.argument("file", type=PATH)
+@click.option("--key", type=PATH, required=True, metavar="FILE", help="Private key in PEM.")
+def add_signature(file: Path, key: Path) -> int:
+    """Sign the release and the newest keys of the channel in FILE with another key, to reach a threshold."""
+    from prejit.compiler.progress import tell
+    from prejit.compiler.signing.channel_file import sign_channel
+
+    sign_channel(file, private_key(key))
+    tell(f"signed {file}")
+    return 0
