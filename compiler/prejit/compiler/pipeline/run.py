@@ -22,6 +22,7 @@ Workers compile a program while the next one is lowered and while weights are pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -163,6 +164,7 @@ def build(
     _check(plan, model, published, code)
     plan = lower_own(plan, code, store, progress)
     toolchains = [_make_toolchain(target, progress) for target in plan.targets]
+    _note_cpus(toolchains, progress)
     libraries = _build_kernels(plan, toolchains, store, progress)
     with executor:
         known = plan.forms
@@ -255,6 +257,17 @@ def _make_toolchain(target: Target, progress: Progress) -> Toolchain:
         found = find_toolchain(target)
         assert found is not None
     return found
+
+
+def _note_cpus(toolchains: Sequence[Toolchain], progress: Progress) -> None:
+    """Say which targets are compiled for fewer CPUs than theirs, because this machine shows XLA no more."""
+    for each in toolchains:
+        if each.cpus not in (None, each.target.cpus):
+            progress.note(
+                f"target {each.target.name}: loops are split for {each.cpus} CPUs and not for "
+                f"{each.target.cpus}: this machine has no more, and forbids the filter (seccomp) that "
+                "shows XLA more; programs run everywhere, and leave further CPUs of a server idle"
+            )
 
 
 def _build_kernels(
