@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prejit.compiler.cli import run as cli
+from prejit.compiler.cli.run import run
 from prejit.compiler.targets import environments, interpreters
 from prejit.compiler.targets.listing import DOWNLOAD, EXACT_JAX, NO, YES, Listed, list_targets
 from prejit.compiler.targets.target_table import names
@@ -115,7 +115,7 @@ def test_the_command_lists_people_a_table_and_scripts_json(
 
 def test_listing_imports_no_jax(run_python: Callable[..., object]) -> None:
     run_python(
-        "import sys\nfrom prejit.compiler.cli import run as cli\nassert run(['targets']) == 0\n"
+        "import sys\nfrom prejit.compiler.cli.run import run\nassert run(['targets']) == 0\n"
         "found = {'jax', 'jax._src', 'jaxlib._jax', 'numpy', 'flax'} & set(sys.modules)\n"
         "assert not found, found"
     )
