@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from prejit.compiler.compile.worker_process import JOB_SECONDS
 from prejit.compiler.manifest.manifest import Manifest, Program
 from prejit.compiler.manifest.reading import check_manifest, read_manifest
 from prejit.compiler.pipeline.plan import PlannedExecutable, plan_build, planned_executables
-from prejit.compiler.pipeline.run import Built
+from prejit.compiler.pipeline.run import Built, Failed
 from prejit.compiler.pipeline.run import build as run_build
+from prejit.compiler.pipeline.run import build_all as run_all
 from prejit.compiler.progress import Progress, Quiet, open_progress
 from prejit.compiler.sharing.layered import LayeredStore
 from prejit.compiler.sharing.settings import read_stores
@@ -171,6 +172,54 @@ def build(
             measure=measure,
             timeout_seconds=timeout_seconds,
             retrace=retrace,
+        )
+
+
+def build_all(
+    requests: Sequence[tuple[Manifest, tuple[str, ...]]],
+    output: str | os.PathLike[str] = "artifacts",
+    *,
+    done: Callable[[Built | Failed], None],
+    cache: str | os.PathLike[str] | None = None,
+    shared: str | None = None,
+    forms: Path | None = None,
+    measure: bool | None = None,
+    workers: int | None = None,
+    timeout_seconds: float = JOB_SECONDS,
+    retrace: bool = False,
+) -> None:
+    """Build several manifests with one pool of workers, as `prejit build` does.
+
+    Args:
+        requests: manifests with different bundle names, each with the names of its targets (empty: all).
+        output: directory of bundles.
+        done: called with each build as it ends. One that fails ends no other.
+        cache: see `build`.
+        shared: see `build`.
+        forms: see `build`.
+        measure: see `build`.
+        workers: see `build`.
+        timeout_seconds: see `build`.
+        retrace: see `build`.
+
+    Raises:
+        StoreError: the build cache cannot be opened.
+    """
+    with open_progress() as progress, _open_store(cache, shared, progress) as store:
+        executor = WorkerPool(
+            store, workers=workers, progress=progress, timeout_seconds=timeout_seconds
+        )
+        run_all(
+            requests,
+            Path(output),
+            store=store,
+            executor=executor,
+            progress=progress,
+            forms=forms,
+            measure=measure,
+            timeout_seconds=timeout_seconds,
+            retrace=retrace,
+            done=done,
         )
 
 
