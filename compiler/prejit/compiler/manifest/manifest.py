@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prejit.compiler.manifest.specs import ProgramSpec
 from prejit.compiler.targets.target_table import TableError, TargetTable, resolve
 from prejit.runtime.errors import ManifestError
 from prejit.runtime.format.arrays import Mesh
@@ -312,9 +311,9 @@ class Manifest:
         """The directory that the manifest's paths are relative to."""
         return Path() if self.path is None else self.path.parent
 
-    def section(self, spec: ProgramSpec) -> Program:
-        """Return the section that a program of a function of the user comes from."""
-        return next(program for program in self.programs if program.name == spec.section)
+    def section(self, name: str) -> Program:
+        """Return the [[program]] of a name."""
+        return next(program for program in self.programs if program.name == name)
 
     def resolve(self, path: str) -> Path:
         """Return the absolute form of a path in the manifest."""

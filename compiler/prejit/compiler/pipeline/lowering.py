@@ -271,7 +271,7 @@ def lower_function(plan: Plan, program: PlannedProgram, code: UserCode) -> Lower
     from prejit.compiler.lowering.user import lower as of_user
 
     manifest, spec = plan.manifest, program.spec
-    section = manifest.section(spec)
+    section = manifest.section(spec.section)
     platforms = [target.platform for target in plan.targets]
     user = code.functions[section.name]
     if isinstance(user, LoweredProgram):

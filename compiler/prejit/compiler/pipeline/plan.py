@@ -357,7 +357,7 @@ def _planned_trace(
     """Return a program of the user's code, with its trace if the store has it."""
     is_file = False
     if spec.kind == "call":
-        program = manifest.section(spec)
+        program = manifest.section(spec.section)
         is_file = program.is_file
         platforms = [target.platform for target in targets]
         handlers = handlers_of(libraries)
@@ -512,7 +512,9 @@ def _planned_executable(
 def _why_traced(manifest: Manifest, program: PlannedProgram, store: Store) -> str:
     if program.trace is not None:
         return program.trace.why(store)
-    section = manifest.section(program.spec) if program.spec.kind == "call" else manifest.model
+    section = (
+        manifest.section(program.spec.section) if program.spec.kind == "call" else manifest.model
+    )
     assert section is not None
     return f"{section.label} is an object of Python, which every build traces"
 

@@ -90,7 +90,7 @@ def remember(
         is_file = False
         if program.spec.kind == "call":
             result["parameters"] = dict(parameters.get(program.spec.section, {}))
-            is_file = plan.manifest.section(program.spec).is_file
+            is_file = plan.manifest.section(program.spec.section).is_file
         if is_file:
             remember_trace(
                 program.trace, {}, ((), ()), {"trace": result}, made.blobs, store, reads=False
@@ -131,7 +131,7 @@ def _read(plan: Plan, section: str, modules: UserModules, present: Present) -> _
         present: the inputs as they are now.
     """
     if section:
-        program = next(each for each in plan.manifest.programs if each.name == section)
+        program = plan.manifest.section(section)
         objects = (program.fn, program.args)
     else:
         assert plan.manifest.model is not None
@@ -230,7 +230,7 @@ def _impure(
 
 def _error(plan: Plan, program: PlannedProgram, found: str) -> BuildError:
     is_function = program.spec.kind == "call"
-    section = plan.manifest.section(program.spec) if is_function else plan.manifest.model
+    section = plan.manifest.section(program.spec.section) if is_function else plan.manifest.model
     assert section is not None
     return BuildError(
         f"{plan.manifest.where}: program {program.spec.name}: expected {section.label} to give the same "

@@ -125,6 +125,11 @@ def code_digest(*modules: str) -> str:
     return f"sha256:{hashlib.sha256(chr(0).join(sorted(parts)).encode()).hexdigest()}"
 
 
+def directories() -> tuple[str, ...]:
+    """Return the directories of prejit's own code."""
+    return tuple(map(str, _ROOTS.values()))
+
+
 @cache
 def imported(*modules: str) -> tuple[str, ...]:
     """Return the full names of modules and of all modules of prejit that they import, sorted.

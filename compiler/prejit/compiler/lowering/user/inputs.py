@@ -20,9 +20,7 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, Pat
 from pathlib import Path
 from typing import Any, Literal, final
 
-import prejit.compiler
-import prejit.runtime
-from prejit.compiler.store.code import code_digest
+from prejit.compiler.store.code import code_digest, directories
 from prejit.runtime.base.digests import digest_of
 from prejit.runtime.store.receipts import Receipts
 
@@ -76,8 +74,7 @@ def is_ours(file: str) -> bool:
 
 @cache
 def _our_places() -> tuple[str, ...]:
-    files = (prejit.compiler.__file__, prejit.runtime.__file__)
-    return tuple(os.path.dirname(str(file)) + os.sep for file in files)
+    return tuple(f"{directory}{os.sep}" for directory in directories())
 
 
 @cache
